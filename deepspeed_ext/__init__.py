@@ -1,0 +1,1 @@
+"""DeepSpeed (ZeRO) adapter of `fsdp_demo`. Nothing is here yet: the adapter comes in a later release."""

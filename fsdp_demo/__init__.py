@@ -1,0 +1,42 @@
+"""Hybrid-sharded training over slow networks: shard inside a node, exchange a little, compressed, between nodes.
+
+    import fsdp_demo
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+"""
+
+from .codecs.wire import WireError
+from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer
+from .exchange import Exchange, Stopped, attach
+from .guard import guard
+from .inner import base_optimizer
+from .link import Link
+from .meter import Meter, ring_all_reduce_bytes
+from .presets import load_config, preset, presets
+from .topology import Topology
+from .transport import PeerLost
+from .version import __version__
+
+__all__ = [
+    "Accumulator",
+    "Applier",
+    "Channel",
+    "Clock",
+    "Codec",
+    "Exchange",
+    "ExchangeConfig",
+    "Link",
+    "Meter",
+    "PeerLost",
+    "Reducer",
+    "Stopped",
+    "Topology",
+    "WireError",
+    "__version__",
+    "attach",
+    "base_optimizer",
+    "guard",
+    "load_config",
+    "preset",
+    "presets",
+    "ring_all_reduce_bytes",
+]

@@ -1,0 +1,140 @@
+"""The command `fsdp-demo`: serve a store, rehearse islands on one machine, show presets."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import signal
+import sys
+from pathlib import Path
+
+from .version import __version__
+
+USAGE_ERROR = 2
+
+_REHEARSE_USAGE = "fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT ARGS"
+
+
+def store(args: argparse.Namespace) -> int:
+    """Serve a store until SIGINT or SIGTERM."""
+    from .store import join_address, serve
+
+    # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    served = serve(args.bind)
+    for warning in served.warnings:
+        print(f"fsdp-demo store: WARNING: {warning}", file=sys.stderr, flush=True)
+    if args.port_file:
+        # In one piece, so that who waits for the file never reads half a number.
+        part = Path(f"{args.port_file}.part")
+        part.write_text(f"{served.port}\n")
+        part.replace(args.port_file)
+    listening = join_address(served.host, served.port)
+    if not args.quiet:
+        print(f"store listening on {listening}; on every island: export ISLAND_ENDPOINT={served.endpoint}", flush=True)
+    signal.sigwait(signals)
+    return 0
+
+
+def rehearse(args: argparse.Namespace) -> int:
+    """Run N islands on this machine and return the worst exit status."""
+    from .link import Link, parse_rate, parse_rtt
+    from .rehearse import Rehearsal
+    from .rehearse import rehearse as run
+
+    link = None
+    if args.link is not None or args.rtt is not None:
+        try:
+            link = Link.parse(args.link) if args.link and "," in args.link else Link(args.link and parse_rate(args.link), 0.0)
+            link = Link(link.bits_per_second, parse_rtt(args.rtt)) if args.rtt else link
+        except ValueError as error:
+            raise ValueError(f"--link/--rtt: {error}") from None
+    return run(
+        Rehearsal(
+            islands=args.islands,
+            procs=args.procs,
+            script=tuple(args.script),
+            launcher=args.launcher,
+            link=link,
+            run=args.run,
+            cpu=args.cpu,
+            grace=args.grace,
+        )
+    )
+
+
+def presets(args: argparse.Namespace) -> int:
+    """List the presets, or describe one."""
+    import fsdp_demo
+
+    known = fsdp_demo.presets()
+    if args.name is None:
+        width = max(map(len, known))
+        for name, function in known.items():
+            print(f"{name:{width}}  {(inspect.getdoc(function) or '').partition(chr(10))[0]}")
+        return 0
+    config = fsdp_demo.preset(args.name)  # a wrong name: ValueError with the nearest right one
+    if args.yaml:
+        print(config.to_yaml(), end="")
+    else:
+        print(inspect.getdoc(known[args.name]) or "")
+        print(f"\n{config.describe()}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command table."""
+    top = argparse.ArgumentParser(prog="fsdp-demo", description="One model on several islands that a slow network joins.")
+    top.add_argument("--version", action="version", version=f"fsdp-demo {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    sub = commands.add_parser("store", help="serve the store where islands meet, until stopped")
+    sub.add_argument("--bind", required=True, metavar="ADDR:PORT", help="a private address of this machine; port 0 picks a free one")
+    sub.add_argument("--port-file", metavar="FILE", help="write the port into this file when the store listens")
+    sub.add_argument("--quiet", action="store_true", help="do not print where it listens")
+    sub.set_defaults(run_command=store)
+
+    sub = commands.add_parser("rehearse", help="run several islands on this machine, as they would run on several", usage=_REHEARSE_USAGE)
+    sub.add_argument("--islands", type=int, required=True, metavar="N", help="number of islands")
+    sub.add_argument("--procs", type=int, required=True, metavar="P", help="processes (ranks) per island")
+    sub.add_argument("--link", metavar="RATE", help="rate of each island's link, for example 100Mbit (default: not limited)")
+    sub.add_argument("--rtt", metavar="TIME", help="round trip between islands, for example 40ms (default: 0)")
+    sub.add_argument("--launcher", default="accelerate", choices=("accelerate", "torchrun"), help="default: accelerate")
+    sub.add_argument("--run", default="rehearse", metavar="ID", help="run id (ISLAND_RUN)")
+    sub.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
+    sub.add_argument("--grace", type=float, default=40.0, metavar="SECONDS", help="left to the others when an island dies (default: 40)")
+    sub.set_defaults(run_command=rehearse)
+
+    sub = commands.add_parser("presets", help="list the published methods, or show one")
+    sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
+    sub.add_argument("--yaml", action="store_true", help="print it as yaml, to change and pass as a file")
+    sub.set_defaults(run_command=presets)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status (2 for what the user got wrong)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    script: list[str] = []
+    if argv[:1] == ["rehearse"] and "--" in argv:
+        # Everything after the first "--" is the script's, options and all.
+        cut = argv.index("--")
+        argv, script = argv[:cut], argv[cut + 1 :]
+    args = parser().parse_args(argv, argparse.Namespace(script=script))
+    try:
+        return int(args.run_command(args))
+    except ValueError as error:
+        print(f"fsdp-demo: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except BrokenPipeError:
+        # Whoever read the output is gone (`| head`); nothing more can be said, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Pure mathematics of compression: transform, selection, codes and the byte layout of a payload. No communication here."""

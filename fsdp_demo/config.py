@@ -1,0 +1,402 @@
+"""What is exchanged, when, how compressed and how applied: the configuration, its checks and its yaml form.
+
+Every published method is a list of `Channel`s (see `presets.py`); nothing here touches tensors. A wrong value is
+refused when it is read, with the field, the value found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+import yaml
+
+BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
+
+TRANSFORMS = ("none", "dct")
+SELECTS = ("all", "topk")
+CODES = ("fp32", "bf16", "int8")
+RESIDUALS = ("keep", "subtract", "put_back")
+REDUCERS = ("replicas", "senders")
+WEIGHTS = ("equal", "tokens")
+APPLIERS = ("gradient", "outer", "replace")
+PHIS = ("identity", "sign")
+SOURCES = ("gradient", "delta", "parameter")
+
+
+def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest right name."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{where}={value!r} is not known: allowed are {', '.join(allowed)}{hint}")
+
+
+def in_range(where: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError unless low <= value <= high (NaN is refused too)."""
+    if not low <= value <= high:
+        allowed = f"{low} <= {where} <= {high}" if high != float("inf") else f"{where} >= {low}"
+        raise ValueError(f"{where}={value} is out of range: allowed is {allowed}")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When a channel acts, in optimizer steps; a pure function of the job's step t = 0, 1, 2, ...
+
+    Example:
+        >>> from fsdp_demo import Clock
+        >>> [t for t in range(10) if Clock(period=4).due(t)]
+        [3, 7]
+    """
+
+    period: int = 1
+    offset: int = 0
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        in_range("clock.period", self.period, 1)
+        in_range("clock.offset", self.offset, 0, self.period - 1)
+        in_range("clock.delay", self.delay, 0)
+
+    def due(self, step: int) -> bool:
+        """Whether an exchange starts at `step`; it is applied at `step + delay`."""
+        return step + 1 > self.offset and (step + 1 - self.offset) % self.period == 0
+
+    @property
+    def in_flight(self) -> int:
+        """The largest number of payloads that are under way at once."""
+        return self.delay // self.period + 1
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was sent is subtracted."""
+
+    beta: float = 0.0
+    gain: float = 1.0
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        in_range("accumulator.beta", self.beta, 0.0, 1.0)
+        in_range("accumulator.alpha", self.alpha, 0.0, 1.0)
+        if not self.gain > 0:
+            raise ValueError(f"accumulator.gain={self.gain} is out of range: allowed is gain > 0")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values."""
+
+    transform: str = "none"
+    select: str = "all"
+    topk: int = 32
+    code: str = "fp32"
+
+    def __post_init__(self) -> None:
+        one_of("codec.transform", self.transform, TRANSFORMS)
+        one_of("codec.select", self.select, SELECTS)
+        one_of("codec.code", self.code, CODES)
+        if not 1 <= self.topk <= BLOCK:
+            raise ValueError(f"codec.topk={self.topk} is out of range: a block has {BLOCK} elements, allowed is 1 <= topk <= {BLOCK}")
+        if self.transform != "none" and self.select == "all":
+            raise ValueError(
+                f"codec.transform={self.transform!r} with codec.select='all' has no effect, since nothing is dropped: "
+                "use transform='none', or select='topk'"
+            )
+        if self.select == "topk" and self.code == "fp32" and self.topk == BLOCK:
+            return  # everything kept: the setting that oracles compare with dense methods
+
+    @property
+    def sparse(self) -> bool:
+        """True if positions are chosen by the data, so that indices travel and payloads cannot be summed on the way."""
+        return self.select != "all"
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How R decoded payloads become one: the mean over all replicas, or over those that sent a position.
+
+    weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.note(tokens=...)`).
+    """
+
+    kind: str = "replicas"
+    weight: str = "equal"
+
+    def __post_init__(self) -> None:
+        one_of("reducer.kind", self.kind, REDUCERS)
+        one_of("reducer.weight", self.weight, WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Applier:
+    """How the decoded mean acts.
+
+    gradient: becomes the gradient of the base optimizer, through `phi` (identity or sign).
+    outer: a step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse channel use
+        `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the accumulator of the exchange
+        (the released rule of 2510.03371); `mix` keeps that share of the local parameters (Streaming DiLoCo's alpha).
+    replace: the source becomes the mean.
+    """
+
+    kind: str = "gradient"
+    lr: float = 1.0
+    dense_lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    local_delta: bool = False
+    mix: float = 0.0
+    phi: str = "identity"
+
+    def __post_init__(self) -> None:
+        one_of("applier.kind", self.kind, APPLIERS)
+        one_of("applier.phi", self.phi, PHIS)
+        in_range("applier.lr", self.lr, 0.0)
+        in_range("applier.dense_lr", self.dense_lr, 0.0)
+        in_range("applier.mix", self.mix, 0.0, 1.0)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"applier.momentum={self.momentum} is out of range: allowed is 0 <= momentum < 1")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or drop nesterov")
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One thing that is exchanged, on its own clock, with its own codec and its own way of being applied.
+
+    `include`, `exclude`, `dense` and `plain` are shell patterns over parameter names: what the channel covers, what is
+    never exchanged, what a sparse channel sends whole, and what it sends without the transform (embeddings, heads).
+    """
+
+    name: str
+    source: str
+    clock: Clock = field(default_factory=Clock)
+    accumulator: Accumulator | None = None
+    codec: Codec = field(default_factory=Codec)
+    residual: str = "keep"
+    reducer: Reducer = field(default_factory=Reducer)
+    applier: Applier = field(default_factory=Applier)
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.source.startswith("state:"):
+            one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
+        one_of(f"channel {self.name!r}: residual", self.residual, RESIDUALS)
+        for problem in _problems(self):
+            raise ValueError(f"channel {self.name!r}: {problem}")
+
+    @property
+    def consensus(self) -> bool:
+        """Whether the parameters of all replicas are equal after an exchange of this channel (derived, never set)."""
+        moves_parameters = self.source in SOURCES
+        return moves_parameters and not self.applier.local_delta and self.applier.mix == 0.0
+
+    @property
+    def before_step(self) -> bool:
+        """Gradient channels act before the base optimizer's step, all others after it."""
+        return self.source == "gradient"
+
+
+def _problems(c: Channel) -> list[str]:
+    """What has no meaning in one channel, each with the reason and the cure."""
+    found = []
+    wanted = {"gradient": "gradient", "delta": "outer"}.get(c.source, "replace")
+    if c.applier.kind != wanted:
+        found.append(f"applier.kind={c.applier.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted!r}")
+    if c.residual != "keep" and c.accumulator is None:
+        found.append(f"residual={c.residual!r} needs an accumulator to act on, found none: add accumulator.beta, or residual='keep'")
+    if c.residual == "put_back" and not c.codec.sparse:
+        found.append("residual='put_back' on a channel that sends everything (codec.select='all') would count the mean twice: use 'keep'")
+    if c.reducer.kind == "senders" and not c.codec.sparse:
+        found.append("reducer.kind='senders' needs a selection (codec.select='topk'): with select='all' everybody sends; use 'replicas'")
+    if c.applier.phi == "sign" and c.source != "gradient":
+        found.append(f"applier.phi='sign' is for gradient channels, found source {c.source!r}: a sign is no parameter; use phi='identity'")
+    if c.source == "gradient" and c.clock.period > 1 and c.accumulator is None:
+        found.append(
+            f"clock.period={c.clock.period} on a gradient channel needs an accumulator, else the gradients between exchanges are lost: "
+            "set accumulator.beta, or clock.period=1"
+        )
+    if c.applier.local_delta and c.residual != "put_back":
+        found.append(f"applier.local_delta=True is the released rule and needs residual='put_back', found {c.residual!r}")
+    if c.residual == "put_back" and c.source != "delta":
+        found.append(f"residual='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'")
+    if wanted == "replace" and (c.codec.sparse or c.codec.code == "int8" or c.accumulator is not None):
+        found.append(f"source {c.source!r} is replaced by the mean, so it travels whole: use codec.select='all', code fp32 or bf16, no accumulator")
+    return found
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """A method: its channels, the inner optimizers it is defined for and its published learning rate.
+
+    Args:
+        preset: name of the preset this came from, for logs.
+        channels: what is exchanged.
+        inner: names of the inner optimizers the preset is defined for (lower-case class names such as "adamw");
+            "any" allows all, "as_is" switches the check off.
+        lr: published learning rate of the inner optimizer, None if there is none.
+        clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the mean is clipped;
+            otherwise each replica clips its own gradient before the step.
+        max_in_flight: most payloads of one channel that may be under way at once.
+
+    Example:
+        >>> from fsdp_demo import ExchangeConfig, preset
+        >>> config = preset("diloco", period=50)
+        >>> ExchangeConfig.from_yaml(config.to_yaml()) == config
+        True
+    """
+
+    preset: str
+    channels: tuple[Channel, ...]
+    inner: tuple[str, ...] = ("any",)
+    lr: float | None = None
+    clip: float | None = None
+    max_in_flight: int = 16
+
+    def __post_init__(self) -> None:
+        in_range("max_in_flight", self.max_in_flight, 1)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping")
+        names = [c.name for c in self.channels]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"channels must be at least one, with distinct names; found {names}")
+        for c in self.channels:
+            if c.clock.in_flight > self.max_in_flight:
+                raise ValueError(
+                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} payloads in "
+                    f"flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay, lengthen the period or raise max_in_flight"
+                )
+
+    @property
+    def consensus(self) -> bool:
+        """Whether all replicas hold equal parameters right after an exchange of the slowest parameter channel."""
+        moving = [c for c in self.channels if c.source in SOURCES]
+        return bool(moving) and all(c.consensus for c in moving)
+
+    @property
+    def clips_mean(self) -> bool:
+        """Whether `clip` acts on the mean over the islands (else on each replica's own gradient).
+
+        Under phi="sign" a scale after the mean has no effect, so there the replica's gradient is clipped (as published)."""
+        return any(c.source == "gradient" and c.applier.phi == "identity" for c in self.channels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars; the inverse of `from_dict`."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def to_yaml(self) -> str:
+        """The whole configuration as yaml, to start from."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ExchangeConfig:
+        """Build and check; unknown keys raise ValueError with the nearest right name."""
+        return _build(cls, data, "")
+
+    @classmethod
+    def from_yaml(cls, text: str) -> ExchangeConfig:
+        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes: see `presets.load_config`."""
+        return cls.from_dict(yaml.safe_load(text))
+
+    def digest(self) -> int:
+        """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on another configuration are refused."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def describe(self) -> str:
+        """One line for the log."""
+        parts = []
+        for c in self.channels:
+            how = c.codec.code if not c.codec.sparse else f"{c.codec.transform}+top-{c.codec.topk}/{BLOCK} {c.codec.code}"
+            parts.append(f"{c.source} every {c.clock.period} ({how}, mean over {c.reducer.kind})")
+        return f"preset {self.preset}: " + "; ".join(parts)
+
+    def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
+        """A copy with dotted paths set: `clip`, `codec.topk` (all channels) or `NAME.codec.topk` (one channel).
+
+        Example:
+            >>> from fsdp_demo import preset
+            >>> preset("demo").changed({"codec.topk": 8}).channels[0].codec.topk
+            8
+        """
+        data = self.to_dict()
+        for path, value in changes.items():
+            _set(data, path, value)
+        return ExchangeConfig.from_dict(data)
+
+
+def _set(data: dict[str, Any], path: str, value: Any) -> None:
+    """Set one dotted path in the dict form, in one channel if it starts with the channel's name, else in all that have it."""
+    head, _, rest = path.partition(".")
+    top = [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
+    by_name = {c["name"]: c for c in data["channels"]}
+    if head in top and not rest:
+        data[head] = value
+        return
+    targets, inner = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
+    for target in targets:
+        *parents, leaf = inner.split(".")
+        node: Any = target
+        for key in parents:
+            if key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
+                node[key] = {}
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or (leaf not in node and parents != ["accumulator"]):
+            known = top + sorted(_paths(target))
+            near = difflib.get_close_matches(path, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{path!r} is no key of the configuration{hint} (known: {', '.join(known)})")
+        node[leaf] = value
+
+
+def _paths(node: Mapping[str, Any], prefix: str = "") -> list[str]:
+    out = []
+    for key, value in node.items():
+        out += _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+    return out
+
+
+def _build(cls: Any, data: Any, where: str) -> Any:
+    """Build dataclass `cls` from plain data, checking keys and types and naming the field in every error."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where or 'the configuration'}={data!r} must be a mapping with keys {', '.join(f.name for f in fields(cls))}")
+    known, hints = [f.name for f in fields(cls)], get_type_hints(cls)
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown key {where + '.' if where else ''}{key}{hint} (allowed: {', '.join(known)})")
+    missing = [f.name for f in fields(cls) if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
+    return cls(**{key: _value(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """Convert one plain value to the type a field declares, or raise ValueError that names the field."""
+    args = getattr(hint, "__args__", ())
+    if type(None) in args:
+        return None if value is None else _value(next(a for a in args if a is not type(None)), value, where)
+    if is_dataclass(hint):
+        return _build(hint, value, where)
+    if getattr(hint, "__origin__", None) is tuple:
+        if isinstance(value, str) or not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where}={value!r} must be a list")
+        return tuple(_value(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if isinstance(value, str) and hint is float:  # yaml reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where}={value!r} must be of type {hint.__name__}, found {type(value).__name__}")
+    return value

@@ -1,0 +1,84 @@
+"""Inner (base) optimizers: the one a preset is defined for, the check that it got one, and its state made eagerly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .config import ExchangeConfig
+
+log = logging.getLogger("fsdp_demo")
+
+_KNOWN = ("SGD", "Adam", "AdamW", "Muon")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
+
+
+def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | None = None, **options: Any) -> torch.optim.Optimizer:
+    """The inner optimizer that `config` is defined for.
+
+    Args:
+        config: an `ExchangeConfig`.
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate; default the preset's published one.
+        options: passed on to the optimizer's class. AdamW defaults here to betas (0.9, 0.95) and weight decay 0.1, as in the
+            published DiLoCo family.
+
+    Raises:
+        ValueError: no learning rate is given and the preset has none.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_demo import base_optimizer, preset
+        >>> type(base_optimizer(preset("demo"), torch.nn.Linear(2, 2).parameters())).__name__
+        'SGD'
+    """
+    rate = lr if lr is not None else config.lr
+    if rate is None:
+        raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr=")
+    if config.inner[0] == "sgd":
+        return torch.optim.SGD(params, lr=rate, **options)
+    return torch.optim.AdamW(params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options})
+
+
+def check_inner(config: ExchangeConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError if the preset is not defined for one of the optimizers; the message says the cure."""
+    if {"any", "as_is"} & set(config.inner):
+        return
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        momentum = [g.get("momentum", 0) for g in optimizer.param_groups] if config.inner == ("sgd",) else []
+        if name.lower() not in config.inner or any(momentum):
+            found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
+            raise ValueError(
+                f"preset {config.preset!r} is defined for {' or '.join(config.inner)}{' without momentum' if config.inner == ('sgd',) else ''}, "
+                f"found {found}: build it by fsdp_demo.base_optimizer(config, params, lr), or insist with inner='as_is'"
+            )
+
+
+def materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of a fresh optimizer now, as its first step would, with all step counters at zero.
+
+    Checkpoint libraries make it by a step of their own otherwise, in the middle of a job. Parameters do not change: the step runs
+    with zero gradients and learning rate zero. Optimizers of unknown kind are left alone.
+    """
+    if optimizer.state or type(optimizer).__name__ not in _KNOWN or any(g.get("dampening") for g in optimizer.param_groups):
+        return
+    params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    grads, rates = [p.grad for p in params], [g["lr"] for g in optimizer.param_groups]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    for g in optimizer.param_groups:
+        g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    for g, rate in zip(optimizer.param_groups, rates, strict=True):
+        g["lr"] = rate
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif step is not None:
+            state["step"] = 0

@@ -1,0 +1,38 @@
+"""The one place where bytes, messages and waiting are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Meter:
+    """Counts of one rank. Bytes are those handed to the process group, to the byte: TCP/IP headers come on top.
+
+    Attributes:
+        exchanges: ticks on which something was exchanged.
+        messages: rounds of sends on the replicate axis (a payload: one; a reduce: header and two legs, three).
+        bytes_sent, bytes_received: to and from the other replicas.
+        seconds_exchanging: from the hand-over of an exchange to its end, in flight.
+        seconds_waiting: of these, the seconds in which training stood still.
+        setup_bytes: bytes sent before the first step and in digests (initial broadcast); not part of `bytes_sent`.
+    """
+
+    exchanges: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_exchanging: float = 0.0
+    seconds_waiting: float = 0.0
+    setup_bytes: int = 0
+
+
+def ring_all_reduce_bytes(replicas: int, payload: int) -> int:
+    """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (R - 1) / R times the payload.
+
+    Example:
+        >>> from fsdp_demo import ring_all_reduce_bytes
+        >>> ring_all_reduce_bytes(2, 1000)
+        1000
+    """
+    return 2 * payload * (replicas - 1) // replicas

@@ -1,0 +1,97 @@
+"""Small helpers for a parent that must leave no process behind.
+
+`torchrun` starts every rank in a session of its own, so signals to the launcher's process group do not reach the ranks, and a
+launcher that is killed leaves them running. On Linux the parent therefore adopts what its children leave behind (`adopt_orphans`)
+and finds them through /proc. Elsewhere only direct children are known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def adopt_orphans() -> None:
+    """From now on, a process whose parent ends and that descends from this one becomes a child of this one (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Send this process SIGTERM when its parent is gone, even by SIGKILL (Linux). For `preexec_fn`: nothing is imported here."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _parents() -> dict[int, int]:
+    """Process id -> parent's id, of all processes that are not zombies."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state parent ...": the name may hold spaces and parentheses.
+            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # ended meanwhile
+        if state not in "ZX":
+            found[int(entry.parent.name)] = int(parent)
+    return found
+
+
+def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
+    """Ids of all living descendants of process `of`, children before grandchildren, without the trees under `leave_out`."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents().items():
+        children.setdefault(parent, []).append(pid)
+    out, queue, skip = [], [of], set(leave_out)
+    while queue:
+        fresh = [pid for pid in children.get(queue.pop(0), []) if pid not in skip]
+        out += fresh
+        queue += fresh
+    return out
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process that is still there."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def reap(known: Iterable[int]) -> None:
+    """Collect adopted children that have ended; those in `known` are left to their `Popen` objects."""
+    known = set(known)
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            pid = int(entry.parent.name)
+            if state == "Z" and int(parent) == os.getpid() and pid not in known:
+                os.waitpid(pid, os.WNOHANG)
+        except (OSError, ValueError):
+            continue
+
+
+def reserve_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody else is given for the next minute, though a server that sets SO_REUSEADDR can listen on it.
+
+    A port that was merely free a moment ago may be handed to any outgoing connection before the server starts; one with
+    a connection in TIME_WAIT is not.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, 0))
+        listener.listen(1)
+        with socket.create_connection(listener.getsockname()) as client:
+            accepted, _ = listener.accept()
+            accepted.close()  # the side that closes first keeps TIME_WAIT, and this side's port is the listener's
+            client.recv(1)
+        return int(listener.getsockname()[1])

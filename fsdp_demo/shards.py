@@ -1,0 +1,162 @@
+"""The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
+
+`TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
+(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .codecs.wire import memory
+from .topology import Position
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What is fixed about one local tensor: its name, the whole tensor's shape and the local one."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    frozen: bool
+
+
+class Shards(Protocol):
+    """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of `shards`."""
+
+    shards: list[Shard]
+    device: torch.device
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
+        ...
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """Writable local gradients: created as zeros where wanted and absent, removed where not wanted, left alone where None."""
+        ...
+
+    def base_step(self) -> None:
+        """Run the base optimizers once (for a step that the training loop did not take)."""
+        ...
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters joined or left since `attach`."""
+        ...
+
+
+class TorchShards:
+    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
+        self._optimizers = optimizers
+        names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
+        self._places: list[tuple[int, int, int]] = []
+        self.shards: list[Shard] = []
+        seen: set[int] = set()
+        for o, g, i, p, given in self._walk():
+            if id(p) in seen:  # tied weights handed over twice
+                continue
+            seen.add(id(p))
+            name = names.get(id(p)) or given or f"optimizer{o}.group{g}.{i}"
+            local = _local(p)
+            self._places.append((o, g, i))
+            self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
+        if not self.shards:
+            raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
+        self._count = len(list(self._walk()))
+        self.device = _local(self._param(0)).device
+
+    def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
+        for o, optimizer in enumerate(self._optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                given = group.get("param_names", [])
+                for i, p in enumerate(group["params"]):
+                    yield o, g, i, p, given[i] if i < len(given) else ""
+
+    def _param(self, index: int) -> Tensor:
+        o, g, i = self._places[index]
+        return self._optimizers[o].param_groups[g]["params"][i]
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters joined or left the optimizer since `attach`."""
+        now = sum(len(g["params"]) for o in self._optimizers for g in o.param_groups)
+        if now != self._count:
+            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {self._count}: detach() and attach again after changing its groups")
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
+        out: list[Tensor | None] = []
+        for index, (o, _, _) in enumerate(self._places):
+            p = self._param(index)
+            if source == "parameter":
+                out.append(_local(p))
+            elif source == "gradient":
+                out.append(None if p.grad is None else _local(p.grad))
+            else:
+                state = self._optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
+                out.append(None if state is None else _local(state))
+        return out
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """See `Shards.gradients`."""
+        out: list[Tensor | None] = []
+        for index, want in enumerate(wanted):
+            p = self._param(index)
+            if want is False:
+                p.grad = None
+            elif want and p.grad is None:
+                p.grad = torch.zeros_like(p)
+            out.append(_local(p.grad) if p.grad is not None else None)
+        return out
+
+    def position(self, rank: int, world: int) -> Position:
+        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh (ranks are copy-major)."""
+        shards = 1
+        for index in range(len(self.shards)):
+            p = self._param(index)
+            if isinstance(p, DTensor):
+                sharded = [d for d, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
+                size = 1
+                for d in sharded:
+                    size *= p.device_mesh.size(d)
+                shards = max(shards, size)
+        if world % shards:
+            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: the number of ranks must be a multiple")
+        return Position(shards, rank % shards, world // shards, rank // shards)
+
+    def base_step(self) -> None:
+        """Run the base optimizers once (for a step that the training loop did not take)."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
+
+
+def digest(tensors: Sequence[Tensor | None]) -> bytes:
+    """16 bytes of BLAKE2b over the raw memory of tensors."""
+    h = hashlib.blake2b(digest_size=16)
+    for t in tensors:
+        if t is not None and t.numel():
+            h.update(memory(t.detach().cpu().contiguous().view(-1).view(torch.uint8)))
+    return h.digest()
+
+
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards."""
+    seen = optimizer
+    while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
+        seen = seen.optimizer
+    if not isinstance(seen, torch.optim.Optimizer):
+        raise ValueError(f"attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found {type(optimizer).__name__}")
+    return seen

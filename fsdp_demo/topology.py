@@ -1,0 +1,228 @@
+"""Who holds my shard elsewhere, and how to reach them.
+
+A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of the ranks of its island that hold this very
+part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different numbers
+of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
+
+* `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and a
+  bare gloo group that no framework inside the island can see.
+* `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .link import Link
+from .transport import Line, PeerLost
+
+log = logging.getLogger("fsdp_demo")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's place inside its island: shard of `shards`, copy of `copies`."""
+
+    shards: int = 1
+    shard: int = 0
+    copies: int = 1
+    copy: int = 0
+
+
+@dataclass
+class Topology:
+    """Where this rank stands and how its line is reached.
+
+    Attributes:
+        kind: "islands", "mesh" or "single".
+        island, islands: index of this replica, and how many there are.
+        name: for logs and paths. run: id of this run, part of every key in the store.
+        timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
+        rank, world: this rank inside the island and the island's size.
+        group: process group of the island (None: the default group, or a single rank).
+
+    Example:
+        >>> from fsdp_demo import Topology
+        >>> Topology.from_env({}).islands
+        1
+    """
+
+    kind: str = "single"
+    island: int = 0
+    islands: int = 1
+    name: str = "island0"
+    run: str = "run"
+    endpoint: str = ""
+    address: str = ""
+    timeout: float = 600.0
+    rank: int = 0
+    world: int = 1
+    group: Any = None
+    line_group: Any = None
+    _store: Any = field(default=None, repr=False)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
+        """Read ISLAND_RANK, ISLAND_COUNT, ISLAND_ENDPOINT, ISLAND_RUN, ISLAND_NAME, ISLAND_ADDRESS, ISLAND_TIMEOUT.
+
+        Without ISLAND_COUNT (or with 1): a single replica.
+
+        Raises:
+            ValueError: a variable is missing or out of range; the message says which and what is allowed.
+        """
+        env = os.environ if env is None else env
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        timeout = _number(env, "ISLAND_TIMEOUT", 600.0)
+        if timeout <= 0:
+            raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 seconds")
+        islands, island = int(_number(env, "ISLAND_COUNT", 1)), int(_number(env, "ISLAND_RANK", 0))
+        common = {"name": env.get("ISLAND_NAME") or f"island{island}", "run": env.get("ISLAND_RUN") or "run", "timeout": timeout}
+        if islands < 1 or not 0 <= island < islands:
+            raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
+        if islands == 1:
+            log.info("one replica: %s", "ISLAND_COUNT is 1" if "ISLAND_COUNT" in env else "no ISLAND_* variables are set")
+            return cls("single", rank=rank, world=world, **common)
+        host, colon, port = env.get("ISLAND_ENDPOINT", "").rpartition(":")
+        if not colon or not host or not port.isdigit():
+            raise ValueError(
+                f"ISLAND_ENDPOINT={env.get('ISLAND_ENDPOINT', '')!r} must be host:port of the store, as printed by `fsdp-demo store --bind ADDR:PORT`"
+            )
+        return cls("islands", island, islands, endpoint=f"{host}:{port}", address=env.get("ISLAND_ADDRESS", ""), rank=rank, world=world, **common)
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, replicate: str = "", timeout: float = 600.0) -> Topology:
+        """One world with a 2-D (replicate, shard) or 1-D (replicate) DeviceMesh; FSDP2 must have been given the shard axis alone.
+
+        Args:
+            mesh: `torch.distributed.device_mesh.DeviceMesh`.
+            replicate: name of the replicate axis; default "dp_replicate" or "replicate", else the first.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        if mesh.ndim > 2 or (replicate and replicate not in names):
+            raise ValueError(f"mesh with axes {names or mesh.ndim} does not fit: expected a 1-D or 2-D mesh with the replicate axis {replicate or 'first'!r}")
+        axis = next((names.index(n) for n in (replicate, "dp_replicate", "replicate") if n in names), 0)
+        line, inner = mesh.get_group(axis), mesh.get_group(1 - axis) if mesh.ndim == 2 else None
+        rank, world = (dist.get_rank(inner), dist.get_world_size(inner)) if inner is not None else (0, 1)
+        line = _gloo_lines(mesh, axis) if dist.get_backend(line) != "gloo" else line
+        island = mesh.get_local_rank(axis)
+        return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, rank=rank, world=world, group=inner, line_group=line)
+
+    @classmethod
+    def from_group(cls, group: Any, timeout: float = 600.0) -> Topology:
+        """One gloo process group that joins the ranks with the same shard, one per replica; each rank counts as a whole island."""
+        return cls("mesh", group.rank(), group.size(), f"island{group.rank()}", timeout=timeout, line_group=group)
+
+    def join(self, position: Position) -> tuple[Line | None, int]:
+        """Meet the other islands: the line of this rank (None for a copy beyond the lanes) and the number of lanes.
+
+        Raises:
+            ValueError: a used run id, or islands whose shards do not agree.
+            PeerLost: peers did not come in time; lists who came and who is missing.
+        """
+        if self.kind == "single":
+            return Line(None, 0, 1, [self.name], self.timeout), position.copies
+        link = Link.from_env()
+        if self.kind == "mesh":
+            names = [f"island{i}" for i in range(self.islands)]
+            return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
+        store = self._connect()
+        infos = self._meet(store, position)
+        lanes = min(info["copies"] for info in infos)
+        if position.copy >= lanes:
+            return None, lanes
+        prefix = f"{self.run}/line/0/{position.shard}.{position.copy}"
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = timedelta(seconds=self.timeout), 1
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address or _route_to(self.endpoint))]
+        try:
+            group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), self.island, self.islands, options)
+        except RuntimeError as error:
+            raise PeerLost(f"island {self.island} ({self.name}) could not connect to its peers from {self.address or 'its own address'}: {error}") from error
+        return Line(group, self.island, self.islands, [i["name"] for i in infos], self.timeout, link, position.shards * lanes), lanes
+
+    def _connect(self) -> Any:
+        host, _, port = self.endpoint.rpartition(":")
+        try:
+            store = dist.TCPStore(host, int(port), None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
+        except (RuntimeError, ValueError) as error:
+            raise PeerLost(
+                f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start `fsdp-demo store --bind {self.endpoint}` there "
+                f"and check that this port is open ({str(error).splitlines()[0][:120]})"
+            ) from error
+        if store.add(f"{self.run}/start/{self.island}/{self.rank}", 1) > 1:
+            raise ValueError(
+                f"ISLAND_RUN={self.run!r} was already started by an island with ISLAND_RANK={self.island} on the store {self.endpoint}: "
+                "set a new ISLAND_RUN on all islands (a run id is used once), and a different ISLAND_RANK on each"
+            )
+        self._store = store
+        return store
+
+    def _meet(self, store: Any, position: Position) -> list[dict[str, Any]]:
+        """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
+        mine = {"name": self.name, "count": self.islands, "shards": position.shards, "copies": position.copies, "host": socket.gethostname()}
+        key = f"{self.run}/join/{{}}/{position.shard}.{position.copy}"
+        store.set(key.format(self.island), json.dumps(mine))
+        first = f"{self.run}/join/{{}}/0.0"
+        deadline, infos = time.monotonic() + self.timeout, {}
+        while len(infos) < self.islands:
+            for i in range(self.islands):
+                if i not in infos and store.check([first.format(i)]):
+                    infos[i] = json.loads(store.get(first.format(i)))
+            if time.monotonic() > deadline:
+                came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
+                missing = ", ".join(str(i) for i in range(self.islands) if i not in infos)
+                raise PeerLost(
+                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing {missing}. "
+                    "Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+                )
+            time.sleep(0.02)
+        ordered = [infos[i] for i in range(self.islands)]
+        for i, other in enumerate(ordered):
+            if other["count"] != self.islands:
+                raise ValueError(f"island {i} ({other['name']}) has ISLAND_COUNT={other['count']}, {self.name} has {self.islands}: set one number everywhere")
+            if other["shards"] != position.shards:
+                raise ValueError(
+                    f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "
+                    f"{position.shards} shards x {position.copies} copies: the number of shards must agree (copies may differ)"
+                )
+        return ordered
+
+    def release(self) -> None:
+        """Drop the connection to the store."""
+        self._store = None
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a number") from None
+
+
+def _route_to(endpoint: str) -> str:
+    """The local address from which packets to the endpoint leave: right where a machine has several interfaces."""
+    host, _, port = endpoint.rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # chooses a route, sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _gloo_lines(mesh: Any, axis: int) -> Any:
+    """A gloo group along the replicate axis of a mesh on another backend (every rank makes all of them, in one order)."""
+    mine, ranks = None, mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+    for line in ranks:
+        group = dist.new_group(line, backend="gloo")
+        mine = group if dist.get_rank() in line else mine
+    return mine

@@ -1,0 +1,243 @@
+"""Moving bytes between the ranks that hold the same shard on every island.
+
+A `Line` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in pieces,
+so that the timeout measures silence and not size. Two transports are built on it:
+
+* `gather`: every payload reaches every rank (sparse codes; decoded and added in rank order by the channel).
+* `reduce`: dense vectors. Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of
+  the weights and sends the coded mean to all: the bytes of a ring all-reduce, 2 (R - 1) / R of the vector, and the same bits everywhere.
+
+Both run in one worker thread per exchange, in order, so that training can go on meanwhile and signals still reach the main thread.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codecs import values
+from .codecs.wire import Header, WireError, memory, seal, unseal
+from .config import BLOCK
+from .link import Link
+from .meter import Meter
+
+PIECE = 4 << 20  # bytes per send; the timeout counts from piece to piece
+TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
+
+
+class PeerLost(RuntimeError):
+    """A peer island died or was silent for longer than the timeout. What was in flight has not been applied.
+
+    Example:
+        >>> from fsdp_demo import PeerLost
+        >>> issubclass(PeerLost, RuntimeError)
+        True
+    """
+
+
+class Line:
+    """The ranks that hold the same shard on every island, one per island.
+
+    Args:
+        group: a process group with `send` and `recv` over CPU tensors (gloo), or None for a single replica.
+        rank, size: this island and the number of islands in the group.
+        names: the islands' names, for errors.
+        timeout: seconds of silence after which a peer counts as lost.
+        link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
+        self.group, self.rank, self.size, self.names = group, rank, size, list(names)
+        self.timeout, self.link, self.share = timeout, link, share
+        self.meter = Meter()
+        self._tag = 0
+
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False) -> list[Tensor]:
+        """Send outgoing[j] to rank j and return what each rank j sent here (`sizes[j]` bytes); one's own is handed back.
+
+        Raises:
+            PeerLost: which island, and after what.
+        """
+        self._tag += 1
+        incoming = [torch.empty(n, dtype=torch.uint8) if j != self.rank else outgoing[j] for j, n in enumerate(sizes)]
+        works = []
+        for j in range(self.size):
+            if j == self.rank:
+                continue
+            try:
+                works += [(j, self.group.send([part], j, self._tag)) for part in outgoing[j].split(PIECE)]
+                works += [(j, self.group.recv([part], j, self._tag)) for part in incoming[j].split(PIECE)]
+            except RuntimeError as error:
+                raise self._lost(j, error) from error
+        for j, work in works:
+            try:
+                work.wait(timedelta(seconds=self.timeout))
+            except RuntimeError as error:
+                raise self._lost(j, error) from error
+        sent = sum(t.numel() for j, t in enumerate(outgoing) if j != self.rank)
+        received = sum(n for j, n in enumerate(sizes) if j != self.rank)
+        self._count(sent, received, setup)
+        return incoming
+
+    def _count(self, sent: int, received: int, setup: bool) -> None:
+        if self.size == 1:
+            return
+        if setup:
+            self.meter.setup_bytes += sent
+            return
+        self.meter.messages += 1
+        self.meter.bytes_sent += sent
+        self.meter.bytes_received += received
+        if self.link is not None:  # both directions at once, shared by the island's ranks
+            rate = self.link.bits_per_second
+            wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
+            time.sleep(self.link.rtt + wire)
+
+    def _lost(self, j: int, error: RuntimeError) -> PeerLost:
+        reason = str(error).splitlines()[0][:160]
+        return PeerLost(f"island {j} ({self.names[j]}) is gone or was silent for {self.timeout:g} s: {reason}")
+
+    def all_gather(self, data: Tensor, setup: bool = False) -> list[Tensor]:
+        """`data` (uint8, equal length everywhere) of every rank, in rank order."""
+        return self.swap([data] * self.size, [data.numel()] * self.size, setup)
+
+    def release(self) -> None:
+        """Drop the process group; a live one at interpreter exit can abort the process."""
+        self.group = None
+
+
+@dataclass
+class Arrived:
+    """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on the CPU."""
+
+    headers: list[Header]
+    bodies: list[Tensor]
+    means: list[Tensor]
+
+
+def gather(line: Line, header: Header, body: Tensor) -> tuple[list[Header], list[Tensor]]:
+    """One message: header and body of every replica, checked, in rank order."""
+    messages = line.all_gather(seal(header, body))
+    pairs = [unseal(m, header.digest, header.step, f"island {j} ({line.names[j]})") for j, m in enumerate(messages)]
+    return [h for h, _ in pairs], [b for _, b in pairs]
+
+
+def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]]) -> list[Tensor]:
+    """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal on all ranks. Two messages.
+
+    With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero.
+    """
+    cuts = [_cuts(v.numel(), code, line.size) for v, code in vectors]
+    mine = line.rank
+    outgoing = [_pack([_code(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)]
+    arrived = line.swap(outgoing, [outgoing[mine].numel()] * line.size)
+    means = []
+    lengths = [c[mine + 1] - c[mine] for c in cuts]
+    parts = [_unpack(m, [(n, code) for n, (_, code) in zip(lengths, vectors, strict=True)], line.names[j]) for j, m in enumerate(arrived)]
+    for i, n in enumerate(lengths):
+        acc = torch.zeros(n)
+        for j in range(line.size):
+            if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
+                acc.add_(parts[j][i], alpha=weights[i][j])
+        total = sum(weights[i])
+        means.append(acc.div_(total) if total else acc)
+    coded = _pack([_code(code, m) for m, (_, code) in zip(means, vectors, strict=True)])
+    spans = [[(c[j + 1] - c[j], code) for c, (_, code) in zip(cuts, vectors, strict=True)] for j in range(line.size)]
+    sizes = [4 + sum(_code_bytes(n, code) for n, code in s) for s in spans]
+    pieces = [_unpack(m, spans[j], line.names[j]) for j, m in enumerate(line.swap([coded] * line.size, sizes))]
+    return [torch.cat([p[i] for p in pieces]) for i in range(len(vectors))]
+
+
+def _cuts(n: int, code: str, size: int) -> list[int]:
+    """Where a vector of n elements is cut into `size` parts; int8 has one scale per 4096, so it is cut between them."""
+    unit = BLOCK if code == "int8" else 1
+    units = -(-n // unit)
+    return [min(units * j // size * unit, n) for j in range(size + 1)]
+
+
+def _rows(n: int) -> tuple[int, int]:
+    return n // BLOCK, n % BLOCK
+
+
+def _code_bytes(n: int, code: str) -> int:
+    rows, rest = _rows(n)
+    return values.num_bytes(code, rows, BLOCK) + (values.num_bytes(code, 1, rest) if rest else 0)
+
+
+def _code(code: str, v: Tensor) -> Tensor:
+    rows, rest = _rows(v.numel())
+    parts = [values.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
+    return torch.cat([*parts, values.encode(code, v[rows * BLOCK :].view(1, rest))]) if rest else parts[0]
+
+
+def _decode(code: str, data: Tensor, n: int) -> Tensor:
+    rows, rest = _rows(n)
+    size = values.num_bytes(code, rows, BLOCK)
+    parts = [values.decode(code, data[:size], rows, BLOCK).view(-1)]
+    return torch.cat([*parts, values.decode(code, data[size:], 1, rest).view(-1)]) if rest else parts[0]
+
+
+def round_trip(code: str, v: Tensor, size: int) -> Tensor:
+    """What the others receive of one's own vector: coded and decoded in the parts `reduce` sends (fp32 [n], any device)."""
+    cuts = _cuts(v.numel(), code, size)
+    return torch.cat([_decode(code, _code(code, v[a:b]), b - a) for a, b in zip(cuts, cuts[1:], strict=False)])
+
+
+def _pack(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate coded parts and add their CRC-32."""
+    body = torch.cat(list(parts))
+    crc = torch.tensor([zlib.crc32(memory(body))], dtype=torch.int64).to(torch.uint32)
+    return torch.cat([body, crc.view(torch.uint8)])
+
+
+def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> list[Tensor]:
+    body = message[:-4].clone()
+    if zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-4:].tolist()), "little"):
+        raise WireError(f"dense payload from island {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
+    out, at = [], 0
+    for n, code in spans:
+        size = _code_bytes(n, code)
+        out.append(_decode(code, body[at : at + size], n))
+        at += size
+    return out
+
+
+class Courier:
+    """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited."""
+
+    def __init__(self, line: Line):
+        self.line = line
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+
+    def submit(self, job: Callable[[], Arrived]) -> Future[Arrived]:
+        """Run `job` after all earlier ones; its result or error is in the future."""
+
+        def timed() -> Arrived:
+            start = time.perf_counter()
+            try:
+                return job()
+            finally:
+                self.line.meter.seconds_exchanging += time.perf_counter() - start
+
+        return self._pool.submit(timed)
+
+    def wait(self, future: Future[Arrived]) -> Arrived:
+        """Block until `future` is done; the seconds count as waiting."""
+        start = time.perf_counter()
+        try:
+            return future.result()
+        finally:
+            self.line.meter.seconds_waiting += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Let what was submitted end, then drop thread and process group."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.line.release()
