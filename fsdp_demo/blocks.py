@@ -93,7 +93,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     for n in shape:
         numel *= n
     if not shape or numel == 0:
-        return 0, 0
+        return (0, 0) if numel == 0 else (1, 1)
     if len(shape) > 2 and shape[-1] >= EDGE:
         return numel // shape[-1], shape[-1]
     return shape[0], numel // shape[0]

@@ -87,33 +87,37 @@ class ActiveChannel:
         if self.channel.accumulator is not None:
             self.accumulator = self.layout.new(self.shards.device)
         if self.channel.source == "delta":
-            self.anchor = self._pack("parameter")
-            if self._low_precision:
-                self.written = self.anchor.clone()
+            self.anchor = self.pack("parameter")
+            self.written = self.pack("parameter") if self._low_precision else None
             if self.channel.applier.momentum:
                 self.momentum = self.layout.new(self.shards.device)
 
-    def _tensors(self, source: str) -> list[Tensor | None]:
+    def tensors(self, source: str) -> list[Tensor | None]:
+        """The covered local tensors of a source, as `Shards.read` gives them."""
         every = self.shards.read(source)
         return [every[i] for i in self.covered]
 
-    def _pack(self, source: str) -> Tensor:
-        assert self.layout is not None
-        return self.layout.pack(self._tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
+    def pack(self, source: str) -> Tensor | None:
+        """A new workspace of this lane with a source in it, fp32, element domain; None on a copy beyond the lanes."""
+        if self.layout is None:
+            return None
+        return self.layout.pack(self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
 
     def _source(self) -> Tensor:
         """The source in the element domain, a fresh workspace. A delta is anchor minus parameter, less what rounding to a
         low-precision parameter took away when the anchor was last written."""
+        now = self.pack("parameter" if self.channel.source == "delta" else self.channel.source)
+        assert now is not None
         if self.channel.source != "delta":
-            return self._pack(self.channel.source)
+            return now
         before = self.written if self.written is not None else self.anchor
         assert before is not None
-        return torch.sub(before, self._pack("parameter"))
+        return torch.sub(before, now, out=now)
 
     def note_gradients(self) -> None:
         """Remember which tensors have a gradient; with an accumulator, which ever had one."""
         sticky = self.channel.accumulator is not None
-        self.present = [g is not None or (sticky and p) for g, p in zip(self._tensors("gradient"), self.present, strict=True)]
+        self.present = [g is not None or (sticky and p) for g, p in zip(self.tensors("gradient"), self.present, strict=True)]
 
     def accumulate(self) -> Tensor | None:
         """Read the source into the accumulator. Returns the source (element domain) if the applier needs it later, else None;
@@ -204,7 +208,7 @@ class ActiveChannel:
         elif kind == "outer":
             self._apply_outer(mean, out)
         else:
-            self.write(mean, self._tensors(self.channel.source))
+            self.write(mean, self.tensors(self.channel.source))
 
     def _apply_gradient(self, mean: Tensor | None, present: Sequence[bool]) -> None:
         if mean is not None:
@@ -239,12 +243,12 @@ class ActiveChannel:
 
     def rewind(self) -> None:
         """Set the parameters to the anchor (mixed with `mix` of the local ones)."""
-        target = self.anchor
-        if target is not None and self.channel.applier.mix:
-            target = torch.lerp(target, self._pack("parameter"), self.channel.applier.mix)
-        self.write(target, self._tensors("parameter"))
+        target, now = self.anchor, self.pack("parameter") if self.channel.applier.mix else None
+        if target is not None and now is not None:
+            target = torch.lerp(target, now, self.channel.applier.mix)
+        self.write(target, self.tensors("parameter"))
         if self.written is not None and self.channel.applier.mix == 0:
-            self.written = self._pack("parameter")
+            self.written = self.pack("parameter")
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
         """Write a workspace of this lane into `tensors`; where copies share the work, one all-gather inside the island completes it."""
@@ -270,14 +274,17 @@ class ActiveChannel:
         """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
         mine = self.state()
         if set(mine) != set(state):
-            raise ValueError(f"channel {self.channel.name!r}: saved state has {sorted(state)}, this configuration keeps {sorted(mine)}: resume with the preset it was saved with")
+            raise ValueError(
+                f"channel {self.channel.name!r}: saved state has {sorted(state)}, this configuration keeps {sorted(mine)}: resume with the "
+                "preset it was saved with"
+            )
         for key, value in state.items():
             if key == "present":
                 self.present = list(value)
             elif value.shape != mine[key].shape:
                 raise ValueError(
-                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume with the "
-                    "same number of islands and ranks"
+                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume with "
+                    "the same number of islands and ranks"
                 )
             else:
                 mine[key].copy_(value)

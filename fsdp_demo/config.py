@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -228,7 +228,7 @@ def _problems(c: Channel) -> list[str]:
     if c.residual == "put_back" and c.source != "delta":
         found.append(f"residual='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'")
     if wanted == "replace" and (c.codec.sparse or c.codec.code == "int8" or c.accumulator is not None):
-        found.append(f"source {c.source!r} is replaced by the mean, so it travels whole: use codec.select='all', code fp32 or bf16, no accumulator")
+        found.append(f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code fp32 or bf16, no accumulator")
     return found
 
 
@@ -270,8 +270,8 @@ class ExchangeConfig:
         for c in self.channels:
             if c.clock.in_flight > self.max_in_flight:
                 raise ValueError(
-                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} payloads in "
-                    f"flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay, lengthen the period or raise max_in_flight"
+                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} payloads "
+                    f"in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay, lengthen the period or raise max_in_flight"
                 )
 
     @property
@@ -373,7 +373,8 @@ def _build(cls: Any, data: Any, where: str) -> Any:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown key {where + '.' if where else ''}{key}{hint} (allowed: {', '.join(known)})")
-    missing = [f.name for f in fields(cls) if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in data]
     if missing:
         raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
     return cls(**{key: _value(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
@@ -381,15 +382,15 @@ def _build(cls: Any, data: Any, where: str) -> Any:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """Convert one plain value to the type a field declares, or raise ValueError that names the field."""
-    args = getattr(hint, "__args__", ())
+    args = get_args(hint)
     if type(None) in args:
         return None if value is None else _value(next(a for a in args if a is not type(None)), value, where)
     if is_dataclass(hint):
         return _build(hint, value, where)
-    if getattr(hint, "__origin__", None) is tuple:
+    if get_origin(hint) is tuple:
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
             raise ValueError(f"{where}={value!r} must be a list")
-        return tuple(_value(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(_value(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if isinstance(value, str) and hint is float:  # yaml reads 1e-3 as text
         try:
             value = float(value)

@@ -51,6 +51,15 @@ class Island:
         """Element-wise sum over the island's ranks."""
         return self._reduce(list(values), dist.ReduceOp.SUM)
 
+    def broadcast(self, work: Tensor) -> None:
+        """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the CPU)."""
+        if self.copies is None and self.group is None:
+            return
+        group = self.copies or self.group
+        on_device = work if dist.get_backend(group) == "gloo" else work.cuda()
+        dist.broadcast(on_device, group_src=0, group=group)
+        work.copy_(on_device)
+
     def clip(self, gradients: list[Tensor | None], limit: float) -> float:
         """Scale local gradients in place so that their norm over all shards is at most `limit`; returns the norm before.
 

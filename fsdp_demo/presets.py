@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -140,13 +140,13 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     return known[name](**own).changed(rest)
 
 
-def load_config(source: str, overrides: Iterable[str] = ()) -> ExchangeConfig:
+def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
     """Read what `--exchange` and `--set` say.
 
     Args:
         source: a preset name, or the path of a yaml file: a whole configuration (`ExchangeConfig.to_yaml`), or `preset: NAME` with
             keywords and dotted paths beside it.
-        overrides: texts `path=value`, values read as yaml.
+        overrides: texts `path=value`, values read as yaml, or a mapping of changes as `preset` takes them.
 
     Raises:
         ValueError: for unknown names, keys or values; FileNotFoundError for a yaml path that is not there.
@@ -156,8 +156,8 @@ def load_config(source: str, overrides: Iterable[str] = ()) -> ExchangeConfig:
         >>> load_config("demo", ["codec.topk=16"]).channels[0].codec.topk
         16
     """
-    changes: dict[str, Any] = {}
-    for text in overrides:
+    changes: dict[str, Any] = dict(overrides) if isinstance(overrides, Mapping) else {}
+    for text in () if isinstance(overrides, Mapping) else overrides:
         path, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"override {text!r} must read path=value, as in clock.period=50")

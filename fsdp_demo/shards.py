@@ -1,7 +1,7 @@
 """The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
 
 `TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
-(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
+(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `tolocal_part()`, a view.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class TorchShards:
                 continue
             seen.add(id(p))
             name = names.get(id(p)) or given or f"optimizer{o}.group{g}.{i}"
-            local = _local(p)
+            local = local_part(p)
             self._places.append((o, g, i))
             self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
         if not self.shards:
             raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
         self._count = len(list(self._walk()))
-        self.device = _local(self._param(0)).device
+        self.device = local_part(self._param(0)).device
 
     def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
         for o, optimizer in enumerate(self._optimizers):
@@ -90,7 +90,7 @@ class TorchShards:
         """Raise RuntimeError if parameters joined or left the optimizer since `attach`."""
         now = sum(len(g["params"]) for o in self._optimizers for g in o.param_groups)
         if now != self._count:
-            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {self._count}: detach() and attach again after changing its groups")
+            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {self._count}: detach() and attach again")
 
     def read(self, source: str) -> list[Tensor | None]:
         """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
@@ -98,12 +98,12 @@ class TorchShards:
         for index, (o, _, _) in enumerate(self._places):
             p = self._param(index)
             if source == "parameter":
-                out.append(_local(p))
+                out.append(local_part(p))
             elif source == "gradient":
-                out.append(None if p.grad is None else _local(p.grad))
+                out.append(None if p.grad is None else local_part(p.grad))
             else:
                 state = self._optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
-                out.append(None if state is None else _local(state))
+                out.append(None if state is None else local_part(state))
         return out
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
@@ -115,7 +115,7 @@ class TorchShards:
                 p.grad = None
             elif want and p.grad is None:
                 p.grad = torch.zeros_like(p)
-            out.append(_local(p.grad) if p.grad is not None else None)
+            out.append(local_part(p.grad) if p.grad is not None else None)
         return out
 
     def position(self, rank: int, world: int) -> Position:
@@ -130,7 +130,7 @@ class TorchShards:
                     size *= p.device_mesh.size(d)
                 shards = max(shards, size)
         if world % shards:
-            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: the number of ranks must be a multiple")
+            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of {shards}")
         return Position(shards, rank % shards, world // shards, rank // shards)
 
     def base_step(self) -> None:
@@ -139,8 +139,9 @@ class TorchShards:
             optimizer.step()
 
 
-def _local(t: Tensor) -> Tensor:
-    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
+def local_part(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor, a view; a plain tensor as it is."""
+    return t.tolocal_part().detach() if isinstance(t, DTensor) else t.detach()
 
 
 def digest(tensors: Sequence[Tensor | None]) -> bytes:

@@ -1,7 +1,7 @@
 """Who holds my shard elsewhere, and how to reach them.
 
-A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of the ranks of its island that hold this very
-part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different numbers
+A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of the ranks of its island that hold this
+very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different numbers
 of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
 
 * `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and a
@@ -86,7 +86,7 @@ class Topology:
         if timeout <= 0:
             raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 seconds")
         islands, island = int(_number(env, "ISLAND_COUNT", 1)), int(_number(env, "ISLAND_RANK", 0))
-        common = {"name": env.get("ISLAND_NAME") or f"island{island}", "run": env.get("ISLAND_RUN") or "run", "timeout": timeout}
+        common: dict[str, Any] = {"name": env.get("ISLAND_NAME") or f"island{island}", "run": env.get("ISLAND_RUN") or "run", "timeout": timeout}
         if islands < 1 or not 0 <= island < islands:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
@@ -94,10 +94,10 @@ class Topology:
             return cls("single", rank=rank, world=world, **common)
         host, colon, port = env.get("ISLAND_ENDPOINT", "").rpartition(":")
         if not colon or not host or not port.isdigit():
-            raise ValueError(
-                f"ISLAND_ENDPOINT={env.get('ISLAND_ENDPOINT', '')!r} must be host:port of the store, as printed by `fsdp-demo store --bind ADDR:PORT`"
-            )
-        return cls("islands", island, islands, endpoint=f"{host}:{port}", address=env.get("ISLAND_ADDRESS", ""), rank=rank, world=world, **common)
+            found = env.get("ISLAND_ENDPOINT", "")
+            raise ValueError(f"ISLAND_ENDPOINT={found!r} must be host:port of the store, as printed by `fsdp-demo store --bind ADDR:PORT`")
+        common["address"] = env.get("ISLAND_ADDRESS", "")
+        return cls("islands", island, islands, endpoint=f"{host}:{port}", rank=rank, world=world, **common)
 
     @classmethod
     def from_mesh(cls, mesh: Any, replicate: str = "", timeout: float = 600.0) -> Topology:
@@ -109,13 +109,15 @@ class Topology:
         """
         names = tuple(mesh.mesh_dim_names or ())
         if mesh.ndim > 2 or (replicate and replicate not in names):
-            raise ValueError(f"mesh with axes {names or mesh.ndim} does not fit: expected a 1-D or 2-D mesh with the replicate axis {replicate or 'first'!r}")
+            wanted = f"the replicate axis {replicate!r}" if replicate else "the replicate axis first"
+            raise ValueError(f"mesh with axes {names or mesh.ndim} does not fit: expected a 1-D or 2-D mesh with {wanted}")
         axis = next((names.index(n) for n in (replicate, "dp_replicate", "replicate") if n in names), 0)
         line, inner = mesh.get_group(axis), mesh.get_group(1 - axis) if mesh.ndim == 2 else None
         rank, world = (dist.get_rank(inner), dist.get_world_size(inner)) if inner is not None else (0, 1)
         line = _gloo_lines(mesh, axis) if dist.get_backend(line) != "gloo" else line
         island = mesh.get_local_rank(axis)
-        return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, rank=rank, world=world, group=inner, line_group=line)
+        place = {"rank": rank, "world": world, "group": inner, "line_group": line}
+        return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
 
     @classmethod
     def from_group(cls, group: Any, timeout: float = 600.0) -> Topology:
@@ -141,13 +143,14 @@ class Topology:
         if position.copy >= lanes:
             return None, lanes
         prefix = f"{self.run}/line/0/{position.shard}.{position.copy}"
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self.timeout), 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address or _route_to(self.endpoint))]
         try:
             group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), self.island, self.islands, options)
         except RuntimeError as error:
-            raise PeerLost(f"island {self.island} ({self.name}) could not connect to its peers from {self.address or 'its own address'}: {error}") from error
+            where = self.address or _route_to(self.endpoint)
+            raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {error}") from error
         return Line(group, self.island, self.islands, [i["name"] for i in infos], self.timeout, link, position.shards * lanes), lanes
 
     def _connect(self) -> Any:
@@ -156,8 +159,8 @@ class Topology:
             store = dist.TCPStore(host, int(port), None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
-                f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start `fsdp-demo store --bind {self.endpoint}` there "
-                f"and check that this port is open ({str(error).splitlines()[0][:120]})"
+                f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start `fsdp-demo store --bind {self.endpoint}` "
+                f"there and check that this port is open ({str(error).splitlines()[0][:120]})"
             ) from error
         if store.add(f"{self.run}/start/{self.island}/{self.rank}", 1) > 1:
             raise ValueError(
@@ -169,11 +172,12 @@ class Topology:
 
     def _meet(self, store: Any, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
-        mine = {"name": self.name, "count": self.islands, "shards": position.shards, "copies": position.copies, "host": socket.gethostname()}
+        mine = {"name": self.name, "host": socket.gethostname(), "count": self.islands, "shards": position.shards, "copies": position.copies}
         key = f"{self.run}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
         first = f"{self.run}/join/{{}}/0.0"
-        deadline, infos = time.monotonic() + self.timeout, {}
+        infos: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self.timeout
         while len(infos) < self.islands:
             for i in range(self.islands):
                 if i not in infos and store.check([first.format(i)]):
@@ -182,14 +186,15 @@ class Topology:
                 came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
                 missing = ", ".join(str(i) for i in range(self.islands) if i not in infos)
                 raise PeerLost(
-                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing {missing}. "
-                    "Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing {missing}."
+                    " Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
                 )
             time.sleep(0.02)
         ordered = [infos[i] for i in range(self.islands)]
         for i, other in enumerate(ordered):
             if other["count"] != self.islands:
-                raise ValueError(f"island {i} ({other['name']}) has ISLAND_COUNT={other['count']}, {self.name} has {self.islands}: set one number everywhere")
+                both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
+                raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
             if other["shards"] != position.shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "

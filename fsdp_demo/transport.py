@@ -1,7 +1,7 @@
 """Moving bytes between the ranks that hold the same shard on every island.
 
-A `Line` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in pieces,
-so that the timeout measures silence and not size. Two transports are built on it:
+A `Line` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in
+pieces, so that the timeout measures silence and not size. Two transports are built on it:
 
 * `gather`: every payload reaches every rank (sparse codes; decoded and added in rank order by the channel).
 * `reduce`: dense vectors. Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of

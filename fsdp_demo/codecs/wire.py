@@ -74,11 +74,13 @@ def unseal(message: Tensor, digest: int, step: int, sender: str) -> tuple[Header
     head = bytes(message[: HEADER.size].tolist())
     magic, version, flags, its_digest, its_step, weight, loss, crc = HEADER.unpack(head)
     if magic != MAGIC or version != VERSION:
-        raise WireError(f"payload from {sender} starts with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}: use one release everywhere")
+        expected = f"expected {MAGIC!r} version {VERSION}"
+        raise WireError(f"payload from {sender} starts with {magic!r} version {version}, {expected}: use one release everywhere")
     if crc != zlib.crc32(memory(message[HEADER.size :]), zlib.crc32(head[:-4])):
         raise WireError(f"payload from {sender} is damaged or truncated: its checksum does not fit its {message.numel()} bytes")
     if its_digest != digest:
-        raise WireError(f"payload from {sender} has configuration digest {its_digest:016x}, ours is {digest:016x}: start all islands with one configuration")
+        both = f"{its_digest:016x}, ours is {digest:016x}"
+        raise WireError(f"payload from {sender} has configuration digest {both}: start all islands with one configuration")
     if its_step != step:
         raise WireError(f"payload from {sender} is of step {its_step}, we are at step {step}: the islands do not take the same steps")
     return Header(its_digest, its_step, weight, loss, flags), message[HEADER.size :]

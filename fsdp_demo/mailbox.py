@@ -1,0 +1,213 @@
+"""Messages of one rank: what several channels send at one step becomes one message per transport, and comes back as means.
+
+A message is the header, one bit per tensor of each gradient channel (whether this replica has a gradient for it), and the sections of the
+sparse channels in the order of the configuration; dense channels follow in the two legs of a reduce. What comes back is handed out
+only after all ranks of the island have voted that it arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .channel import ActiveChannel, Outgoing
+from .codecs.wire import STOP, Header, sparse_bytes
+from .config import Channel
+from .island import Island
+from .transport import Arrived, Courier, PeerLost, gather, reduce
+
+SKIPPED = 2  # header flag: this replica took no step; its plain gradient has no weight
+
+
+@dataclass
+class Flight:
+    """One message under way: the channels that share it, what each sent that is not applied yet, and the future of what comes back
+    (None on a copy without a line)."""
+
+    step: int
+    members: list[str]
+    parts: dict[str, Outgoing]
+    future: Future[Arrived] | None
+
+
+class Mailbox:
+    """Sends and receives for the channels of one rank, in order.
+
+    Args:
+        channels: all channels, in the order of the configuration.
+        courier: None on a copy beyond the lanes, which votes and receives inside the island only.
+        digest: of the configuration, for the header.
+    """
+
+    def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, digest: int, device: torch.device):
+        self.channels, self.courier, self.island, self.digest, self.device = list(channels), courier, island, digest, device
+        self.flights: list[Flight] = []
+        self.broken = False
+        self.stop = False
+        self.loss = math.nan
+
+    def launch(self, outgoing: dict[str, Outgoing], step: int, weight: float, loss: float, flags: int) -> None:
+        """Put what the channels send at this step into one message per transport and hand it to the courier."""
+        if not outgoing:
+            return
+        flight = Flight(step, list(outgoing), outgoing, None)
+        self.flights.append(flight)
+        if self.courier is None:
+            return
+        header, line = Header(self.digest, step, weight, loss, flags), self.courier.line
+        members = self._members(flight)
+        dense = [c.channel for c in members if not c.channel.codec.sparse]
+        body, vectors = self._to_host([outgoing[c.channel.name] for c in members])
+
+        def job() -> Arrived:
+            headers, bodies = gather(line, header, body())
+            weights = [replica_weights(c, headers) for c in dense]
+            means = reduce(line, list(zip(vectors(), [c.codec.code for c in dense], strict=True)), weights) if dense else []
+            return Arrived(headers, bodies, means)
+
+        flight.future = self.courier.submit(job)
+        line.meter.exchanges += 1
+
+    def land(self, channels: Sequence[ActiveChannel], step: float) -> list[ActiveChannel]:
+        """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied."""
+        applied = []
+        for flight in list(self.flights):
+            ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.clock.delay <= step]
+            if not ready:
+                continue
+            arrived = self._receive(flight)
+            for c in ready:
+                mean, present = self._section(flight, c, arrived)
+                c.apply(mean, flight.parts.pop(c.channel.name), present)
+                applied.append(c)
+            if not flight.parts:
+                self.flights.remove(flight)
+        return applied
+
+    def ask(self, job: Callable[[], Any]) -> Any:
+        """Run `job` on the line after what is in flight, with the island's vote. None on a copy without a line."""
+        flight = Flight(-1, [], {}, None if self.courier is None else self.courier.submit(job))
+        return self._receive(flight)
+
+    def _members(self, flight: Flight) -> list[ActiveChannel]:
+        return [c for c in self.channels if c.channel.name in flight.members]
+
+    def _receive(self, flight: Flight) -> Any:
+        """What arrived, after the island's vote; on failure everything under way is undone and an error raised on every rank."""
+        error: Exception | None = None
+        arrived: Any = None
+        if flight.future is not None:
+            try:
+                arrived = self.courier.wait(flight.future) if self.courier is not None else flight.future.result()
+            except RuntimeError as e:  # PeerLost or WireError; gloo itself has no class for a lost peer
+                error = e
+        headers = arrived.headers if isinstance(arrived, Arrived) else []
+        failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
+        if failed:
+            self._abort()
+            raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
+        self.stop |= bool(stop)
+        losses = [h.loss for h in headers if not math.isnan(h.loss)]
+        self.loss = sum(losses) / len(losses) if losses else self.loss
+        return arrived
+
+    def _abort(self) -> None:
+        self.broken = True
+        for flight in self.flights:
+            for c in self._members(flight):
+                if c.channel.name in flight.parts:
+                    c.undo(flight.parts[c.channel.name])
+        self.flights.clear()
+
+    def _section(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None) -> tuple[Tensor | None, list[bool] | None]:
+        """The channel's decoded mean and, for a gradient channel, which tensors any replica had a gradient for."""
+        present = flight.parts[c.channel.name].present
+        if arrived is None:
+            return None, self._share(present)
+        members = self._members(flight)
+        before = members[: members.index(c)]
+        count = sum(len(m.present) for m in members if m.channel.before_step)
+        prefix = (count + 7) // 8
+        if present is not None:
+            at = sum(len(m.present) for m in before if m.channel.before_step)
+            sets = [unpack_bits(body[:prefix], count)[at : at + len(present)] for body in arrived.bodies]
+            present = self._share([any(bits) for bits in zip(*sets, strict=True)])
+        if not c.channel.codec.sparse:
+            return arrived.means[sum(not m.channel.codec.sparse for m in before)].to(self.device), present
+        begin, size = prefix + sum(_section_bytes(m) for m in before), _section_bytes(c)
+        return c.decode([b[begin : begin + size] for b in arrived.bodies], replica_weights(c.channel, arrived.headers)), present
+
+    def _share(self, present: list[bool] | None) -> list[bool] | None:
+        """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
+        c = self.channels[0]
+        if present is None or c.position.copies == c.lanes:
+            return present
+        return [bool(v) for v in self.island.largest(*map(float, present))]
+
+    def _to_host(self, parts: list[Outgoing]) -> tuple[Callable[[], Tensor], Callable[[], list[Tensor]]]:
+        """Start copying a message to the host; the two returned functions give body and vectors and wait for the copy (in the
+        courier's thread)."""
+        presence = pack_bits([p for part in parts for p in part.present or []])
+        bodies = [p.body for p in parts if p.body is not None]
+        vectors = [p.vector for p in parts if p.vector is not None]
+        if self.device.type != "cuda":
+            return (lambda: torch.cat([presence, *bodies])), (lambda: vectors)
+        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (*bodies, *vectors)]
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait(chosen: list[Tensor]) -> list[Tensor]:
+            event.synchronize()
+            return chosen
+
+        n = len(bodies)
+        return (lambda: torch.cat([presence, *wait(hosts[:n])])), (lambda: wait(hosts[n:]))
+
+    def state(self) -> list[dict[str, Any]]:
+        """What is in flight, waited for, as tensors and numbers."""
+        out = []
+        for f in self.flights:
+            got = f.future.result() if f.future is not None else None
+            arrived = None if got is None else {"headers": [vars(h) for h in got.headers], "bodies": got.bodies, "means": got.means}
+            out.append({"step": f.step, "members": f.members, "parts": {k: vars(v) for k, v in f.parts.items()}, "arrived": arrived})
+        return out
+
+    def load(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Restore `state()`."""
+        self.flights = []
+        for s in saved:
+            flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v) for k, v in s["parts"].items()}, None)
+            if s["arrived"] is not None:
+                flight.future = Future()
+                flight.future.set_result(Arrived([Header(**h) for h in s["arrived"]["headers"]], s["arrived"]["bodies"], s["arrived"]["means"]))
+            self.flights.append(flight)
+
+
+def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
+    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step."""
+    plain = channel.before_step and channel.accumulator is None
+    return [0.0 if plain and h.flags & SKIPPED else h.weight if channel.reducer.weight == "tokens" else 1.0 for h in headers]
+
+
+def _section_bytes(c: ActiveChannel) -> int:
+    assert c.layout is not None
+    return sparse_bytes(c.layout, c.channel.codec) if c.channel.codec.sparse else 0
+
+
+def pack_bits(bits: Sequence[bool]) -> Tensor:
+    """uint8 [ceil(n / 8)], bit i of the little-endian number is bits[i]."""
+    n = (len(bits) + 7) // 8
+    number = sum(int(b) << i for i, b in enumerate(bits))
+    return torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_bits(data: Tensor, n: int) -> list[bool]:
+    """The inverse of `pack_bits`."""
+    number = int.from_bytes(bytes(data.tolist()), "little")
+    return [bool(number >> i & 1) for i in range(n)]
