@@ -24,8 +24,8 @@ RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str = "") -> Iterator[None]:
     """Run a training loop so that a lost peer or SIGTERM ends it in order.
 
-    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the process
-    ends with status 75 at once (a regular interpreter exit could wait for peers that are gone). SIGTERM asks all islands to stop.
+    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
+    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone). SIGTERM asks all islands to stop.
 
     Args:
         save: saves what this rank has; must not use collectives.
@@ -55,7 +55,8 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
         if save is not None:
             save()
         if exchange.topology.rank == 0:
-            log.error("%s: %s; resume with: %s", where, "saved" if save is not None else "nothing was saved", resume or "the same command under a new ISLAND_RUN")
+            done, command = "saved" if save is not None else "nothing was saved", resume or "the same command under a new ISLAND_RUN"
+            log.error("%s: %s; resume with: %s", where, done, command)
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1

@@ -51,9 +51,9 @@ def check_inner(config: ExchangeConfig, optimizers: Sequence[torch.optim.Optimiz
         momentum = [g.get("momentum", 0) for g in optimizer.param_groups] if config.inner == ("sgd",) else []
         if name.lower() not in config.inner or any(momentum):
             found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
+            wanted = "sgd without momentum" if config.inner == ("sgd",) else " or ".join(config.inner)
             raise ValueError(
-                f"preset {config.preset!r} is defined for {' or '.join(config.inner)}{' without momentum' if config.inner == ('sgd',) else ''}, "
-                f"found {found}: build it by fsdp_demo.base_optimizer(config, params, lr), or insist with inner='as_is'"
+                f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr), or insist with inner='as_is'"
             )
 
 

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import agreement
 from .channel import ActiveChannel
 from .config import ExchangeConfig
 from .island import Island
-from .shards import Shards
+from .shards import Shards, local_part
 from .transport import Line
 
 log = logging.getLogger("fsdp_demo")
@@ -31,8 +30,9 @@ def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, fact
     """
     if line is None or line.size == 1:
         return 0, step
-    own = {"torch": torch.__version__, "device": shards.device.type, "shapes": agreement.shapes_digest(shards.shards), "tensors": len(shards.shards)}
-    agreement.agree(line, {**facts, **own, **_flat(config.to_dict())})
+    advisory = {"torch": torch.__version__, "device": shards.device.type}
+    shapes = {"tensors": len(shards.shards), "shapes": agreement.shapes_digest(shards.shards)}
+    agreement.agree(line, {**facts, **advisory, **shapes, **_flat(config.to_dict())})
     steps = agreement.gather_json(line, step)
     return steps.index(max(steps)), max(steps)
 
@@ -64,10 +64,10 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
     if model is None:
         differ = line is not None and line.size > 1 and not agreement.all_equal(line, frozen)
         if island.largest(float(differ))[0]:
-            raise ValueError("frozen parameters differ between islands: pass model= to attach, so that they can be made equal, or load the same weights")
+            raise ValueError("frozen parameters differ between islands: pass model= to attach, which makes them equal, or load the same weights")
         return
     rest = [p.detach() for p in model.parameters() if not p.requires_grad] + [b.detach() for b in model.buffers()]
-    local = [t for t in (_local(t) for t in rest) if t.numel()]
+    local = [t for t in (local_part(t) for t in rest) if t.numel()]
     if not local:
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
@@ -88,10 +88,6 @@ def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: 
         for work in (c.anchor, c.momentum):
             if work is not None and c.channel.consensus:
                 agreement.equalise(line, work, donor)
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:

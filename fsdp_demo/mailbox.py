@@ -184,8 +184,8 @@ class Mailbox:
         for s in saved:
             flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v) for k, v in s["parts"].items()}, None)
             if s["arrived"] is not None:
-                flight.future = Future()
-                flight.future.set_result(Arrived([Header(**h) for h in s["arrived"]["headers"]], s["arrived"]["bodies"], s["arrived"]["means"]))
+                got, flight.future = s["arrived"], Future()
+                flight.future.set_result(Arrived([Header(**h) for h in got["headers"]], got["bodies"], got["means"]))
             self.flights.append(flight)
 
 

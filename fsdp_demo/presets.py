@@ -54,9 +54,8 @@ def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str 
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500. The outer gain lr (1 + momentum / (1 - momentum))
     has to fit the number of rounds: with fewer than some 50 of them lower `momentum`.
     """
-    channel = Channel(
-        "delta", "delta", Clock(period), codec=Codec(code=code), applier=Applier("outer", lr=lr, dense_lr=lr, momentum=momentum, nesterov=momentum > 0)
-    )
+    outer = Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0)
+    channel = Channel("delta", "delta", Clock(period), codec=Codec(code=code), applier=outer)
     return ExchangeConfig("diloco", (channel,), inner=("adamw", "adam", "muon"), lr=4e-4, clip=1.0)
 
 
@@ -136,7 +135,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
             options = [*takes, "clip", "inner", "max_in_flight"]
             near = difflib.get_close_matches(key, options, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"preset {name!r} has no setting {key!r}{hint} (allowed: {', '.join(options)}, or a dotted path such as clock.period)")
+            allowed = f"{', '.join(options)}, or a dotted path such as clock.period"
+            raise ValueError(f"preset {name!r} has no setting {key!r}{hint} (allowed: {allowed})")
     return known[name](**own).changed(rest)
 
 
@@ -167,7 +167,7 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     with open(source, encoding="utf-8") as file:
         data = yaml.safe_load(file)
     if not isinstance(data, dict) or "preset" not in data:
-        raise ValueError(f"{source} must be a mapping with at least the key 'preset'; `fsdp-demo presets NAME --yaml` prints one to start from")
+        raise ValueError(f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` prints one to start from")
     if "channels" in data:
         return ExchangeConfig.from_dict(data).changed(changes)
     name = data.pop("preset")

@@ -1,7 +1,7 @@
 """The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
 
 `TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
-(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `tolocal_part()`, a view.
+(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class TorchShards:
 
 def local_part(t: Tensor) -> Tensor:
     """This rank's part of a DTensor, a view; a plain tensor as it is."""
-    return t.tolocal_part().detach() if isinstance(t, DTensor) else t.detach()
+    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
 
 
 def digest(tensors: Sequence[Tensor | None]) -> bytes:
