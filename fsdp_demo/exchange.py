@@ -9,6 +9,7 @@ What leaves this rank goes through `mailbox.py`; what arrives is applied by `cha
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,7 @@ class Exchange:
         self._check_covered()
         with self.paused(), torch.no_grad():
             self._join(facts, model, state)
+        atexit.register(self._close)  # a script that forgets finish() must not end with a live process group
         self._hooks = [h for i, o in enumerate(self._optimizers) for h in self._register(i, o)]
         self._log_start(lanes)
 
@@ -414,6 +416,7 @@ class Exchange:
         self._close()
 
     def _close(self) -> None:
+        atexit.unregister(self._close)
         self._finished = True
         if self._courier is not None:
             self._courier.close()

@@ -190,20 +190,20 @@ class Supervisor:
         words = ["store", "--bind", f"{LOCALHOST}:0", "--port-file", str(port_file), "--quiet"]
         self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", *words])
         deadline = time.monotonic() + 120
-        while not port_file.exists():
-            if self.signals or self.store.poll() is not None or time.monotonic() > deadline:
+        while not port_file.exists() and not self.signals:
+            if self.store.poll() is not None or time.monotonic() > deadline:
                 raise ValueError(f"the store did not start (status {self.store.poll()}); its error is above")
             time.sleep(0.05)
-        return f"{LOCALHOST}:{port_file.read_text().strip()}"
+        return f"{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
 
     def start_islands(self, endpoint: str) -> None:
+        if self.signals:
+            return
         visible, words = devices(self.plan)
         link = f", link {self.plan.link}" if self.plan.link else ""
         of = f"{self.plan.islands} island(s) of {self.plan.procs} process(es)"
         self.console.note(f"{of} {words}, {self.plan.launcher}, store at {endpoint}{link}")
         for number in range(self.plan.islands):
-            if self.signals:
-                break
             env = environment(self.plan, number, endpoint, self.folder, visible[number])
             Path(env[STATUS_FOLDER]).mkdir()
             process = self.start(command(self.plan, self.folder, bool(visible[number])), env, subprocess.PIPE)
@@ -272,7 +272,8 @@ class Supervisor:
 
     def everything(self) -> list[int]:
         """All there is but the store."""
-        return descendants(os.getpid(), leave_out=[self.store.pid] if self.store else [])
+        launchers = [island.process.pid for island in self.islands if island.process.poll() is None]
+        return list({*launchers, *descendants(os.getpid(), leave_out=[self.store.pid] if self.store else [])})
 
     # End
 
@@ -286,14 +287,15 @@ class Supervisor:
         """The worst status: of islands that ended by themselves, 75 (saved) being better than any other; else that of the signal."""
         statuses = ", ".join(f"{island.name} {island.status}" for island in self.islands)
         own = [island.status for island in self.ended if island.status and not island.stopped]
-        bad = [status for status in own if status != SAVED]
-        if bad or own:
-            worst = (bad or own)[0]
-        elif all(not island.status for island in self.islands) and not self.signals:
-            worst = 1 if self.store_lost else 0
+        told = [island.status for island in self.ended if island.status and island.stopped]
+        if own:
+            worst = next((status for status in own if status != SAVED), SAVED)
+        elif told and set(told) == {SAVED}:
+            worst = SAVED
+        elif self.signals:
+            worst = 128 + self.signals[0]
         else:
-            saved = [island.status for island in self.islands if island.status]
-            worst = SAVED if saved and set(saved) == {SAVED} else 128 + self.signals[0] if self.signals else 1
+            worst = 1 if self.store_lost else 0
         self.console.note(f"ended after {time.monotonic() - self.started:.0f} s with status {worst} ({statuses})")
         return worst
 

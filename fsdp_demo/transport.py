@@ -12,10 +12,12 @@ Both run in one worker thread per exchange, in order, so that training can go on
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -211,25 +213,35 @@ def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> l
 
 
 class Courier:
-    """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited."""
+    """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited.
+
+    A daemon thread: an executor's would hold an interpreter that wants to end until a lost peer times out.
+    """
 
     def __init__(self, line: Line):
         self.line = line
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+        self._thread.start()
 
-    def submit(self, job: Callable[[], Arrived]) -> Future[Arrived]:
-        """Run `job` after all earlier ones; its result or error is in the future."""
-
-        def timed() -> Arrived:
+    def _run(self) -> None:
+        while (task := self._jobs.get()) is not None:
+            job, future = task
             start = time.perf_counter()
             try:
-                return job()
-            finally:
-                self.line.meter.seconds_exchanging += time.perf_counter() - start
+                future.set_result(job())
+            except BaseException as error:  # handed to the thread that waits
+                future.set_exception(error)
+            self.line.meter.seconds_exchanging += time.perf_counter() - start
+            del task, job, future
 
-        return self._pool.submit(timed)
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Run `job` after all earlier ones; its result or error is in the future."""
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
 
-    def wait(self, future: Future[Arrived]) -> Arrived:
+    def wait(self, future: Future[Any]) -> Any:
         """Block until `future` is done; the seconds count as waiting."""
         start = time.perf_counter()
         try:
@@ -238,6 +250,7 @@ class Courier:
             self.line.meter.seconds_waiting += time.perf_counter() - start
 
     def close(self) -> None:
-        """Let what was submitted end, then drop thread and process group."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Let what was submitted end, then drop thread and process group; a thread that hangs on a lost peer is left behind."""
+        self._jobs.put(None)
+        self._thread.join(5.0)
         self.line.release()

@@ -1,0 +1,162 @@
+"""Pretrain a causal language model on islands: Accelerate and FSDP2 inside each, one exchange object between them.
+
+    fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain.py --model small --data stdlib --exchange demo
+
+Started without ISLAND_* variables it is an ordinary Accelerate script. Lines that differ from one are marked (*).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from data import forever, load_data, load_tokenizer
+from report import Report
+from state import load_local, load_optimizer, save_local
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
+
+from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
+from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
+
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass
+class DataArguments:
+    model: str = field(default="small", metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"})
+    data: str = field(default="stdlib", metadata={"help": "stdlib, a file or folder (text, jsonl, parquet), or a hub id[:subset], streamed"})
+    tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
+    sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
+    batch_size: int = field(default=4, metadata={"help": "rows per rank and micro-batch"})
+    accumulation: int = field(default=1, metadata={"help": "micro-batches per optimizer step"})
+
+
+@dataclass
+class ExchangeArguments:
+    exchange: str = field(default="demo", metadata={"help": "preset name or yaml file"})
+    set: list[str] = field(default_factory=list, metadata={"help": "changes to it, as in --set codec.topk=16 clock.period=50"})
+    clip: float | None = field(default=None, metadata={"help": "largest gradient norm (default: the preset's)"})
+    shard: bool = field(default=True, metadata={"help": "FSDP2 inside the island; --no-shard keeps the model whole on every rank (DDP)"})
+    bf16: bool = field(default=False, metadata={"help": "compute in bf16; parameters stay fp32"})
+
+
+@dataclass
+class TrainArguments:
+    steps: int = field(default=300, metadata={"help": "optimizer steps, the same on every island"})
+    lr: float | None = field(default=None, metadata={"help": "learning rate (default: the published one of the preset)"})
+    schedule: str = field(default="cosine", metadata={"help": "cosine, constant or wsd", "choices": ["cosine", "constant", "wsd"]})
+    warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
+    seed: int = field(default=0, metadata={"help": "the same on every island; the order of the data differs by island"})
+    eval_every: int = field(default=50, metadata={"help": "steps between evaluations; 0: only before and after"})
+    eval_batches: int = field(default=16, metadata={"help": "held-out batches, the same on every island"})
+    log_every: int = field(default=10, metadata={"help": "steps between lines of metrics.jsonl"})
+    output: str = field(default="outputs/pretrain", metadata={"help": "folder of summary.json, report.png and one folder per island"})
+    resume: bool = field(default=False, metadata={"help": "go on from what an interrupted run saved in OUTPUT, if it did"})
+
+
+def load_model(name: str, vocabulary: int) -> PreTrainedModel:
+    """Fresh fp32 weights from a configuration."""
+    path = next((p for p in (MODELS / f"{name}.json", Path(name)) if p.is_file()), None)
+    config = AutoConfig.from_pretrained(path or name)
+    if config.vocab_size < vocabulary:
+        raise ValueError(f"--model {name} has vocab_size={config.vocab_size}, the tokenizer needs {vocabulary}: change one of them")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def schedule(step: int, train: TrainArguments) -> float:
+    """Factor of the learning rate, a pure function of the step; cosine and wsd (decay in the last fifth) end at a tenth."""
+    rise = min(1.0, (step + 1) / (train.warmup_steps + 1))
+    if train.schedule == "wsd":
+        return rise * min(1.0, 0.1 + 0.9 * (train.steps - step) / (0.2 * train.steps))
+    if train.schedule == "cosine":
+        return rise * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / train.steps)))
+    return rise
+
+
+@torch.no_grad()
+def evaluate(acc: Accelerator, model: torch.nn.Module, loader: Any, exchange: Exchange, report: Report) -> None:
+    """Mean loss of the held-out rows, shared by the ranks of the island, under the parameters all islands agree on (*)."""
+    began, losses = time.monotonic(), []
+    model.eval()
+    with exchange.outer_parameters(model):
+        for batch in loader:
+            losses.append(acc.gather_for_metrics(model(**batch).loss.repeat(len(batch["input_ids"]))))
+    model.train()
+    report.evaluated(torch.cat(losses).mean().item(), time.monotonic() - began)
+
+
+def main() -> None:
+    data, cross, train = HfArgumentParser((DataArguments, ExchangeArguments, TrainArguments)).parse_args_into_dataclasses()
+    acc = island_accelerator(  # (*) FSDP2 on GPU and CPU
+        shard=cross.shard,
+        mixed_precision="bf16" if cross.bf16 else "no",
+        gradient_accumulation_steps=data.accumulation,
+    )
+    topology = Topology.from_env()  # (*) which island this is
+    clip = [] if cross.clip is None else [f"clip={cross.clip}"]
+    config = load_config(cross.exchange, [*cross.set, *clip])
+
+    tokenizer = load_tokenizer(data.tokenizer)
+    torch.manual_seed(train.seed)  # the same weights everywhere
+    model = load_model(data.model, tokenizer.vocab_size)
+    torch.manual_seed(train.seed + 1 + topology.island)  # (*) an order of the data for each island
+    parameters = sum(p.numel() for p in model.parameters())
+    sets = load_data(
+        data.data,
+        tokenizer,
+        data.sequence_length,
+        island=topology.island,  # (*) the data are split by island first, then by rank
+        islands=topology.islands,
+        seed=torch.initial_seed(),
+        validation_rows=train.eval_batches * data.batch_size,
+    )
+    optimizer = base_optimizer(config, model.named_parameters(), train.lr)  # (*) the one the preset is defined for
+    model, optimizer, rows, held_out = acc.prepare(model, optimizer, *sets.loaders(data.batch_size))
+
+    emergency = Path(train.output) / topology.name / "emergency"
+    saved = load_local(emergency, acc.process_index, optimizer) if train.resume else None
+    agreed = {name: getattr(train, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
+    agreed |= {name: getattr(data, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
+    exchange = attach(optimizer, config, model=model, topology=topology, agree=agreed, state=saved["exchange"] if saved else None)  # (*)
+    if saved:
+        load_optimizer(saved, optimizer)
+    start = exchange.step
+    scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(start + step, train))
+    facts = {"model": data.model, "data": data.data, "seed": train.seed, "lr": scheduler.base_lrs[0]}
+    facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
+    output = Path(train.output)
+    report = Report(acc, exchange, output, steps=train.steps, log_every=train.log_every, parameters=parameters, facts=facts)
+
+    resume = " ".join(sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"])
+    with guard(exchange, save=lambda: save_local(emergency, acc.process_index, optimizer, exchange), resume=resume):  # (*)
+        evaluate(acc, model, held_out, exchange, report)
+        batches = forever(rows, skip=start * data.accumulation)
+        for step in range(start, train.steps):
+            for _ in range(data.accumulation):
+                batch = next(batches)
+                with acc.accumulate(model):
+                    loss = model(**batch).loss
+                    acc.backward(loss)
+                    report.micro_batch(loss, batch["input_ids"].numel())
+                    optimizer.step()  # (*) the exchange hooks in here, once per `accumulation` micro-batches
+                    optimizer.zero_grad()
+            report.optimizer_step(scheduler.get_last_lr()[0])
+            scheduler.step()
+            if train.eval_every and (step + 1) % train.eval_every == 0 and step + 1 < train.steps:
+                evaluate(acc, model, held_out, exchange, report)
+        consensus = exchange.consensus
+        exchange.finish()  # (*) every island ends with the same model
+        evaluate(acc, model, held_out, exchange, report)
+        equal = exchange.digests_equal()
+        report.finish(equal if consensus else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Trains a small Llama on this machine as islands that exchange momentum; makes the environment first. See --help.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash recipes/quickstart.sh [OPTIONS] [OPTIONS OF pretrain.py]
+
+Makes .venv (a second run reuses it), then trains a small Llama on the source text of this machine's Python library, as
+2 islands of 2 processes, with the demo preset. Results: OUTPUT/summary.json, metrics.jsonl (per island), report.png.
+
+  --exchange NAME       full, demo, diloco, decoupled_momentum, or a yaml file      (demo)
+  --islands N           islands                                                     (2)
+  --procs P             processes per island, FSDP2 between them                    (2)
+  --steps N             optimizer steps                                             (300)
+  --output FOLDER       where results go                                            (outputs/quickstart)
+  --link RATE           rate of each island's link, as in 100Mbit                   (not limited)
+  --rtt TIME            round trip between islands, as in 40ms                      (none)
+  --launcher NAME       accelerate or torchrun                                      (accelerate)
+  --cpu                 use the CPU even where there are GPUs
+  --compare A,B,C       run each of these presets, then print one table; also OUTPUT/compare.md and compare.json
+  --help                this text
+
+Options of pretrain.py that can be added: --model --data --tokenizer --sequence-length --batch-size --accumulation --set --clip
+--no-shard --bf16 --lr --schedule --warmup-steps --seed --eval-every --eval-batches --log-every --resume
+For example: bash recipes/quickstart.sh --data my_texts/ --set codec.topk=16 --lr 0.001
+TEXT
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+exchange=demo islands=2 procs=2 steps=300 output="" compare=""
+rehearse=() pretrain=()
+changes=() # what follows --set
+
+fail() { echo "quickstart: $*" >&2; exit 2; }
+
+while [ $# -gt 0 ]; do
+    option=$1
+    case $option in --*=*) set -- "${option%%=*}" "${option#*=}" "${@:2}"; option=$1 ;; esac
+    case $option in
+        --exchange | --islands | --procs | --steps | --output | --compare | --link | --rtt | --launcher | --model | --data | --tokenizer | \
+        --sequence[-_]length | --batch[-_]size | --accumulation | --clip | --lr | --schedule | --warmup[-_]steps | --seed | --eval[-_]every | \
+        --eval[-_]batches | --log[-_]every | --set)
+            [ $# -ge 2 ] || fail "$option needs a value" ;;
+    esac
+    case $option in
+        --help | -h) usage; exit 0 ;;
+        --exchange) exchange=$2; shift 2 ;;
+        --islands) islands=$2; shift 2 ;;
+        --procs) procs=$2; shift 2 ;;
+        --steps) steps=$2; shift 2 ;;
+        --output) output=$2; shift 2 ;;
+        --compare) compare=$2; shift 2 ;;
+        --link | --rtt | --launcher) rehearse+=("$1" "$2"); shift 2 ;;
+        --cpu) rehearse+=("$1"); shift ;;
+        --set)
+            shift
+            [[ $1 == *=* && $1 != --* ]] || fail "--set $1: must read path=value, as in --set codec.topk=16 clock.period=50"
+            while [ $# -gt 0 ] && [[ $1 == *=* && $1 != --* ]]; do changes+=("$1"); shift; done ;;
+        --no-shard | --no_shard | --bf16 | --resume) pretrain+=("$1"); shift ;;
+        --model | --data | --tokenizer | --sequence[-_]length | --batch[-_]size | --accumulation | --clip | --lr | --schedule | --warmup[-_]steps | \
+        --seed | --eval[-_]every | --eval[-_]batches | --log[-_]every)
+            pretrain+=("$1" "$2"); shift 2 ;;
+        *) usage >&2; fail "unknown option $1; the options are above" ;;
+    esac
+done
+case $steps in '' | *[!0-9]* | 0) fail "--steps $steps: must be a number of steps, 1 or more" ;; esac
+
+given() { # given NAME: was this option of pretrain.py (or change of the exchange) given?
+    local word
+    for word in ${pretrain[@]+"${pretrain[@]}"} ${changes[@]+"${changes[@]}"}; do [[ $word == "$1" || $word == "$1="* ]] && return 0; done
+    return 1
+}
+
+# Learning rates that were tried on this model, data and number of steps. Elsewhere the published one of the preset holds.
+rate() {
+    if given --model || given --lr; then return; fi
+    case $1 in
+        demo) echo 0.002 ;;
+        full | diloco | decoupled_momentum) echo 0.003 ;;
+    esac
+}
+
+# The published periods (500 and 128 steps) do not fit into a few hundred: take one that gives about 15 exchanges.
+period() {
+    case $1 in
+        diloco | decoupled_momentum) echo $((steps >= 30 ? steps / 15 : 2)) ;;
+    esac
+}
+
+run() { # run PRESET FOLDER
+    local own=() set=(${changes[@]+"${changes[@]}"}) lr every
+    lr=$(rate "$1")
+    every=$(period "$1")
+    [ -z "$lr" ] || own+=(--lr "$lr")
+    if [ -n "$every" ] && ! given clock.period; then
+        set+=("clock.period=$every")
+        echo "quickstart: $1 exchanges every $every steps here, so that $steps steps hold some of them (--set clock.period=N for another)" >&2
+    fi
+    [ ${#set[@]} -eq 0 ] || own+=(--set "${set[@]}")
+    "$FSDP_DEMO_PYTHON" -m fsdp_demo.cli rehearse --islands "$islands" --procs "$procs" ${rehearse[@]+"${rehearse[@]}"} -- \
+        "$root/recipes/pretrain.py" --exchange "$1" --steps "$steps" --output "$2" ${own[@]+"${own[@]}"} ${pretrain[@]+"${pretrain[@]}"}
+}
+
+# An environment of your own: FSDP_DEMO_PYTHON=/path/to/python bash recipes/quickstart.sh
+# shellcheck source=recipes/setup.sh
+[ -n "${FSDP_DEMO_PYTHON:-}" ] || source "$root/recipes/setup.sh"
+
+if [ -z "$compare" ]; then
+    run "$exchange" "${output:-outputs/quickstart}"
+    echo "quickstart: results are in ${output:-outputs/quickstart}" >&2
+else
+    output=${output:-outputs/compare}
+    IFS=, read -r -a names <<<"$compare"
+    for name in "${names[@]}"; do run "$name" "$output/$name"; done
+    "$FSDP_DEMO_PYTHON" "$root/recipes/compare.py" "$output" "${names[@]}"
+    echo "quickstart: the table is in $output/compare.md" >&2
+fi

@@ -1,0 +1,190 @@
+"""What a run tells: a progress bar, `metrics.jsonl`, `summary.json`, `report.png` and a table. Nothing here changes the training."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_demo import ring_all_reduce_bytes
+
+
+def full_bytes(parameters: int, steps: int, islands: int) -> int:
+    """Bytes one island sends when bf16 gradients are ring all-reduced over the islands at every step."""
+    return ring_all_reduce_bytes(islands, 2 * parameters) * steps
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def table(rows: list[list[str]], markdown: bool = False) -> str:
+    """Aligned columns; the first row is the head, the first column is left-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    padded = [[row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    if not markdown:
+        return "\n".join("  ".join(row) for row in padded)
+    lines = ["| " + " | ".join(row) + " |" for row in padded]
+    lines.insert(1, "|" + "|".join(["---", *["---:"] * (len(widths) - 1)]) + "|")
+    return "\n".join(lines)
+
+
+class Report:
+    """Counts on every rank, writes on the main process of each island, shows a bar on island 0 only.
+
+    Args:
+        accelerator: for the means over the ranks of this island, once per `log_every` steps.
+        exchange: its `metrics()` are read, never changed.
+        facts: what goes into the summary as it is (model, seed...).
+        parameters: number of parameters of the whole model.
+    """
+
+    def __init__(
+        self, accelerator: Any, exchange: Any, output: Path, *, steps: int, log_every: int, parameters: int, facts: dict[str, Any]
+    ):
+        self.accelerator, self.exchange, self.steps, self.log_every = accelerator, exchange, steps, log_every
+        self.topology, self.output, self.facts, self.parameters = exchange.topology, output, facts, parameters
+        self.folder = output / self.topology.name
+        self.main = accelerator.is_main_process
+        self.start = self.step = exchange.step
+        self.losses: list[torch.Tensor] = []
+        self.tokens = 0
+        self.validation: list[list[float]] = []
+        self.history: list[dict[str, Any]] = []
+        self.began, self.evaluating, self.bar = time.monotonic(), 0.0, None
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.folder / "metrics.jsonl", "a" if self.start else "w", encoding="utf-8")
+            self.bar = self._bar() if self.topology.island == 0 else None
+
+    def _bar(self) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=self.steps, initial=self.start, unit="step", mininterval=0.5, dynamic_ncols=True, file=sys.stderr)
+
+    def micro_batch(self, loss: torch.Tensor, tokens: int) -> None:
+        self.losses.append(loss.detach())
+        self.tokens += tokens
+
+    def optimizer_step(self, lr: float) -> None:
+        """Once per optimizer step, on every rank."""
+        self.step += 1
+        if self.bar is not None:
+            self.bar.update()
+        if self.step % self.log_every and self.step != self.steps:
+            return
+        values = self._island()
+        self.losses.clear()
+        if not self.main:
+            return
+        speed = values["tokens"] / self._seconds()
+        line = {"step": self.step, "lr": lr, "tokens_per_second": speed, **values}
+        self.history.append(line)
+        print(json.dumps(line), file=self.file, flush=True)
+        if self.bar is not None:
+            postfix = f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s, sent {size(line['bytes_sent'])} per island"
+            self.bar.set_postfix_str(postfix, refresh=False)
+
+    def evaluated(self, loss: float, seconds: float) -> None:
+        self.evaluating += seconds
+        self.validation.append([self.step, loss, self._island()["bytes_sent"]])
+        if self.bar is not None:
+            self.bar.write(f"step {self.step}: validation loss {loss:.4f}", file=sys.stderr)
+
+    def finish(self, digests_equal: bool | None) -> dict[str, Any]:
+        """Write what there is to write; returns the summary (the same numbers on every rank of an island, seconds aside)."""
+        values, metrics, islands = self._island(), self.exchange.metrics(), self.topology.islands
+        steps, seconds = self.step - self.start, time.monotonic() - self.began
+        sent, full = int(values["bytes_sent"]), full_bytes(self.parameters, steps, islands)
+        summary = {
+            "preset": self.exchange.config.preset,
+            "islands": islands,
+            "procs": self.accelerator.num_processes,
+            "steps": self.steps,
+            "tokens": int(values["tokens"]),
+            "parameters": self.parameters,
+            "loss_start": self.validation[0][1],
+            "loss_end": self.validation[-1][1],
+            "tokens_per_second": values["tokens"] / self._seconds(),
+            "exchanges": metrics["exchanges"],
+            "bytes_sent_per_island": sent,
+            "bytes_full_per_island": full,
+            "ratio": full / sent if sent else None,
+            "digests_equal": digests_equal,
+            "drift": self.exchange.drift,
+            "wait_share": values["seconds_waiting"] / seconds,
+            "seconds": seconds,
+            "validation": self.validation,
+            **self.facts,
+        }
+        if self.bar is not None:
+            self.bar.close()
+        if self.main:
+            self.file.close()
+            for folder in {self.folder, self.output} if self.topology.island == 0 else {self.folder}:
+                (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        if self.main and self.topology.island == 0:
+            draw(self.output / "report.png", self.history, summary)
+            print("\n".join(f"{name:<28}{value}" for name, value in self._rows(summary)), flush=True)
+        return summary
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self.began - self.evaluating, 1e-9)
+
+    def _island(self) -> dict[str, float]:
+        """Sums over the ranks of this island (a collective); loss and waiting are means, tokens are those of all islands."""
+        metrics = self.exchange.metrics()
+        loss = torch.stack(self.losses).float().mean().item() if self.losses else 0.0
+        mine = torch.tensor([loss, self.tokens, metrics["bytes_sent"], metrics["seconds_waiting"]], dtype=torch.float64)
+        loss, tokens, sent, waiting = self.accelerator.reduce(mine.to(self.accelerator.device), reduction="sum").tolist()
+        ranks, islands = self.accelerator.num_processes, self.topology.islands
+        return {"loss": loss / ranks, "tokens": int(tokens) * islands, "bytes_sent": int(sent), "seconds_waiting": waiting / ranks}
+
+    def _rows(self, summary: dict[str, Any]) -> list[list[str]]:
+        agree = {True: "yes, bit for bit", False: "NO", None: "not expected by this preset"}[summary["digests_equal"]]
+        rows = [
+            ["preset", f"{summary['preset']}, {summary['islands']} islands x {summary['procs']} ranks, {summary['steps']} steps"],
+            ["validation loss", f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after"],
+            ["tokens/s, all islands", f"{summary['tokens_per_second']:.0f}"],
+            ["each island sent", size(summary["bytes_sent_per_island"])],
+            ["bf16 all-reduce would send", size(summary["bytes_full_per_island"])],
+            ["ratio", f"{summary['ratio']:.1f} x fewer bytes" if summary["ratio"] else "nothing was sent"],
+            ["time spent waiting", f"{summary['wait_share']:.1%}"],
+        ]
+        rows += [["islands agree", agree]] if summary["islands"] > 1 else []
+        return rows if summary["drift"] is None else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
+
+
+def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Two panels: loss over steps, and over bytes sent by one island. Left out without matplotlib (extra `report`)."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    losses, held_out = [line["loss"] for line in history], [v[1] for v in summary["validation"]]
+    axes = (("step", 0, 1, "optimizer step"), ("bytes_sent", 2, 1e-6, "MB sent by each island"))
+    for panel, (key, column, scale, label) in zip(panels, axes, strict=True):
+        panel.plot([line[key] * scale for line in history], losses, color="#9aa5b1", lw=1.2, label="training")
+        x = [v[column] * scale for v in summary["validation"]]
+        panel.plot(x, held_out, "o-", color="#0b6e99", lw=1.6, ms=4, label="validation")
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss (nats per token)")
+    panels[0].legend(frameon=False)
+    saved = f", {summary['ratio']:.0f} x fewer bytes than a bf16 all-reduce" if summary["ratio"] else ""
+    figure.suptitle(f"{summary['preset']}: {summary['islands']} islands x {summary['procs']} ranks{saved}", fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# Makes the environment .venv in the repository root, or reuses it (a second run takes a fraction of a second).
+# Run it (bash recipes/setup.sh) or source it; sourcing also sets FSDP_DEMO_PYTHON to the environment's python.
+#
+#   FSDP_DEMO_TORCH   what to install as torch instead of the pinned version, as pip takes it; nothing is checked then. Example:
+#                     FSDP_DEMO_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu128"
+#   FSDP_DEMO_BASE    the python that makes the environment (default: python3.11, else another of 3.10 or newer)
+
+if [ "${BASH_SOURCE[0]}" != "$0" ]; then
+    # Sourced: the work is done by a process of its own, so that no option or variable of it reaches this shell.
+    bash "${BASH_SOURCE[0]}" || return 1
+    FSDP_DEMO_PYTHON="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python"
+    export FSDP_DEMO_PYTHON
+    return 0
+fi
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+python=.venv/bin/python
+constraints=recipes/constraints-cpu.txt
+stamp=.venv/.fsdp-demo-stamp
+pip=("$python" -m pip install -qq --disable-pip-version-check)
+
+say() { echo "setup: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+# What the environment was made from. The path counts: scripts in an environment hold it.
+digest() {
+    { echo "$root|${FSDP_DEMO_TORCH:-}"; cat pyproject.toml "$constraints" fsdp_demo/version.py; } |
+        { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; } | cut -d ' ' -f 1
+}
+
+up_to_date() { [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; }
+
+recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+find_base() {
+    local name names="${FSDP_DEMO_BASE:-python3.11 python3 python3.12 python3.13 python3.10}"
+    for name in $names; do
+        if recent_enough "$name"; then echo "$name"; return; fi
+    done
+    die "needs Python 3.10 or newer (3.11 is tested); tried: $names. Install one, or set FSDP_DEMO_BASE=/path/to/python"
+}
+
+make_environment() {
+    local base
+    if recent_enough "$python" && "$python" -m pip --version >/dev/null 2>&1 && grep -q -F "$root/.venv" .venv/bin/activate; then
+        return
+    fi
+    base=$(find_base)
+    say "making .venv with $("$base" --version)"
+    "$base" -m venv --clear .venv || die "'$base -m venv' failed (on Debian and Ubuntu: apt install python3-venv)"
+}
+
+# is_cpu_torch [VERSION]: does .venv hold a torch without CUDA (of this version)?
+is_cpu_torch() {
+    "$python" - "$@" 2>/dev/null <<'PYTHON'
+import sys
+
+import torch
+
+right_version = sys.argv[1:] in ([], [torch.__version__.split("+")[0]])
+sys.exit(not (right_version and torch.version.cuda is None))
+PYTHON
+}
+
+# "+cpu" can only be a CPU wheel. The sources pip is configured with (PIP_FIND_LINKS, a mirror) come first, then PyTorch's own index.
+# Dependencies come later, under all constraints.
+install_cpu_torch() {
+    local version
+    version=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' "$constraints")
+    if is_cpu_torch "$version"; then return; fi
+    say "installing torch $version, CPU build"
+    if "${pip[@]}" --no-deps "torch==$version+cpu" 2>"$scratch/log"; then return; fi
+    grep -q -i "no matching distribution" "$scratch/log" || { cat "$scratch/log" >&2; die "pip could not install torch==$version+cpu (above)"; }
+    "${pip[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$version+cpu" ||
+        die "no CPU build of torch $version: neither pip's own sources nor PyTorch's CPU index gave one (above)." \
+            "Put the wheel into a folder and set PIP_FIND_LINKS=folder, or set FSDP_DEMO_TORCH to another requirement"
+}
+
+install_all() {
+    local cpu=no
+    cp "$constraints" "$scratch/constraints.txt"
+    if [ -n "${FSDP_DEMO_TORCH:-}" ]; then
+        say "installing $FSDP_DEMO_TORCH"
+        # shellcheck disable=SC2086  # a requirement and options, meant to be split
+        "${pip[@]}" $FSDP_DEMO_TORCH
+        grep -v "^torch==" "$constraints" >"$scratch/constraints.txt"
+    elif [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+        # Only Linux has wheels with CUDA in them on the default index.
+        cpu=yes
+        install_cpu_torch
+    fi
+    say "installing the package and its tools (a few minutes the first time)"
+    "${pip[@]}" -c "$scratch/constraints.txt" -e '.[hf,report,dev]'
+    [ "$cpu" = no ] || is_cpu_torch ||
+        die "no NVIDIA GPU here (no nvidia-smi), yet the torch in .venv has CUDA in it or does not import: remove .venv and run this again"
+}
+
+wanted=$(digest)
+if up_to_date; then exit 0; fi
+# One at a time: another start waits and then finds the work done. The lock ends with this process, however it ends.
+if command -v flock >/dev/null; then
+    exec 9<recipes/setup.sh
+    flock -n 9 || { say "another start is at it, waiting"; flock 9; }
+    if up_to_date; then exit 0; fi
+fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+rm -f "$stamp" # an interrupted start leaves no stamp and is done again
+make_environment
+install_all
+echo "$wanted" >"$stamp.part"
+mv "$stamp.part" "$stamp"
+say "ready: $root/.venv"

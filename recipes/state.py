@@ -1,0 +1,62 @@
+"""What one rank keeps when its run ends early: local shards, optimizer, exchange. No collectives, so it works when peers are gone.
+
+A regular checkpoint (for a finished model, or to change the number of ranks) is another matter: use Accelerate's `save_state`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor is returned as it is. Both share memory with the argument."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def parameters(optimizer: Any) -> list[torch.Tensor]:
+    """From the optimizer, not from the model: under FSDP2 the model shows unsharded parameters between forward and backward."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def save_local(folder: Path, rank: int, optimizer: Any, exchange: Any) -> None:
+    """Write `folder/rank<rank>.pt` in one piece: a reader sees the old file or the new one."""
+    mine = parameters(optimizer)
+    content = {
+        "parameters": [local(p) for p in mine],
+        "optimizer": [{key: local(value) if torch.is_tensor(value) else value for key, value in optimizer.state[p].items()} for p in mine],
+        "exchange": exchange.state_dict(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"rank{rank}.pt.part"
+    torch.save(content, part)
+    os.replace(part, folder / f"rank{rank}.pt")
+
+
+def load_local(folder: Path, rank: int, optimizer: Any) -> dict[str, Any] | None:
+    """Put this rank's shards back into the parameters, before `attach`; None where nothing was saved (then peers send theirs)."""
+    path = folder / f"rank{rank}.pt"
+    if not path.exists():
+        return None
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    mine = parameters(optimizer)
+    if [local(p).shape for p in mine] != [saved.shape for saved in content["parameters"]]:
+        raise ValueError(f"{path} was saved by another model or number of ranks: give the same --model and ranks, or leave --resume out")
+    with torch.no_grad():
+        for p, saved in zip(mine, content["parameters"], strict=True):
+            local(p).copy_(saved)
+    return content
+
+
+def load_optimizer(content: dict[str, Any], optimizer: Any) -> None:
+    """Put the optimizer's state back, after `attach` (which has made it, and restored the exchange)."""
+    for p, saved in zip(parameters(optimizer), content["optimizer"], strict=True):
+        for key, value in saved.items():
+            live = optimizer.state[p].get(key)
+            if torch.is_tensor(live):
+                local(live).copy_(value)
+            else:
+                optimizer.state[p][key] = value

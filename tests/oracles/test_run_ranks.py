@@ -1,0 +1,80 @@
+"""The fixture `run_ranks` of conftest.py."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def _endpoint() -> tuple[str, int]:
+    host, port = os.environ["ISLAND_ENDPOINT"].rsplit(":", 1)
+    return host, int(port)
+
+
+def test_values_and_environment(run_ranks):
+    def who(me):
+        store = dist.TCPStore(*_endpoint(), None, False, wait_for_workers=False)
+        arrived = store.add(os.environ["ISLAND_RUN"], 1)
+        total = torch.ones(())
+        dist.all_reduce(total)
+        return me.island, me.proc, os.environ["ISLAND_RANK"], os.environ["ISLAND_COUNT"], int(total), 1 <= arrived <= 4
+
+    began = time.monotonic()
+    assert run_ranks(who) == [(i, p, str(i), "2", 2, True) for i in (0, 1) for p in (0, 1)]
+    assert time.monotonic() - began < 20
+
+
+def test_islands_of_different_size(run_ranks):
+    def group(me):
+        return dist.is_initialized() and dist.get_world_size()
+
+    assert run_ranks(group, procs=[1, 2]) == [False, 2, 2]
+    assert run_ranks(group, procs=1, group=True) == [1, 1]
+    assert run_ranks(lambda: os.environ.get("ISLAND_RANK"), islands=1, procs=1, env={"ISLAND_COUNT": ""}) == [None]
+
+
+def test_fork_after_a_backward_in_the_parent(run_ranks):
+    def backward():
+        x = torch.randn(300, 300, requires_grad=True)
+        (x @ x).sum().backward()
+        return float(x.grad.sum())
+
+    backward()
+    assert len(run_ranks(backward, procs=1)) == 2
+
+
+def test_a_failing_rank_is_shown_and_the_others_end(run_ranks):
+    def fail(me):
+        if me.rank == 2:
+            raise KeyError("this one")
+        time.sleep(0 if me.rank else 30)
+
+    began = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match="this one"):
+        run_ranks(fail)
+    assert time.monotonic() - began < 20
+
+
+def test_hanging_ranks_are_killed_and_show_where(run_ranks):
+    def here_it_hangs(me):
+        if me.rank == 1:
+            time.sleep(60)
+
+    with pytest.raises(pytest.fail.Exception, match="here_it_hangs"):
+        run_ranks(here_it_hangs, procs=1, timeout=1.5)
+
+
+def test_exit_codes(run_ranks):
+    def leave(me):
+        if me.rank == 0:
+            os._exit(75)
+        if me.rank == 1:
+            raise SystemExit(3)
+
+    assert [o.status for o in run_ranks(leave, islands=3, procs=1, check=False)] == [75, 3, 0]
+    with pytest.raises(pytest.fail.Exception, match="exit status 75"):
+        run_ranks(leave, islands=1, procs=1)

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in the environment that the recipes use. Arguments go to pytest: bash tests/run.sh -k wire
+# FSDP_DEMO_SLOW=1 runs the slow tests too.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash recipes/setup.sh
+
+# One thread per process: the tests start several processes at once.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+python=.venv/bin/python
+
+"$python" -m ruff check . || { echo "tests/run.sh: ruff found the above; tests were not run" >&2; exit 1; }
+"$python" -m mypy fsdp_demo || { echo "tests/run.sh: mypy found the above; tests were not run" >&2; exit 1; }
+
+selection=(-m "not slow")
+[ "${FSDP_DEMO_SLOW:-0}" = 1 ] && selection=()
+exec "$python" -m pytest "${selection[@]+"${selection[@]}"}" "$@"

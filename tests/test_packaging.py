@@ -1,0 +1,66 @@
+"""The package as it is shipped: one version, typed, complete, and a core that imports torch only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import fsdp_demo
+from fsdp_demo.version import __version__
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest there
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_one_version() -> None:
+    assert fsdp_demo.__version__ == __version__
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fsdp_demo.version.__version__"}
+    assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_installed_version_and_command() -> None:
+    assert importlib.metadata.version("fsdp_demo") == __version__
+    (command,) = (entry for entry in importlib.metadata.entry_points(group="console_scripts") if entry.name == "fsdp-demo")
+    assert command.value == "fsdp_demo.cli:main"
+
+
+def test_every_package_is_listed_and_typed() -> None:
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    files = [file for top in ("fsdp_demo", "deepspeed_ext") for file in (ROOT / top).rglob("__init__.py")]
+    present = {".".join(file.parent.relative_to(ROOT).parts) for file in files}
+    assert listed == present
+    for top in ("fsdp_demo", "deepspeed_ext"):
+        assert (ROOT / top / "py.typed").is_file()
+        assert PROJECT["tool"]["setuptools"]["package-data"][top] == ["py.typed"]
+
+
+def test_no_upper_bound_on_torch() -> None:
+    (torch,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
+    assert torch == "torch>=2.7"
+
+
+def test_exact_versions_are_in_one_file() -> None:
+    requirements = PROJECT["project"]["dependencies"] + sum(PROJECT["project"]["optional-dependencies"].values(), [])
+    assert not [line for line in requirements if "==" in line]
+    pins = [line for line in (ROOT / "recipes/constraints-cpu.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all("==" in line for line in pins)
+    assert "torch==2.13.0" in pins and "accelerate==1.15.0" in pins
+
+
+def test_the_core_imports_torch_only() -> None:
+    program = (
+        "import sys, fsdp_demo, fsdp_demo.cli, fsdp_demo.rehearse, fsdp_demo.store, fsdp_demo.launch\n"
+        "found = {'accelerate', 'transformers', 'datasets', 'deepspeed', 'matplotlib', 'tqdm', 'pandas'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    # From elsewhere: the package must be found where it is installed, not in the working directory.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
