@@ -44,7 +44,8 @@ def agree(line: Line, facts: Mapping[str, Any]) -> None:
     for j, theirs in enumerate(everyone):
         keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
         for k in [k for k in keys if k in ADVISORY]:
-            log.warning("island %s has %s %s, here it is %s: replicas may differ in the last bit", line.names[j], k, theirs.get(k), mine.get(k))
+            there, here = theirs.get(k), mine.get(k)
+            log.warning("%s has %s %s, here it is %s: replicas may differ in the last bit", line.names[j], k, there, here)
         hard = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY]
         if hard:
             raise ValueError(f"island {j} ({line.names[j]}) runs something else than {line.names[line.rank]}: " + "; ".join(hard[:6]))

@@ -283,8 +283,8 @@ class ActiveChannel:
                 self.present = list(value)
             elif value.shape != mine[key].shape:
                 raise ValueError(
-                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume with "
-                    "the same number of islands and ranks"
+                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume "
+                    "with the same number of islands and ranks"
                 )
             else:
                 mine[key].copy_(value)

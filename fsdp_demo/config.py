@@ -264,14 +264,16 @@ class ExchangeConfig:
         in_range("max_in_flight", self.max_in_flight, 1)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping")
+        if not self.inner:
+            raise ValueError("inner=() names no optimizer: name those the method is defined for, or 'any'")
         names = [c.name for c in self.channels]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"channels must be at least one, with distinct names; found {names}")
         for c in self.channels:
             if c.clock.in_flight > self.max_in_flight:
                 raise ValueError(
-                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} payloads "
-                    f"in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay, lengthen the period or raise max_in_flight"
+                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} "
+                    f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay or lengthen the period"
                 )
 
     @property
@@ -338,14 +340,14 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
     top = [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
     by_name = {c["name"]: c for c in data["channels"]}
     if head in top and not rest:
-        data[head] = value
+        data[head] = [value] if head == "inner" and isinstance(value, str) else value
         return
     targets, inner = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
     for target in targets:
         *parents, leaf = inner.split(".")
         node: Any = target
         for key in parents:
-            if key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
+            if isinstance(node, dict) and key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
                 node[key] = {}
             node = node.get(key) if isinstance(node, dict) else None
         if not isinstance(node, dict) or (leaf not in node and parents != ["accumulator"]):
@@ -377,20 +379,20 @@ def _build(cls: Any, data: Any, where: str) -> Any:
     missing = [name for name in required if name not in data]
     if missing:
         raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
-    return cls(**{key: _value(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
+    return cls(**{key: typed(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def typed(hint: Any, value: Any, where: str) -> Any:
     """Convert one plain value to the type a field declares, or raise ValueError that names the field."""
     args = get_args(hint)
     if type(None) in args:
-        return None if value is None else _value(next(a for a in args if a is not type(None)), value, where)
+        return None if value is None else typed(next(a for a in args if a is not type(None)), value, where)
     if is_dataclass(hint):
         return _build(hint, value, where)
     if get_origin(hint) is tuple:
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
             raise ValueError(f"{where}={value!r} must be a list")
-        return tuple(_value(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(typed(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if isinstance(value, str) and hint is float:  # yaml reads 1e-3 as text
         try:
             value = float(value)

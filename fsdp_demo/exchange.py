@@ -100,8 +100,12 @@ class Exchange:
         self._parameters = bind(Channel("parameters", "parameter", applier=Applier("replace")))
         self._mailbox = Mailbox(self.channels, self._courier, self._island, config.digest(), self.shards.device)
         self._check_covered()
-        with self.paused(), torch.no_grad():
-            self._join(facts, model, state)
+        try:
+            with self.paused(), torch.no_grad():
+                self._join(facts, model, state)
+        except Exception:
+            self._close()
+            raise
         atexit.register(self._close)  # a script that forgets finish() must not end with a live process group
         self._hooks = [h for i, o in enumerate(self._optimizers) for h in self._register(i, o)]
         self._log_start(lanes)
@@ -133,8 +137,8 @@ class Exchange:
         if left and self.config.consensus and self.topology.islands > 1:
             names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
             raise ValueError(
-                f"preset {self.config.preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them in "
-                "another channel's include"
+                f"preset {self.config.preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them "
+                "in another channel's include"
             )
 
     def _log_start(self, lanes: int) -> None:

@@ -53,7 +53,8 @@ def check_inner(config: ExchangeConfig, optimizers: Sequence[torch.optim.Optimiz
             found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
             wanted = "sgd without momentum" if config.inner == ("sgd",) else " or ".join(config.inner)
             raise ValueError(
-                f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr), or insist with inner='as_is'"
+                f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr)"
+                ", or insist with inner='as_is'"
             )
 
 

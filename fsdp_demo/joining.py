@@ -64,7 +64,7 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
     if model is None:
         differ = line is not None and line.size > 1 and not agreement.all_equal(line, frozen)
         if island.largest(float(differ))[0]:
-            raise ValueError("frozen parameters differ between islands: pass model= to attach, which makes them equal, or load the same weights")
+            raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
         return
     rest = [p.detach() for p in model.parameters() if not p.requires_grad] + [b.detach() for b in model.buffers()]
     local = [t for t in (local_part(t) for t in rest) if t.numel()]

@@ -10,11 +10,11 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, one_of
+from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, one_of, typed
 
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 """Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated."""
@@ -128,8 +128,9 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     known = presets()
     one_of("preset", name, tuple(known))
     takes = inspect.signature(known[name]).parameters
-    own = {k: v for k, v in changes.items() if k in takes}
-    rest = {k: (v,) if k == "inner" and isinstance(v, str) else v for k, v in changes.items() if k not in takes}
+    hints = get_type_hints(known[name])
+    own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes}
+    rest = {k: v for k, v in changes.items() if k not in takes}
     for key in rest:
         if "." not in key and key not in ("clip", "inner", "max_in_flight", "lr"):
             options = [*takes, "clip", "inner", "max_in_flight"]

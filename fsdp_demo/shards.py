@@ -130,7 +130,7 @@ class TorchShards:
                     size *= p.device_mesh.size(d)
                 shards = max(shards, size)
         if world % shards:
-            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of {shards}")
+            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of that")
         return Position(shards, rank % shards, world // shards, rank // shards)
 
     def base_step(self) -> None:

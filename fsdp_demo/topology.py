@@ -1,8 +1,8 @@
 """Who holds my shard elsewhere, and how to reach them.
 
 A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of the ranks of its island that hold this
-very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different numbers
-of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
+very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different
+numbers of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
 
 * `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and a
   bare gloo group that no framework inside the island can see.
@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,8 @@ from .link import Link
 from .transport import Line, PeerLost
 
 log = logging.getLogger("fsdp_demo")
+
+_epochs: Counter[tuple[str, str]] = Counter()  # how often this process joined a run: every attach gets keys of its own
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Topology:
     group: Any = None
     line_group: Any = None
     _store: Any = field(default=None, repr=False)
+    _prefix: str = field(default="", repr=False)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
@@ -86,7 +90,8 @@ class Topology:
         if timeout <= 0:
             raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 seconds")
         islands, island = int(_number(env, "ISLAND_COUNT", 1)), int(_number(env, "ISLAND_RANK", 0))
-        common: dict[str, Any] = {"name": env.get("ISLAND_NAME") or f"island{island}", "run": env.get("ISLAND_RUN") or "run", "timeout": timeout}
+        name, run = env.get("ISLAND_NAME") or f"island{island}", env.get("ISLAND_RUN") or "run"
+        common: dict[str, Any] = {"name": name, "run": run, "timeout": timeout}
         if islands < 1 or not 0 <= island < islands:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
@@ -142,7 +147,7 @@ class Topology:
         lanes = min(info["copies"] for info in infos)
         if position.copy >= lanes:
             return None, lanes
-        prefix = f"{self.run}/line/0/{position.shard}.{position.copy}"
+        prefix = f"{self._prefix}/line/{position.shard}.{position.copy}"
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self.timeout), 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address or _route_to(self.endpoint))]
@@ -159,10 +164,12 @@ class Topology:
             store = dist.TCPStore(host, int(port), None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
-                f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start `fsdp-demo store --bind {self.endpoint}` "
-                f"there and check that this port is open ({str(error).splitlines()[0][:120]})"
+                f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start there `fsdp-demo store --bind "
+                f"{self.endpoint}` and check that this port is open ({str(error).splitlines()[0][:120]})"
             ) from error
-        if store.add(f"{self.run}/start/{self.island}/{self.rank}", 1) > 1:
+        self._prefix = f"{self.run}/{_epochs[self.endpoint, self.run]}"
+        _epochs[self.endpoint, self.run] += 1
+        if store.add(f"{self._prefix}/start/{self.island}/{self.rank}", 1) > 1:
             raise ValueError(
                 f"ISLAND_RUN={self.run!r} was already started by an island with ISLAND_RANK={self.island} on the store {self.endpoint}: "
                 "set a new ISLAND_RUN on all islands (a run id is used once), and a different ISLAND_RANK on each"
@@ -172,10 +179,11 @@ class Topology:
 
     def _meet(self, store: Any, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
-        mine = {"name": self.name, "host": socket.gethostname(), "count": self.islands, "shards": position.shards, "copies": position.copies}
-        key = f"{self.run}/join/{{}}/{position.shard}.{position.copy}"
+        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
+        mine = {"name": self.name, "host": socket.gethostname(), **layout}
+        key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
-        first = f"{self.run}/join/{{}}/0.0"
+        first = f"{self._prefix}/join/{{}}/0.0"
         infos: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.timeout
         while len(infos) < self.islands:
@@ -186,8 +194,8 @@ class Topology:
                 came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
                 missing = ", ".join(str(i) for i in range(self.islands) if i not in infos)
                 raise PeerLost(
-                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing {missing}."
-                    " Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
+                    f"{missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
                 )
             time.sleep(0.02)
         ordered = [infos[i] for i in range(self.islands)]

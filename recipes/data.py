@@ -137,7 +137,10 @@ def load_data(
     if source == "stdlib":
         train, held_out = (pack_files(files, tokenizer, length) for files in stdlib_files())
         return Data(Rows(train[island::islands]), spread(held_out, validation_rows), tokenizer.pad_token_id)
-    train, held_out = open_hub(source, validation_rows) if not Path(source).exists() else open_local(Path(source))
+    here = Path(source).expanduser()
+    if not here.exists() and (source[0] in "./~" or here.suffix in TEXT):
+        raise ValueError(f"--data {source}: no such file or folder")
+    train, held_out = open_local(here) if here.exists() else open_hub(source, validation_rows)
     train, held_out = (to_rows(part, tokenizer, length) for part in (train, held_out))
     train = split_by_island(train, island, islands, seed)
     return Data(train, first_rows(held_out, validation_rows), tokenizer.pad_token_id)

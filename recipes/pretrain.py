@@ -7,6 +7,7 @@ Started without ISLAND_* variables it is an ordinary Accelerate script. Lines th
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -18,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from data import forever, load_data, load_tokenizer
 from report import Report
-from state import load_local, load_optimizer, save_local
+from state import forget_local, load_local, load_optimizer, save_local
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
@@ -31,7 +32,7 @@ MODELS = Path(__file__).parent / "models"
 @dataclass
 class DataArguments:
     model: str = field(default="small", metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"})
-    data: str = field(default="stdlib", metadata={"help": "stdlib, a file or folder (text, jsonl, parquet), or a hub id[:subset], streamed"})
+    data: str = field(default="stdlib", metadata={"help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"})
     tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
     sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
     batch_size: int = field(default=4, metadata={"help": "rows per rank and micro-batch"})
@@ -93,12 +94,14 @@ def evaluate(acc: Accelerator, model: torch.nn.Module, loader: Any, exchange: Ex
 
 
 def main() -> None:
+    logging.basicConfig(format="%(message)s")
     data, cross, train = HfArgumentParser((DataArguments, ExchangeArguments, TrainArguments)).parse_args_into_dataclasses()
     acc = island_accelerator(  # (*) FSDP2 on GPU and CPU
         shard=cross.shard,
         mixed_precision="bf16" if cross.bf16 else "no",
         gradient_accumulation_steps=data.accumulation,
     )
+    logging.getLogger("fsdp_demo").setLevel(logging.INFO if acc.is_main_process else logging.WARNING)
     topology = Topology.from_env()  # (*) which island this is
     clip = [] if cross.clip is None else [f"clip={cross.clip}"]
     config = load_config(cross.exchange, [*cross.set, *clip])
@@ -156,6 +159,8 @@ def main() -> None:
         evaluate(acc, model, held_out, exchange, report)
         equal = exchange.digests_equal()
         report.finish(equal if consensus else None)
+    forget_local(emergency, acc.process_index)
+    acc.end_training()
 
 
 if __name__ == "__main__":

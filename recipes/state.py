@@ -36,6 +36,11 @@ def save_local(folder: Path, rank: int, optimizer: Any, exchange: Any) -> None:
     os.replace(part, folder / f"rank{rank}.pt")
 
 
+def forget_local(folder: Path, rank: int) -> None:
+    """After a run that came to its end: a later `--resume` must not find what an earlier part of it saved."""
+    (folder / f"rank{rank}.pt").unlink(missing_ok=True)
+
+
 def load_local(folder: Path, rank: int, optimizer: Any) -> dict[str, Any] | None:
     """Put this rank's shards back into the parameters, before `attach`; None where nothing was saved (then peers send theirs)."""
     path = folder / f"rank{rank}.pt"
