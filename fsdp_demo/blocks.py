@@ -14,9 +14,10 @@ Where several ranks of an island hold the same tensors, `lanes` deals the blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +27,15 @@ from .config import BLOCK
 EDGE = 64
 MAX_PADDING = 1.1
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Piece:
-    """Blocks lo..hi of a region of one tensor, in workspace slots start, start + 1, ...
+class Region:
+    """y x `x` blocks of r x s elements of one tensor.
 
-    The region is y x `x` blocks of r x s elements; its upper left corner is (row, col) of the tensor's matrix view or, where
-    `flat`, the element row * 64 of the flattened tensor seen with 64 columns.
+    The upper left corner is (row, col) of the tensor's matrix view or, where `flat`, the element row * 64 of the flattened tensor seen
+    with 64 columns.
     """
 
     tensor: int
@@ -43,11 +46,14 @@ class Piece:
     x: int
     r: int
     s: int
-    lo: int
-    hi: int
-    start: int
+    transform: bool
 
-    def region(self, tensor: Tensor) -> Tensor:
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return self.y * self.x
+
+    def view(self, tensor: Tensor) -> Tensor:
         """View [y, x, r, s] of the region in a contiguous local tensor."""
         if self.flat:
             offset = self.row * EDGE
@@ -55,6 +61,33 @@ class Piece:
         else:
             m = matrix(tensor)[self.row : self.row + self.y * self.r, self.col : self.col + self.x * self.s]
         return m.unflatten(1, (self.x, self.s)).unflatten(0, (self.y, self.r)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks lo..hi (row-major) of a region, in workspace slots start, start + 1, ..."""
+
+    region: Region
+    lo: int
+    hi: int
+    start: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether this lane holds all blocks of the region."""
+        return self.hi - self.lo == self.region.count
+
+    def rows(self, view: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        """The parts of a region's view that this piece covers, at most three: the end of a row of blocks, whole rows, the start of one.
+        With each come the piece's own blocks for it, counted from 0."""
+        x, at = self.region.x, self.lo
+        while at < self.hi:
+            row, col = divmod(at, x)
+            whole_rows = (self.hi - at) // x if col == 0 else 0
+            end = at + whole_rows * x if whole_rows else min(self.hi, (row + 1) * x)
+            part = view[row : row + whole_rows] if whole_rows else view[row : row + 1, col : col + end - at]
+            yield part, at - self.lo, end - self.lo
+            at = end
 
 
 @dataclass(frozen=True)
@@ -104,20 +137,7 @@ def matrix(tensor: Tensor) -> Tensor:
     return tensor.view(matrix_shape(tensor.shape))
 
 
-@dataclass(frozen=True)
-class _Region:
-    tensor: int
-    flat: bool
-    row: int
-    col: int
-    y: int
-    x: int
-    r: int
-    s: int
-    transform: bool
-
-
-def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[_Region], int]:
+def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Region], int]:
     """The block regions of one tensor and the flat element from which on it is dense."""
     rows, cols = matrix_shape(shape)
     numel = rows * cols
@@ -127,16 +147,16 @@ def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[_R
     padded = ceil(rows / EDGE) * ceil(cols / EDGE) * BLOCK
     if rows >= EDGE and cols >= EDGE and padded <= MAX_PADDING * numel and transform:
         found = [
-            _Region(index, False, row, col, ny, nx, nr, ns, transform)
+            Region(index, False, row, col, ny, nx, nr, ns, transform)
             for row, ny, nr in ((0, y, EDGE), (y * EDGE, 1, r))
             for col, nx, ns in ((0, x, EDGE), (x * EDGE, 1, s))
             if ny * nx * nr * ns
         ]
         return found, numel
     whole, tail = numel // BLOCK, numel % BLOCK // EDGE
-    found = [_Region(index, True, 0, 0, whole, 1, EDGE, EDGE, transform)]
+    found = [Region(index, True, 0, 0, whole, 1, EDGE, EDGE, transform)]
     if tail:
-        found.append(_Region(index, True, whole * EDGE, 0, 1, 1, tail, EDGE, transform))
+        found.append(Region(index, True, whole * EDGE, 0, 1, 1, tail, EDGE, transform))
     return found, (whole * EDGE + tail) * EDGE
 
 
@@ -150,7 +170,7 @@ class Layout:
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], blocked: Sequence[str], lane: int = 0, lanes: int = 1):
-        groups: dict[tuple[bool, int, int], list[_Region]] = {}
+        groups: dict[tuple[bool, int, int], list[Region]] = {}
         dense: list[tuple[int, int, int]] = []
         for i, (shape, kind) in enumerate(zip(shapes, blocked, strict=True)):
             rows, cols = matrix_shape(shape)
@@ -164,15 +184,14 @@ class Layout:
         slot = 0
         for (transform, r, s), regions in sorted(groups.items(), reverse=True):
             first = slot
-            total = sum(g.y * g.x for g in regions)
-            for g, lo, hi in _share(regions, [g.y * g.x for g in regions], total, lane, lanes):
-                self.pieces.append(Piece(g.tensor, g.flat, g.row, g.col, g.y, g.x, r, s, lo, hi, slot))
+            for region, lo, hi in _share(regions, [g.count for g in regions], lane, lanes):
+                self.pieces.append(Piece(region, lo, hi, slot))
                 slot += hi - lo
             if slot > first:
                 self.groups.append(Group(r, s, transform, first, slot - first))
         self.dense: list[DensePiece] = []
         at = 0
-        for (i, begin, _), lo, hi in _share(dense, [d[2] - d[1] for d in dense], sum(d[2] - d[1] for d in dense), lane, lanes):
+        for (i, begin, _), lo, hi in _share(dense, [end - begin for _, begin, end in dense], lane, lanes):
             self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
             at += hi - lo
         self.num_blocks, self.num_dense = slot, at
@@ -194,15 +213,14 @@ class Layout:
         """Copy this lane's share of `tensors` (any float dtype; None counts as zeros) into the fp32 workspace `out`."""
         slots, dense = self.blocks(out).view(-1, EDGE, EDGE), self.dense_part(out)
         for p in self.pieces:
-            target, tensor = slots[p.start : p.start + p.hi - p.lo, : p.r, : p.s], tensors[p.tensor]
-            if p.r * p.s < BLOCK:
-                slots[p.start : p.start + p.hi - p.lo].zero_()
-            if tensor is None:
-                target.zero_()
-            elif p.hi - p.lo == p.y * p.x:
-                target.unflatten(0, (p.y, p.x)).copy_(p.region(tensor.contiguous()))
-            else:
-                target.copy_(p.region(tensor.contiguous()).flatten(0, 1)[p.lo : p.hi])
+            g, tensor, all_slots = p.region, tensors[p.region.tensor], slots[p.start : p.start + p.hi - p.lo]
+            target = all_slots[:, : g.r, : g.s]
+            if tensor is None or g.r * g.s < BLOCK:  # the padding of an edge block is zero
+                all_slots.zero_()
+            if tensor is not None and p.whole:
+                target.unflatten(0, (g.y, g.x)).copy_(g.view(tensor.contiguous()))
+            elif tensor is not None:
+                target.copy_(g.view(tensor.contiguous()).flatten(0, 1)[p.lo : p.hi])
         for d in self.dense:
             part, tensor = dense[d.start : d.start + d.hi - d.lo], tensors[d.tensor]
             if tensor is None:
@@ -215,17 +233,13 @@ class Layout:
         """Write this lane's share of workspace `work` into `tensors` in place (None is left out), casting to their dtype."""
         slots, dense = self.blocks(work).view(-1, EDGE, EDGE), self.dense_part(work)
         for p in self.pieces:
-            tensor = tensors[p.tensor]
+            g, tensor = p.region, tensors[p.region.tensor]
             if tensor is None:
                 continue
-            source = slots[p.start : p.start + p.hi - p.lo, : p.r, : p.s]
+            source = slots[p.start : p.start + p.hi - p.lo, : g.r, : g.s]
             whole = tensor.contiguous()
-            if p.hi - p.lo == p.y * p.x:
-                p.region(whole).copy_(source.unflatten(0, (p.y, p.x)))
-            else:
-                region = p.region(whole)
-                for b in range(p.lo, p.hi):
-                    region[b // p.x, b % p.x].copy_(source[b - p.lo])
+            for target, lo, hi in p.rows(g.view(whole)):
+                target.copy_(source[lo:hi].unflatten(0, target.shape[:2]))
             if whole is not tensor:
                 tensor.copy_(whole)
         for d in self.dense:
@@ -242,8 +256,9 @@ class Layout:
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
 
 
-def _share(items, sizes, total, lane, lanes):  # type: ignore[no-untyped-def]
+def _share(items: Sequence[T], sizes: Sequence[int], lane: int, lanes: int) -> Iterator[tuple[T, int, int]]:
     """Yield (item, lo, hi) for the part of each item that falls into lane's share of the concatenation of all."""
+    total = sum(sizes)
     begin, end, at = total * lane // lanes, total * (lane + 1) // lanes, 0
     for item, size in zip(items, sizes, strict=True):
         lo, hi = max(begin - at, 0), min(end - at, size)

@@ -55,8 +55,8 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
         if save is not None:
             save()
         if exchange.topology.rank == 0:
-            done, command = "saved" if save is not None else "nothing was saved", resume or "the same command under a new ISLAND_RUN"
-            log.error("%s: %s; resume with: %s", where, done, command)
+            done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
+            log.error("%s: %s; to resume, start all islands under a new ISLAND_RUN with: %s", where, done, command)
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1
