@@ -20,12 +20,13 @@ EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 """Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated."""
 
 
-def full() -> ExchangeConfig:
+def full(code: str = "fp32") -> ExchangeConfig:
     """Mean gradient of all replicas at every step (what HSDP does): the baseline, and the oracle of the rest.
 
-    Any inner optimizer; its learning rate is the one of the global batch.
+    Any inner optimizer; its learning rate is the one of the global batch. `code` "bf16" sends what HSDP does with a bf16 reduce dtype
+    (the sum is in fp32 here).
     """
-    return ExchangeConfig("full", (Channel("gradient", "gradient"),))
+    return ExchangeConfig("full", (Channel("gradient", "gradient", codec=Codec(code=code)),))
 
 
 def demo(topk: int = 32, beta: float = 0.999, code: str = "int8", sign: bool = True, transform: bool = True) -> ExchangeConfig:

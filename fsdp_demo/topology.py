@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -28,6 +29,9 @@ from .link import Link
 from .transport import Line, PeerLost
 
 log = logging.getLogger("fsdp_demo")
+
+LONGEST = 10_000_000
+"""Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""
 
 _epochs: Counter[tuple[str, str]] = Counter()  # how often this process joined a run: every attach gets keys of its own
 
@@ -87,9 +91,9 @@ class Topology:
         env = os.environ if env is None else env
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         timeout = _number(env, "ISLAND_TIMEOUT", 600.0)
-        if timeout <= 0:
-            raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 seconds")
-        islands, island = int(_number(env, "ISLAND_COUNT", 1)), int(_number(env, "ISLAND_RANK", 0))
+        if not 0 < timeout <= LONGEST:
+            raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 and at most {LONGEST} seconds")
+        islands, island = _whole(env, "ISLAND_COUNT", 1), _whole(env, "ISLAND_RANK", 0)
         name, run = env.get("ISLAND_NAME") or f"island{island}", env.get("ISLAND_RUN") or "run"
         common: dict[str, Any] = {"name": name, "run": run, "timeout": timeout}
         if islands < 1 or not 0 <= island < islands:
@@ -97,12 +101,12 @@ class Topology:
         if islands == 1:
             log.info("one replica: %s", "ISLAND_COUNT is 1" if "ISLAND_COUNT" in env else "no ISLAND_* variables are set")
             return cls("single", rank=rank, world=world, **common)
-        host, colon, port = env.get("ISLAND_ENDPOINT", "").rpartition(":")
-        if not colon or not host or not port.isdigit():
-            found = env.get("ISLAND_ENDPOINT", "")
-            raise ValueError(f"ISLAND_ENDPOINT={found!r} must be host:port of the store, as printed by `fsdp-demo store --bind ADDR:PORT`")
+        endpoint = env.get("ISLAND_ENDPOINT", "").strip()
+        host, _, port = endpoint.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
+            raise ValueError(f"ISLAND_ENDPOINT={endpoint!r} must be host:port of the store, as printed by `fsdp-demo store --bind ADDR:PORT`")
         common["address"] = env.get("ISLAND_ADDRESS", "")
-        return cls("islands", island, islands, endpoint=f"{host}:{port}", rank=rank, world=world, **common)
+        return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
 
     @classmethod
     def from_mesh(cls, mesh: Any, replicate: str = "", timeout: float = 600.0) -> Topology:
@@ -161,7 +165,7 @@ class Topology:
     def _connect(self) -> Any:
         host, _, port = self.endpoint.rpartition(":")
         try:
-            store = dist.TCPStore(host, int(port), None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
+            store = dist.TCPStore(host.strip("[]"), int(port), None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
                 f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start there `fsdp-demo store --bind "
@@ -189,7 +193,10 @@ class Topology:
         while len(infos) < self.islands:
             for i in range(self.islands):
                 if i not in infos and store.check([first.format(i)]):
-                    infos[i] = json.loads(store.get(first.format(i)))
+                    infos[i] = other = json.loads(store.get(first.format(i)))
+                    if other["count"] != self.islands:  # at once: the larger number would wait for islands that nobody starts
+                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
+                        raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
             if time.monotonic() > deadline:
                 came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
                 missing = ", ".join(str(i) for i in range(self.islands) if i not in infos)
@@ -200,9 +207,6 @@ class Topology:
             time.sleep(0.02)
         ordered = [infos[i] for i in range(self.islands)]
         for i, other in enumerate(ordered):
-            if other["count"] != self.islands:
-                both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
-                raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
             if other["shards"] != position.shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "
@@ -216,11 +220,21 @@ class Topology:
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, "")
+    text = env.get(name, "").strip()
     try:
-        return float(text) if text else default
+        value = float(text) if text else default
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be a number") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={text!r} must be a number")
+    return value
+
+
+def _whole(env: Mapping[str, str], name: str, default: int) -> int:
+    value = _number(env, name, default)
+    if value != int(value):
+        raise ValueError(f"{name}={env[name]!r} must be a whole number")
+    return int(value)
 
 
 def _route_to(endpoint: str) -> str:

@@ -52,7 +52,7 @@ class HubTokenizer:
         return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.inner.decode(list(ids))
+        return str(self.inner.decode(list(ids)))
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | HubTokenizer:

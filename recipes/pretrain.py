@@ -150,7 +150,7 @@ def main() -> None:
                     report.micro_batch(loss, batch["input_ids"].numel())
                     optimizer.step()  # (*) the exchange hooks in here, once per `accumulation` micro-batches
                     optimizer.zero_grad()
-            report.optimizer_step(scheduler.get_last_lr()[0])
+            report.optimizer_step(float(scheduler.get_last_lr()[0]))
             scheduler.step()
             if train.eval_every and (step + 1) % train.eval_every == 0 and step + 1 < train.steps:
                 evaluate(acc, model, held_out, exchange, report)

@@ -12,7 +12,7 @@ Makes .venv (a second run reuses it), then trains a small Llama on the source te
   --exchange NAME       full, demo, diloco, decoupled_momentum, or a yaml file      (demo)
   --islands N           islands                                                     (2)
   --procs P             processes per island, FSDP2 between them                    (2)
-  --steps N             optimizer steps                                             (300)
+  --steps N             optimizer steps                                             (200)
   --output FOLDER       where results go                                            (outputs/quickstart)
   --link RATE           rate of each island's link, as in 100Mbit                   (not limited)
   --rtt TIME            round trip between islands, as in 40ms                      (none)
@@ -28,7 +28,7 @@ TEXT
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-exchange=demo islands=2 procs=2 steps=300 output="" compare=""
+exchange=demo islands=2 procs=2 steps=200 output="" compare=""
 rehearse=() pretrain=()
 changes=() # what follows --set
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor is returned as it is. Both share memory with the argument."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def parameters(optimizer: Any) -> list[torch.Tensor]:
