@@ -42,7 +42,7 @@ def agree(line: Line, facts: Mapping[str, Any]) -> None:
     everyone = gather_json(line, dict(facts))
     mine = everyone[line.rank]
     for j, theirs in enumerate(everyone):
-        keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
+        keys = [k for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k)) if mine.get(k) != theirs.get(k)]
         for k in [k for k in keys if k in ADVISORY]:
             there, here = theirs.get(k), mine.get(k)
             log.warning("%s has %s %s, here it is %s: replicas may differ in the last bit", line.names[j], k, there, here)

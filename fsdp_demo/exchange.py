@@ -85,7 +85,8 @@ class Exchange:
         self._off = 0
         self._probing = self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
         self._stepped: set[int] = set()
-        self._tokens, self._loss = 0, math.nan
+        self._tokens = 0
+        self._loss: float | Tensor = math.nan
         self._equal: bool | None = None
         position = self.shards.position(topology.rank, topology.world)
         line, lanes = topology.join(position)
@@ -173,7 +174,7 @@ class Exchange:
 
     def _register(self, index: int, optimizer: torch.optim.Optimizer) -> list[Any]:
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._probing = not self._skipping and _is_probe(optimizer)
+            self._probing = not self._off and not self._skipping and self._is_probe(optimizer)
             if self._off or self._probing:
                 return
             self._usable()
@@ -192,6 +193,14 @@ class Exchange:
                 self._after()
 
         return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def _is_probe(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step is a checkpoint library's way to make optimizer state: learning rate zero and, on all ranks of the island, all
+        gradients zero."""
+        if any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
+            return False
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        return bool(grads) and not self._island.largest(float(any(bool(local_part(g).any()) for g in grads)))[0]
 
     def _usable(self) -> None:
         if self._mailbox.broken:
@@ -242,16 +251,17 @@ class Exchange:
             weight, self._tokens = self._island.total(self._tokens)[0], 0
         flags = STOP * self._stop_sent | SKIPPED * self._skipping
         self._last.update(dict.fromkeys(outgoing, self.step + 1))
-        self._mailbox.launch(outgoing, self.step, weight, self._loss, flags)
+        self._mailbox.launch(outgoing, self.step, weight, float(self._loss), flags)
         self._loss = math.nan
 
     # ---- what users call -------------------------------------------------------------------------------------------
 
-    def note(self, tokens: int = 0, loss: float | None = None) -> None:
-        """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss (sent in the next header)."""
+    def note(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
+        """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss (sent in the next header; a
+        tensor is read only then)."""
         self._tokens += tokens
         if loss is not None:
-            self._loss = float(loss)
+            self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def request_stop(self) -> None:
         """Ask all islands to stop after a common step; this island stops after its next step. Safe in a signal handler."""
@@ -472,14 +482,6 @@ def attach(
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     return Exchange(optimizers, config, getattr(model, "module", model), topology or Topology.from_env(), facts, step, state)
-
-
-def _is_probe(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is a checkpoint library's way to make optimizer state: learning rate zero and all gradients zero."""
-    if any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
-        return False
-    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    return bool(grads) and not any(bool(local_part(g).any()) for g in grads)
 
 
 def _reshard(model: torch.nn.Module) -> None:

@@ -104,7 +104,7 @@ class Topology:
         endpoint = env.get("ISLAND_ENDPOINT", "").strip()
         host, _, port = endpoint.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
-            raise ValueError(f"ISLAND_ENDPOINT={endpoint!r} must be host:port of the store, as printed by `fsdp-demo store --bind ADDR:PORT`")
+            raise ValueError(f"ISLAND_ENDPOINT={endpoint!r} must be host:port of the store, as `fsdp-demo store --bind ADDR:PORT` prints it")
         common["address"] = env.get("ISLAND_ADDRESS", "")
         return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
 
@@ -165,7 +165,8 @@ class Topology:
     def _connect(self) -> Any:
         host, _, port = self.endpoint.rpartition(":")
         try:
-            store = dist.TCPStore(host.strip("[]"), int(port), None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
+            limit = timedelta(seconds=self.timeout)
+            store = dist.TCPStore(host.strip("[]"), int(port), None, is_master=False, wait_for_workers=False, timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
                 f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start there `fsdp-demo store --bind "
