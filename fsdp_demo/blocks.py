@@ -182,9 +182,10 @@ class Layout:
         self.pieces: list[Piece] = []
         self.groups: list[Group] = []
         slot = 0
-        for (transform, r, s), regions in sorted(groups.items(), reverse=True):
+        for number, ((transform, r, s), regions) in enumerate(sorted(groups.items(), reverse=True)):
             first = slot
-            for region, lo, hi in _share(regions, [g.count for g in regions], lane, lanes):
+            turn = lanes - 1 - lane if number % 2 else lane  # else the last lane gets every group's remainder
+            for region, lo, hi in _share(regions, [g.count for g in regions], turn, lanes):
                 self.pieces.append(Piece(region, lo, hi, slot))
                 slot += hi - lo
             if slot > first:

@@ -223,6 +223,11 @@ def _problems(c: Channel) -> list[str]:
             f"clock.period={c.clock.period} on a gradient channel needs an accumulator, else the gradients between exchanges are lost: "
             "set accumulator.beta, or clock.period=1"
         )
+    if c.source == "delta" and c.clock.delay >= c.clock.period:
+        found.append(
+            f"clock.delay={c.clock.delay} with clock.period={c.clock.period} on source 'delta' would send again what is still under way: "
+            "allowed is delay < period"
+        )
     if c.applier.local_delta and c.residual != "put_back":
         found.append(f"applier.local_delta=True is the released rule and needs residual='put_back', found {c.residual!r}")
     if c.residual == "put_back" and c.source != "delta":

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from . import agreement, joining
 from .channel import ActiveChannel
@@ -125,11 +126,12 @@ class Exchange:
             materialise(optimizer)
         for c in self.channels:
             c.start()
-        self._last = {c.channel.name: self.step for c in self.channels}
+        self._mailbox.last = {c.channel.name: self.step for c in self.channels}
         if state is not None:
             self.load_state_dict(state)
         if self.step:
             joining.equalise_state(self._line, self.channels, donor)
+            self._mailbox.agree_on_resume()
 
     def _check_covered(self) -> None:
         """`exclude` means never exchanged: refused where the preset promises equal replicas, unless the parameter is frozen."""
@@ -250,7 +252,6 @@ class Exchange:
         if any(c.channel.reducer.weight == "tokens" for c in self.channels):
             weight, self._tokens = self._island.total(self._tokens)[0], 0
         flags = STOP * self._stop_sent | SKIPPED * self._skipping
-        self._last.update(dict.fromkeys(outgoing, self.step + 1))
         self._mailbox.launch(outgoing, self.step, weight, float(self._loss), flags)
         self._loss = math.nan
 
@@ -307,6 +308,8 @@ class Exchange:
             gradients = [c for c in late if c.channel.before_step]
             self._mailbox.land(late, first.step + max(c.channel.clock.delay for c in late))
             if gradients:
+                if self.config.clip is not None and self.config.clips_mean:
+                    self._island.clip(self.shards.read("gradient"), self.config.clip)
                 with self.paused():
                     self.shards.base_step()
 
@@ -320,7 +323,7 @@ class Exchange:
         if self._finished:
             return
         self.flush()
-        late = [c for c in self.channels if c.channel.source in ("delta", "parameter") and self._last[c.channel.name] < self.step]
+        late = [c for c in self.channels if c.channel.source in ("delta", "parameter") and self._mailbox.last[c.channel.name] < self.step]
         if self.config.consensus:
             self._launch({c.channel.name: c.encode(self.step, c.accumulate()) for c in late})
             self._mailbox.land(late, math.inf)
@@ -402,7 +405,7 @@ class Exchange:
         return {
             "step": self.step,
             "digest": self.config.digest(),
-            "last": dict(self._last),
+            "last": dict(self._mailbox.last),
             "channels": {c.channel.name: c.state() for c in self.channels},
             "in_flight": self._mailbox.state(),
         }
@@ -420,7 +423,7 @@ class Exchange:
             log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
         for c in self.channels:
             c.load(state["channels"][c.channel.name])
-        self.step, self._last = max(self.step, int(state["step"])), dict(state["last"])
+        self.step, self._mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
         self._mailbox.load(state["in_flight"])
 
     def detach(self) -> None:
@@ -481,7 +484,8 @@ def attach(
         config = config.changed(changes)
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
-    return Exchange(optimizers, config, getattr(model, "module", model), topology or Topology.from_env(), facts, step, state)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state)
 
 
 def _reshard(model: torch.nn.Module) -> None:

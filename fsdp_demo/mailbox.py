@@ -7,6 +7,7 @@ only after all ranks of the island have voted that it arrived.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
 from .codecs.wire import STOP, Header, sparse_bytes
 from .config import Channel
 from .island import Island
 from .transport import Arrived, Courier, PeerLost, gather, reduce
+
+log = logging.getLogger("fsdp_demo")
 
 SKIPPED = 2  # header flag: this replica took no step; its plain gradient has no weight
 
@@ -48,6 +52,7 @@ class Mailbox:
     def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, digest: int, device: torch.device):
         self.channels, self.courier, self.island, self.digest, self.device = list(channels), courier, island, digest, device
         self.flights: list[Flight] = []
+        self.last = {c.channel.name: 0 for c in self.channels}  # the step at which each channel last sent what was not lost
         self.broken = False
         self.stop = False
         self.loss = math.nan
@@ -58,6 +63,7 @@ class Mailbox:
             return
         flight = Flight(step, list(outgoing), outgoing, None)
         self.flights.append(flight)
+        self.last.update(dict.fromkeys(outgoing, step + 1))
         if self.courier is None:
             return
         header, line = Header(self.digest, step, weight, loss, flags), self.courier.line
@@ -110,19 +116,33 @@ class Mailbox:
         headers = arrived.headers if isinstance(arrived, Arrived) else []
         failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
         if failed:
-            self._abort()
+            self.broken = True
+            self._drop()
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
         self.stop |= bool(stop)
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss
         return arrived
 
-    def _abort(self) -> None:
-        self.broken = True
+    def agree_on_resume(self) -> None:
+        """What was under way when a state was saved can land only where all replicas have it; all count from one last exchange."""
+        under_way, line = [f.step for f in self.flights], None if self.courier is None else self.courier.line
+        differ = line is not None and any(theirs != under_way for theirs in gather_json(line, under_way))
+        if self.island.largest(float(differ))[0]:
+            if under_way:
+                log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", under_way)
+            self._drop()
+        mine = [self.last[c.channel.name] for c in self.channels]
+        first = [min(column) for column in zip(*gather_json(line, mine), strict=True)] if line is not None else mine
+        self.last = {c.channel.name: -int(v) for c, v in zip(self.channels, self.island.largest(*(-v for v in first)), strict=True)}
+
+    def _drop(self) -> None:
+        """Forget what is under way, as if it had not been sent."""
         for flight in self.flights:
             for c in self._members(flight):
                 if c.channel.name in flight.parts:
                     c.undo(flight.parts[c.channel.name])
+                    self.last[c.channel.name] = -1
         self.flights.clear()
 
     def _section(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None) -> tuple[Tensor | None, list[bool] | None]:
@@ -174,7 +194,10 @@ class Mailbox:
         out = []
         for f in self.flights:
             got = f.future.result() if f.future is not None else None
-            arrived = None if got is None else {"headers": [vars(h) for h in got.headers], "bodies": got.bodies, "means": got.means}
+            arrived = None
+            if got is not None:  # bodies are views of larger buffers
+                bodies = [b.clone() for b in got.bodies]
+                arrived = {"headers": [vars(h) for h in got.headers], "bodies": bodies, "means": got.means}
             out.append({"step": f.step, "members": f.members, "parts": {k: vars(v) for k, v in f.parts.items()}, "arrived": arrived})
         return out
 
@@ -190,7 +213,13 @@ class Mailbox:
 
 
 def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
-    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step."""
+    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step.
+
+    Raises:
+        RuntimeError: weights are tokens and no island has counted any.
+    """
+    if channel.reducer.weight == "tokens" and not any(h.weight for h in headers):
+        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called exchange.note(tokens=...) since the last exchange")
     plain = channel.before_step and channel.accumulator is None
     return [0.0 if plain and h.flags & SKIPPED else h.weight if channel.reducer.weight == "tokens" else 1.0 for h in headers]
 

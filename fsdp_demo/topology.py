@@ -104,7 +104,7 @@ class Topology:
         endpoint = env.get("ISLAND_ENDPOINT", "").strip()
         host, _, port = endpoint.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
-            raise ValueError(f"ISLAND_ENDPOINT={endpoint!r} must be host:port of the store, as `fsdp-demo store --bind ADDR:PORT` prints it")
+            raise ValueError(f"ISLAND_ENDPOINT={endpoint!r} must be host:port of the store, as `fsdp-demo store` prints it")
         common["address"] = env.get("ISLAND_ADDRESS", "")
         return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
 

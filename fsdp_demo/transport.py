@@ -69,14 +69,16 @@ class Line:
             PeerLost: which island, and after what.
         """
         self._tag += 1
-        incoming = [torch.empty(n, dtype=torch.uint8) if j != self.rank else outgoing[j] for j, n in enumerate(sizes)]
+        # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more than there is room for.
+        rooms = [torch.empty(max(-(-n // PIECE), 1) * PIECE if j != self.rank else 0, dtype=torch.uint8) for j, n in enumerate(sizes)]
+        incoming = [room[:n] if j != self.rank else outgoing[j] for j, (room, n) in enumerate(zip(rooms, sizes, strict=True))]
         works = []
         for j in range(self.size):
             if j == self.rank:
                 continue
             try:
                 works += [(j, self.group.send([part], j, self._tag)) for part in outgoing[j].split(PIECE)]
-                works += [(j, self.group.recv([part], j, self._tag)) for part in incoming[j].split(PIECE)]
+                works += [(j, self.group.recv([part], j, self._tag)) for part in rooms[j].split(PIECE)]
             except RuntimeError as error:
                 raise self._lost(j, error) from error
         for j, work in works:
@@ -105,11 +107,15 @@ class Line:
 
     def _lost(self, j: int, error: RuntimeError) -> PeerLost:
         reason = str(error).splitlines()[0][:160]
-        return PeerLost(f"island {j} ({self.names[j]}) is gone or was silent for {self.timeout:g} s: {reason}")
+        return PeerLost(f"{self.label(j)} is gone or was silent for {self.timeout:g} s: {reason}")
 
     def all_gather(self, data: Tensor, setup: bool = False) -> list[Tensor]:
         """`data` (uint8, equal length everywhere) of every rank, in rank order."""
         return self.swap([data] * self.size, [data.numel()] * self.size, setup)
+
+    def label(self, j: int) -> str:
+        """How errors name the island of rank j."""
+        return f"island {j} ({self.names[j]})"
 
     def release(self) -> None:
         """Drop the process group; a live one at interpreter exit can abort the process."""
@@ -128,7 +134,7 @@ class Arrived:
 def gather(line: Line, header: Header, body: Tensor) -> tuple[list[Header], list[Tensor]]:
     """One message: header and body of every replica, checked, in rank order."""
     messages = line.all_gather(seal(header, body))
-    pairs = [unseal(m, header.digest, header.step, f"island {j} ({line.names[j]})") for j, m in enumerate(messages)]
+    pairs = [unseal(m, header.digest, header.step, line.label(j)) for j, m in enumerate(messages)]
     return [h for h, _ in pairs], [b for _, b in pairs]
 
 
@@ -143,7 +149,8 @@ def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[
     arrived = line.swap(outgoing, [outgoing[mine].numel()] * line.size)
     means = []
     lengths = [c[mine + 1] - c[mine] for c in cuts]
-    parts = [_unpack(m, [(n, code) for n, (_, code) in zip(lengths, vectors, strict=True)], line.names[j]) for j, m in enumerate(arrived)]
+    spans = [(n, code) for n, (_, code) in zip(lengths, vectors, strict=True)]
+    parts = [_unpack(m, spans, line.label(j)) for j, m in enumerate(arrived)]
     for i, n in enumerate(lengths):
         acc = torch.zeros(n)
         for j in range(line.size):
@@ -152,9 +159,9 @@ def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[
         total = sum(weights[i])
         means.append(acc.div_(total) if total else acc)
     coded = _pack([_code(code, m) for m, (_, code) in zip(means, vectors, strict=True)])
-    spans = [[(c[j + 1] - c[j], code) for c, (_, code) in zip(cuts, vectors, strict=True)] for j in range(line.size)]
-    sizes = [4 + sum(_code_bytes(n, code) for n, code in s) for s in spans]
-    pieces = [_unpack(m, spans[j], line.names[j]) for j, m in enumerate(line.swap([coded] * line.size, sizes))]
+    theirs = [[(c[j + 1] - c[j], code) for c, (_, code) in zip(cuts, vectors, strict=True)] for j in range(line.size)]
+    sizes = [4 + sum(_code_bytes(n, code) for n, code in s) for s in theirs]
+    pieces = [_unpack(m, theirs[j], line.label(j)) for j, m in enumerate(line.swap([coded] * line.size, sizes))]
     return [torch.cat([p[i] for p in pieces]) for i in range(len(vectors))]
 
 
@@ -203,7 +210,7 @@ def _pack(parts: Sequence[Tensor]) -> Tensor:
 def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> list[Tensor]:
     body = message[:-4].clone()
     if zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-4:].tolist()), "little"):
-        raise WireError(f"dense payload from island {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
+        raise WireError(f"dense payload from {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
     out, at = [], 0
     for n, code in spans:
         size = _code_bytes(n, code)

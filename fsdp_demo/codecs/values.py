@@ -26,7 +26,8 @@ def encode(code: str, v: Tensor) -> Tensor:
         return as_bytes(v)
     if code == "bf16":
         return as_bytes(v.to(torch.bfloat16))
-    scale = (v.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16) if v.numel() else v.new_zeros(len(v), 1).to(torch.bfloat16)
+    top = v.abs().amax(1, keepdim=True) if v.numel() else v.new_zeros(len(v), 1)
+    scale = (top / torch.full_like(top, 127)).to(torch.bfloat16)  # a tensor: CUDA would multiply by a scalar's reciprocal
     step = scale.float()
     q = torch.where(step == 0, 0.0, v / step).round_().clamp_(-127, 127).nan_to_num_(0.0)
     return torch.cat([as_bytes(scale), as_bytes(q.to(torch.int8))])
