@@ -148,6 +148,7 @@ def main() -> None:
                     loss = model(**batch).loss
                     acc.backward(loss)
                     report.micro_batch(loss, batch["input_ids"].numel())
+                    exchange.note(tokens=batch["input_ids"].numel(), loss=loss)  # (*) optional: weights, and the loss of all islands
                     optimizer.step()  # (*) the exchange hooks in here, once per `accumulation` micro-batches
                     optimizer.zero_grad()
             report.optimizer_step(float(scheduler.get_last_lr()[0]))

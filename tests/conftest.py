@@ -69,9 +69,34 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def exchange_store() -> Iterator[tuple[str, int]]:
-    """(host, port) of a TCPStore served by this process."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
-    yield ("127.0.0.1", store.port)
+    """(host, port) of a TCPStore, served by a process of its own: its server threads must not run in the parent of a fork,
+    where a child would inherit whatever lock they hold at that moment."""
+    port_read, port_write = os.pipe()
+    life_read, life_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(life_write)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+            os.write(port_write, str(store.port).encode())
+            os.close(port_write)
+            os.read(life_read, 1)  # returns when the parent closes its end, also by dying
+        finally:
+            os._exit(0)
+    os.close(port_write)
+    os.close(life_read)
+    os.set_inheritable(life_write, False)
+    port = os.read(port_read, 16)
+    os.close(port_read)
+    _LIFE.append(life_write)
+    yield ("127.0.0.1", int(port))
+    os.close(life_write)
+    _LIFE.clear()
+    os.waitpid(pid, 0)
+
+
+_LIFE: list[int] = []  # write ends that forked ranks must not keep open
 
 
 @pytest.fixture
@@ -209,6 +234,8 @@ def _child(rank: Rank, fn, args, common, env, group, pipe: int) -> None:
     """A rank's whole life. Ends by os._exit, so that nothing of pytest runs twice."""
     status, result = 1, (None, "no result")
     try:
+        for end in _LIFE:
+            os.close(end)
         log = os.open(rank.folder / f"rank{rank.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -37,9 +37,7 @@ def cut(shape: tuple[int, ...], dense: bool = False, flat: bool = False) -> tupl
     up_rows, up_cols = -(-rows // EDGE) * EDGE, -(-cols // EDGE) * EDGE
     if not flat and rows >= EDGE and cols >= EDGE and up_rows * up_cols <= PADDING * numel:
         matrix = positions.reshape(rows, cols)
-        return [
-            matrix[i : i + EDGE, j : j + EDGE] for i in range(0, rows, EDGE) for j in range(0, cols, EDGE)
-        ], positions[:0]
+        return [matrix[i : i + EDGE, j : j + EDGE] for i in range(0, rows, EDGE) for j in range(0, cols, EDGE)], positions[:0]
     blocks = [positions[i : i + FLAT].reshape(EDGE, EDGE) for i in range(0, numel - FLAT + 1, FLAT)]
     tail = positions[len(blocks) * FLAT :]
     rows = len(tail) // EDGE

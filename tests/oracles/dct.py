@@ -44,8 +44,6 @@ def coefficient(block: torch.Tensor, u: int, v: int) -> float:
     for x in range(rows):
         for y in range(cols):
             total += (
-                float(block[x, y])
-                * math.cos(math.pi * (2 * x + 1) * u / (2 * rows))
-                * math.cos(math.pi * (2 * y + 1) * v / (2 * cols))
+                float(block[x, y]) * math.cos(math.pi * (2 * x + 1) * u / (2 * rows)) * math.cos(math.pi * (2 * y + 1) * v / (2 * cols))
             )
     return total * math.sqrt((1 if u == 0 else 2) / rows) * math.sqrt((1 if v == 0 else 2) / cols)

@@ -169,9 +169,7 @@ class Shard:
     def mean(self, decoded: list[list[torch.Tensor]], weights: list[float]) -> list[torch.Tensor]:
         """The mean over replicas of what they sent; whole tensors always over all replicas."""
         last = len(self.blocks)
-        return [
-            mean([pieces[i] for pieces in decoded], weights, only_senders=self.coding.senders and i != last) for i in range(last + 1)
-        ]
+        return [mean([pieces[i] for pieces in decoded], weights, only_senders=self.coding.senders and i != last) for i in range(last + 1)]
 
 
 class Sparse(Replicas):
@@ -285,9 +283,7 @@ class DecoupledMomentum(Sparse):
         self.t += 1
 
     def outer_step(self) -> None:
-        deltas = [
-            {n: a - theta[n].detach() for n, a in anchor.items()} for anchor, theta in zip(self.anchor, self.theta, strict=True)
-        ]
+        deltas = [{n: a - theta[n].detach() for n, a in anchor.items()} for anchor, theta in zip(self.anchor, self.theta, strict=True)]
         for r in range(self.R):
             self.accumulate(r, deltas[r])
         average, rate = self.back(self.exchange()), self.rate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
@@ -47,7 +48,9 @@ def test_fork_after_a_backward_in_the_parent(run_ranks):
     assert len(run_ranks(backward, procs=1)) == 2
 
 
-def test_a_failing_rank_is_shown_and_the_others_end(run_ranks):
+def test_a_failing_rank_is_shown_and_the_others_end(run_ranks, monkeypatch):
+    monkeypatch.setattr(sys.modules["tests.conftest"], "GRACE", 0.5)
+
     def fail(me):
         if me.rank == 2:
             raise KeyError("this one")

@@ -1,0 +1,181 @@
+"""`fsdp_demo.integrations.accelerate`: Accelerate's own FSDP2 path inside an island, on CPU."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo.integrations import accelerate as integration  # noqa: E402
+
+ROWS = torch.randint(0, 64, (2, 2, 3, 16), generator=torch.Generator().manual_seed(1))  # [micro-batch, rank, row, token]
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch):
+    """Accelerate keeps its state in the process; a forked rank would inherit it."""
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "")  # restored at the end, whatever Accelerate sets
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def llama(tied=False):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def expected_gradients(tied=False):
+    """Of one process that sees the micro-batches of all ranks."""
+    model = llama(tied)
+    for rows in ROWS.flatten(0, 1):
+        (model(input_ids=rows, labels=rows).loss / 4).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def train(rank, shard, precision, tied):
+    """Two micro-batches through `accumulate`; gradients, what kind of tensors there are, and whether a step came early."""
+    accelerator = integration.accelerator(shard=shard, mixed_precision=precision, gradient_accumulation_steps=2)
+    model = llama(tied)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    synced = []
+    for micro in ROWS:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=micro[rank.proc], labels=micro[rank.proc]).loss)
+            synced.append(accelerator.sync_gradients)
+    named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
+    grads = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named}
+    kinds = {(isinstance(p, DTensor), p.dtype, p.grad.dtype) for _, p in named}
+    units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+    return {name: g.numpy() for name, g in grads.items()}, kinds, units, synced
+
+
+@pytest.mark.parametrize(
+    ("shard", "precision", "tied", "tolerance"),
+    [
+        (True, "no", False, 1e-5),
+        (True, "no", True, 1e-5),
+        (True, "bf16", False, 0.05),
+        (False, "no", False, 1e-5),
+        (False, "bf16", False, 0.05),
+    ],
+)
+def test_gradient_is_the_mean_over_the_island(run_ranks, shard, precision, tied, tolerance):
+    expected = expected_gradients(tied)
+    for grads, kinds, units, synced in run_ranks(train, islands=1, procs=2, args=(shard, precision, tied), env={"ISLAND_COUNT": "1"}):
+        assert kinds == {(shard, torch.float32, torch.float32)}
+        assert synced == [False, True]
+        assert ("model.layers.0" in units and "model.layers.1" in units) == shard
+        assert set(grads) == set(expected)
+        for name, grad in grads.items():
+            assert torch.dist(torch.from_numpy(grad), expected[name]) <= tolerance * expected[name].norm(), name
+
+
+def exchange_steps(rank):
+    accelerator = integration.accelerator(gradient_accumulation_steps=2)
+    model = llama()
+    config = fsdp_demo.preset("full")
+    optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    for micro in [ROWS[rank.island], ROWS[1 - rank.island]] * 2:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=micro[rank.proc], labels=micro[rank.proc]).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    sent, steps, equal = exchange.metrics()["messages"], exchange.step, exchange.digests_equal()
+    exchange.finish()
+    return sent, steps, equal, {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+
+
+def test_two_islands_sharded_by_accelerate_follow_one_process_and_stay_silent_on_micro_batches(run_ranks):
+    model = llama()
+    optimizer = fsdp_demo.base_optimizer(fsdp_demo.preset("full"), model.named_parameters(), lr=0.01)
+    for _ in range(2):
+        for rows in ROWS.flatten(0, 1):
+            (model(input_ids=rows, labels=rows).loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+    for messages, steps, equal, params in run_ranks(exchange_steps, islands=2, procs=2):
+        assert steps == 2 and equal and messages == 2 * 3  # per optimizer step: header, reduce-scatter, all-gather
+        for name, value in params.items():
+            torch.testing.assert_close(torch.from_numpy(value), expected[name].detach(), rtol=1e-3, atol=2e-5)
+
+
+def test_one_process_needs_no_sharding():
+    accelerator = integration.accelerator()
+    model = llama()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert type(model) is LlamaForCausalLM and accelerator.num_processes == 1
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_scheduler_advances_once_per_call_on_islands_of_any_size(run_ranks):
+    def rate(rank):
+        accelerator = integration.accelerator()
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        accelerator.backward(model(input_ids=ROWS[0, 0], labels=ROWS[0, 0]).loss)
+        optimizer.step()
+        scheduler.step()
+        return scheduler.get_last_lr()
+
+    assert run_ranks(rate, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == [[0.5], [0.5]]
+
+
+def test_what_cannot_work_is_refused_with_the_cure(monkeypatch):
+    with pytest.raises(ValueError, match="fp16"):
+        integration.accelerator(mixed_precision="fp16")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="fsdp_version=1: allowed is 2"):
+        integration.accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start at most 1, or set ACCELERATE_USE_CPU"):
+        integration.accelerator()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert integration._use_cpu()
+
+
+def test_moved_internals_are_named(run_ranks):
+    def moved(rank):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(integration, "turn_fsdp_on_for_cpu", lambda *_: None)
+            with pytest.raises(RuntimeError, match="did not turn FSDP2 on .*accelerate "):
+                integration.accelerator()
+        AcceleratorState._reset_state(True)
+        accelerator = integration.accelerator(shard=False)
+        del AcceleratorState._shared_state["device_mesh"]
+        with pytest.raises(RuntimeError, match="needs device_mesh, which Accelerate no longer has"):
+            integration.turn_fsdp_on_for_cpu(accelerator, integration._plugin(None, True, None))
+        with pytest.raises(RuntimeError, match="left model.embed_tokens.weight unsharded"):
+            integration._check_sharded(llama(), 2)
+        return os.environ["ACCELERATE_USE_FSDP"]
+
+    assert run_ranks(moved, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == ["false", "false"]
