@@ -242,7 +242,8 @@ class Exchange:
             self._mailbox.land(mine, self.step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
-        if self._island.largest(float(self._stop_sent or self._mailbox.stop))[0]:
+        # With payloads under way the wish travels in one of them: all islands stop when it lands, or, if it is in none, once these have.
+        if self._island.largest(float(self._mailbox.stop or (self._stop_sent and not self._mailbox.flights)))[0]:
             raise Stopped(f"stopped after step {self.step} on request")
 
     def _launch(self, outgoing: dict[str, Any]) -> None:
@@ -402,12 +403,13 @@ class Exchange:
         What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
         references to the live state: save them before the next step.
         """
+        in_flight = self._mailbox.state()
         return {
             "step": self.step,
             "digest": self.config.digest(),
             "last": dict(self._mailbox.last),
             "channels": {c.channel.name: c.state() for c in self.channels},
-            "in_flight": self._mailbox.state(),
+            "in_flight": in_flight,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

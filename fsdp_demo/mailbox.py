@@ -190,10 +190,15 @@ class Mailbox:
         return (lambda: torch.cat([presence, *wait(hosts[:n])])), (lambda: wait(hosts[n:]))
 
     def state(self) -> list[dict[str, Any]]:
-        """What is in flight, waited for, as tensors and numbers."""
+        """What is in flight, waited for, as tensors and numbers; nothing if a peer is gone, as if it had not been sent."""
         out = []
-        for f in self.flights:
-            got = f.future.result() if f.future is not None else None
+        try:
+            results = [f.future.result() if f.future is not None else None for f in self.flights]
+        except RuntimeError as error:
+            log.warning("what was under way is not saved: %s", error)
+            self.broken, results = True, []
+            self._drop()
+        for f, got in zip(self.flights, results, strict=True):
             arrived = None
             if got is not None:  # bodies are views of larger buffers
                 bodies = [b.clone() for b in got.bodies]

@@ -76,26 +76,28 @@ given() { # given NAME: was this option of pretrain.py (or change of the exchang
 rate() {
     if given --model || given --lr; then return; fi
     case $1 in
-        demo) echo 0.002 ;;
+        demo) echo 0.004 ;;
         full | diloco | decoupled_momentum) echo 0.003 ;;
     esac
 }
 
-# The published periods (500 and 128 steps) do not fit into a few hundred: take one that gives about 15 exchanges.
-period() {
-    case $1 in
-        diloco | decoupled_momentum) echo $((steps >= 30 ? steps / 15 : 2)) ;;
-    esac
+# The published periods (500 and 128 steps) do not fit into a few hundred: take one that gives about 15 exchanges. An outer
+# momentum of 0.9 wants 50 of them or more: with 15 the small model ended at a validation loss of 2.49, with 0.4 at 2.18.
+fit() {
+    local period=$((steps >= 30 ? steps / 15 : 2))
+    case $1 in diloco | decoupled_momentum) given clock.period || echo "clock.period=$period" ;; esac
+    case $1 in diloco) given applier.momentum || echo "applier.momentum=0.4" ;; esac
 }
 
 run() { # run PRESET FOLDER
-    local own=() set=(${changes[@]+"${changes[@]}"}) lr every
+    local own=() set=(${changes[@]+"${changes[@]}"}) lr fitted fitted_words
     lr=$(rate "$1")
-    every=$(period "$1")
     [ -z "$lr" ] || own+=(--lr "$lr")
-    if [ -n "$every" ] && ! given clock.period; then
-        set+=("clock.period=$every")
-        echo "quickstart: $1 exchanges every $every steps here, so that $steps steps hold some of them (--set clock.period=N for another)" >&2
+    fitted=$(fit "$1" | paste -sd ' ' -)
+    if [ -n "$fitted" ]; then
+        read -r -a fitted_words <<<"$fitted"
+        set+=("${fitted_words[@]}")
+        echo "quickstart: $1 with $fitted, so that $steps steps hold enough exchanges (--set takes other values)" >&2
     fi
     [ ${#set[@]} -eq 0 ] || own+=(--set "${set[@]}")
     "$FSDP_DEMO_PYTHON" -m fsdp_demo.cli rehearse --islands "$islands" --procs "$procs" ${rehearse[@]+"${rehearse[@]}"} -- \

@@ -69,7 +69,7 @@ LOST = {
 
 def job(me: Any, case: Case) -> None:
     """Ten steps under guard(); island 1's victims strike themselves. Survivors write down what they saw when they saved."""
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, force=True)
     (me.folder / f"pid{me.rank}").write_text(str(os.getpid()))
     model = probe.Probe()
     sharded = case.sharded and me.procs > 1
@@ -123,14 +123,16 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
     folder = next(tmp_path.glob("ranks-*"))
     struck = float((folder / "struck").read_text())
     due = case.at if case.config.channels[0].clock.due(case.at) else case.at + 1
-    expected = due + (not case.config.channels[0].before_step)
+    expected = [due + d + (not case.config.channels[0].before_step) for d in range(case.config.channels[0].clock.delay + 1)]
+    where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in outcomes[0].log]
+    assert len(where) == 1, outcomes[0].log
     for rank in range(case.procs):
         log = outcomes[rank].log
         assert outcomes[rank].status == 75, (outcomes[rank].status, outcomes[rank].error, log)
-        assert f"island0 (island 0, rank {rank}), step {expected}" in log
+        assert f"island0 (island 0, rank {rank}), step {where[0]}:" in log
         assert "python job.py --resume" in outcomes[0].log
         saved = torch.load(folder / f"saved{rank}")
-        assert saved["step"] == expected and saved["flights"] == 0
+        assert saved["step"] == where[0] and saved["flights"] == 0
         assert saved["last"][case.config.channels[0].name] == -1  # what was sent was not received: it counts as not sent
         assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
         late = saved["at"] - struck
@@ -154,7 +156,7 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
     }[name]
 
     def run(me: Any) -> None:
-        logging.basicConfig(level=logging.INFO)
+        logging.basicConfig(level=logging.INFO, force=True)
         model = probe.Probe()
         if me.procs > 1:
             probe.shard(model, me.mesh())
@@ -179,16 +181,17 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
     assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
     saved = [torch.load(next(tmp_path.glob("ranks-*")) / f"saved{r}") for r in range(2 * procs)]
     steps = [s[0] for s in saved]
-    assert steps[-1] == 4 and max(steps) <= 6
-    assert steps[0] == steps[procs - 1] and steps[-1] == steps[procs]  # ranks of an island agree
-    if name == "2x2, every step":  # the wish was in the header of step 3: all stop after it, equal
-        assert steps == [4] * 4
+    # The wish was in the header of step 3: all stop when it lands, equal. With rare exchanges the others miss the island later.
+    assert steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
+    if name != "every few steps":
         for r in range(procs):
+            assert len(saved[r][1]["in_flight"]) == len(saved[procs + r][1]["in_flight"]) == config.channels[0].clock.delay
             assert all(torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True))
 
 
 def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
     def run(me: Any) -> None:
+        logging.basicConfig(level=logging.INFO, force=True)
         p = torch.nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([p], lr=0.1)
         exchange = fsdp_demo.attach(optimizer, "full")
@@ -215,7 +218,7 @@ def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
 
 
 def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
-    """One island does something else than the other: a RuntimeError on at least one side, PeerLost at the latest; never SIGABRT, never a hang."""
+    """One island does something else than the other: an error on both sides, never SIGABRT, never a hang."""
 
     def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
         def island(i: int, topology: Any) -> Any:
@@ -245,7 +248,7 @@ def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
             for name, other in {
                 "finish": lambda e, step: e.finish(),
                 "digest": lambda e, step: e.digests_equal(),
-                "one step more": lambda e, step: (setattr(e, "step", e.step + 1), step()),
+                "other steps": lambda e, step: setattr(e, "step", e.step + 2),
             }.items():
                 results = pair(config, other)
                 errors = [r for r in results if isinstance(r, RuntimeError)]
@@ -466,6 +469,7 @@ import torch
 import fsdp_demo
 
 torch.set_num_threads(1)
+torch.optim.AdamW([torch.zeros(1)])  # imports torch's compiler, which takes seconds, once for all
 endings = sys.argv[1:]
 
 
