@@ -4,9 +4,10 @@
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
 """
 
+from .attaching import attach
 from .codecs.wire import WireError
 from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer
-from .exchange import Exchange, Stopped, attach
+from .exchange import Exchange, Stopped
 from .guard import guard
 from .inner import base_optimizer
 from .link import Link

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from . import agreement, joining
 from .channel import ActiveChannel
@@ -29,8 +28,8 @@ from .inner import check_inner, materialise
 from .island import Island
 from .mailbox import SKIPPED, Mailbox
 from .meter import Meter
-from .presets import load_config
-from .shards import TorchShards, local_part, unwrap
+from .shards import TorchShards
+from .ticks import Ticks
 from .topology import Topology
 from .transport import Courier, PeerLost, reduce
 
@@ -83,9 +82,7 @@ class Exchange:
         self._optimizers = list(optimizers)
         check_inner(config, self._optimizers)
         self.shards = TorchShards(optimizers, model)
-        self._off = 0
-        self._probing = self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
-        self._stepped: set[int] = set()
+        self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
         self._tokens = 0
         self._loss: float | Tensor = math.nan
         self._equal: bool | None = None
@@ -94,6 +91,8 @@ class Exchange:
         self._line, self._courier = line, Courier(line) if line is not None else None
         self._meter = line.meter if line is not None else Meter()
         self._island = Island(topology, position)
+        gradients = any(c.before_step for c in config.channels)
+        self._ticks = Ticks(self._optimizers, self._island, self._before, self._after, closures=not gradients)
 
         def bind(channel: Channel) -> ActiveChannel:
             return ActiveChannel(channel, self.shards, position, lanes, self._island.copies, topology.islands)
@@ -109,7 +108,7 @@ class Exchange:
             self._close()
             raise
         atexit.register(self._close)  # a script that forgets finish() must not end with a live process group
-        self._hooks = [h for i, o in enumerate(self._optimizers) for h in self._register(i, o)]
+        self._ticks.start()
         self._log_start(lanes)
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -172,37 +171,7 @@ class Exchange:
     def _gradients_only(self) -> bool:
         return all(c.channel.before_step for c in self.channels)
 
-    # ---- hooks and the tick ----------------------------------------------------------------------------------------
-
-    def _register(self, index: int, optimizer: torch.optim.Optimizer) -> list[Any]:
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._probing = not self._off and not self._skipping and self._is_probe(optimizer)
-            if self._off or self._probing:
-                return
-            self._usable()
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is not None and any(c.channel.before_step for c in self.channels):
-                raise ValueError("step(closure) computes gradients inside the step, out of a gradient channel's reach: call backward first")
-            if index in self._stepped:
-                raise RuntimeError(f"optimizer {index} stepped twice in step {self.step} while another did not: they must step in turns")
-            if not self._stepped:
-                self._before()
-            self._stepped.add(index)
-
-        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._off and not self._probing and len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
-                self._after()
-
-        return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
-    def _is_probe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is a checkpoint library's way to make optimizer state: learning rate zero and, on all ranks of the island, all
-        gradients zero."""
-        if any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
-            return False
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return bool(grads) and not self._island.largest(float(any(bool(local_part(g).any()) for g in grads)))[0]
+    # ---- the tick ----------------------------------------------------------------------------------------
 
     def _usable(self) -> None:
         if self._mailbox.broken:
@@ -213,6 +182,7 @@ class Exchange:
     @torch.no_grad()
     def _before(self) -> None:
         """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base step back where nothing is."""
+        self._usable()
         self.shards.check()
         self._stop_sent = self._stop_wanted
         mine = [c for c in self.channels if c.channel.before_step]
@@ -272,11 +242,8 @@ class Exchange:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within this context the attached optimizers' steps do not count and nothing is exchanged."""
-        self._off += 1
-        try:
+        with self._ticks.paused():
             yield
-        finally:
-            self._off -= 1
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -286,13 +253,14 @@ class Exchange:
         mean and still applies the mean of the others; with an accumulator nothing is added to it.
         """
         self._usable()
-        if self._stepped:
-            raise RuntimeError(f"skip() in step {self.step}, when {len(self._stepped)} of {len(self._optimizers)} optimizers have stepped")
+        if self._ticks.partial:
+            raise RuntimeError(f"skip() in step {self.step}, when {self._ticks.partial} of {len(self._optimizers)} optimizers have stepped")
         self._skipping = True
         try:
             self.shards.gradients([False] * len(self.shards.shards))
             if any(c.channel.before_step for c in self.channels):
-                self.shards.base_step()
+                with self._ticks.forced():
+                    self.shards.base_step()
             else:
                 self._stop_sent = self._stop_wanted
                 self._after()
@@ -430,8 +398,7 @@ class Exchange:
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""
-        for hook in self._hooks:
-            hook.remove()
+        self._ticks.stop()
         self._close()
 
     def _close(self) -> None:
@@ -442,52 +409,6 @@ class Exchange:
         self._courier = self._line = self._mailbox.courier = None
         self.topology.release()
         self._island.release()
-
-
-def attach(
-    optimizer: Any,
-    config: ExchangeConfig | str,
-    *,
-    model: torch.nn.Module | None = None,
-    topology: Topology | None = None,
-    agree: dict[str, Any] | None = None,
-    step: int = 0,
-    state: dict[str, Any] | None = None,
-    **changes: Any,
-) -> Exchange:
-    """Join the replicas of a model: from now on every `optimizer.step()` takes part in the exchange.
-
-    Call it after the model is sharded and the optimizer built (after `accelerator.prepare`), on all ranks of all islands.
-
-    Args:
-        optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in turns.
-        config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
-        model: gives parameters their names, and its frozen parameters and buffers are made equal on all replicas.
-        topology: default `Topology.from_env()`.
-        agree: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
-        step: the job's step to start from (resume).
-        state: `Exchange.state_dict()` of this rank to resume from. Replicas without one take over from the one that is furthest.
-        changes: changes of the preset, as in `preset(name, **changes)`.
-
-    Raises:
-        ValueError: a wrong configuration, a preset not defined for this optimizer, islands that run something else.
-        PeerLost: islands that did not come in time.
-
-    Example:
-        >>> import torch, fsdp_demo
-        >>> model = torch.nn.Linear(4, 4)
-        >>> exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
-        >>> exchange.consensus
-        True
-    """
-    if isinstance(config, str):
-        config = load_config(config, changes)
-    elif changes:
-        config = config.changed(changes)
-    optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
-    facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state)
 
 
 def _reshard(model: torch.nn.Module) -> None:

@@ -224,7 +224,7 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
         RuntimeError: weights are tokens and no island has counted any.
     """
     if channel.reducer.weight == "tokens" and not any(h.weight for h in headers):
-        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called exchange.note(tokens=...) since the last one")
+        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
     plain = channel.before_step and channel.accumulator is None
     return [0.0 if plain and h.flags & SKIPPED else h.weight if channel.reducer.weight == "tokens" else 1.0 for h in headers]
 

@@ -896,3 +896,20 @@ def test_process_groups_end_cleanly(run_ranks):
         return dist.is_initialized()
 
     assert run_ranks(run, procs=1) == [False, False]
+
+
+def test_bf16_parameters_keep_what_rounding_takes(run_ranks):
+    """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6."""
+    config = preset("diloco", period=1, lr=0.1, momentum=0.0, clip=None, inner="as_is")
+
+    def run():
+        weight = nn.Parameter(torch.ones(70, 3, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        exchange = fsdp_demo.attach(optimizer, config)
+        for _ in range(10):
+            weight.grad = torch.full_like(weight, 2**-6)
+            optimizer.step()
+        exchange.finish()
+        return weight.detach().float().unique().tolist()
+
+    assert run_ranks(run, procs=1) == [[1 - 2**-6]] * 2
