@@ -85,6 +85,7 @@ rate() {
 # momentum of 0.9 wants 50 of them or more: with 15 the small model ended at a validation loss of 2.49, with 0.4 at 2.18.
 fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
+    case $1 in full) given codec.code || echo "codec.code=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
     case $1 in diloco | decoupled_momentum) given clock.period || echo "clock.period=$period" ;; esac
     case $1 in diloco) given applier.momentum || echo "applier.momentum=0.4" ;; esac
 }
@@ -97,7 +98,7 @@ run() { # run PRESET FOLDER
     if [ -n "$fitted" ]; then
         read -r -a fitted_words <<<"$fitted"
         set+=("${fitted_words[@]}")
-        echo "quickstart: $1 with $fitted, so that $steps steps hold enough exchanges (--set takes other values)" >&2
+        echo "quickstart: $1 with $fitted, which fits this small run of $steps steps (--set takes other values)" >&2
     fi
     [ ${#set[@]} -eq 0 ] || own+=(--set "${set[@]}")
     "$FSDP_DEMO_PYTHON" -m fsdp_demo.cli rehearse --islands "$islands" --procs "$procs" ${rehearse[@]+"${rehearse[@]}"} -- \
