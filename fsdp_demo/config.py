@@ -75,7 +75,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was sent is subtracted."""
+    """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was sent is subtracted.
+
+    Example:
+        >>> from fsdp_demo import Accumulator, preset
+        >>> preset("demo").channels[0].accumulator == Accumulator(beta=0.999)
+        True
+    """
 
     beta: float = 0.0
     gain: float = 1.0
@@ -90,7 +96,13 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values."""
+    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values.
+
+    Example:
+        >>> from fsdp_demo import Codec
+        >>> Codec(transform="dct", select="topk", topk=16, code="int8").sparse
+        True
+    """
 
     transform: str = "none"
     select: str = "all"
@@ -122,6 +134,11 @@ class Reducer:
     """How R decoded payloads become one: the mean over all replicas, or over those that sent a position.
 
     weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.note(tokens=...)`).
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> preset("diloco", **{"reducer.weight": "tokens"}).channels[0].reducer
+        Reducer(kind='replicas', weight='tokens')
     """
 
     kind: str = "replicas"
@@ -141,6 +158,11 @@ class Applier:
         `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the accumulator of the exchange
         (the released rule of 2510.03371); `mix` keeps that share of the local parameters (Streaming DiLoCo's alpha).
     replace: the source becomes the mean.
+
+    Example:
+        >>> from fsdp_demo import Applier
+        >>> Applier("outer", lr=0.7, momentum=0.9, nesterov=True).kind
+        'outer'
     """
 
     kind: str = "gradient"
@@ -170,6 +192,12 @@ class Channel:
 
     `include`, `exclude`, `dense` and `plain` are shell patterns over parameter names: what the channel covers, what is
     never exchanged, what a sparse channel sends whole, and what it sends without the transform (embeddings, heads).
+
+    Example: plain averaging of the parameters every 10 steps, which no preset here has.
+        >>> from fsdp_demo import Applier, Channel, Clock, ExchangeConfig
+        >>> average = Channel("average", "parameter", Clock(period=10), applier=Applier("replace"))
+        >>> ExchangeConfig("local_sgd", (average,)).consensus
+        True
     """
 
     name: str

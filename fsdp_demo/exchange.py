@@ -31,7 +31,7 @@ from .meter import Meter
 from .shards import TorchShards
 from .ticks import Ticks
 from .topology import Topology
-from .transport import Courier, PeerLost, reduce
+from .transport import Courier, PeerLost, leave, reduce
 
 log = logging.getLogger("fsdp_demo")
 
@@ -100,14 +100,14 @@ class Exchange:
         self.channels = [bind(c) for c in config.channels]
         self._parameters = bind(Channel("parameters", "parameter", applier=Applier("replace")))
         self._mailbox = Mailbox(self.channels, self._courier, self._island, config.digest(), self.shards.device)
-        self._check_covered()
         try:
+            self._check_covered()
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
         except Exception:
             self._close()
             raise
-        atexit.register(self._close)  # a script that forgets finish() must not end with a live process group
+        atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
         self._log_start(lanes)
 
@@ -130,6 +130,8 @@ class Exchange:
             self.load_state_dict(state)
         if self.step:
             joining.equalise_state(self._line, self.channels, donor)
+            if any(c.channel.before_step for c in self.channels):
+                joining.equalise_optimizers(self._line, self._island, self._parameters, self._optimizers, donor)
             self._mailbox.agree_on_resume()
 
     def _check_covered(self) -> None:
@@ -401,14 +403,19 @@ class Exchange:
         self._ticks.stop()
         self._close()
 
-    def _close(self) -> None:
-        atexit.unregister(self._close)
+    def _close(self) -> bool:
+        atexit.unregister(self._at_exit)
         self._finished = True
-        if self._courier is not None:
-            self._courier.close()
+        ended = self._courier is None or self._courier.close()
         self._courier = self._line = self._mailbox.courier = None
         self.topology.release()
         self._island.release()
+        return ended
+
+    def _at_exit(self) -> None:
+        if not self._close():
+            log.error("%s: an exchange was still waiting for a silent peer at exit", self.topology.name)
+            leave(1)  # the interpreter would end threads that wait in gloo by aborting the process
 
 
 def _reshard(model: torch.nn.Module) -> None:

@@ -90,6 +90,38 @@ def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: 
                 agreement.equalise(line, work, donor)
 
 
+def equalise_optimizers(
+    line: Line | None, island: Island, parameters: ActiveChannel, optimizers: Sequence[torch.optim.Optimizer], donor: int
+) -> None:
+    """State of the inner optimizers, on resume of a preset whose replicas are equal because they take equal inner steps.
+
+    Taken over from the donor; where replicas hold other states than each other, or states unlike the parameters, they are left alone,
+    with a warning.
+    """
+    if parameters.size == 1:
+        return
+    pairs = [(p, o.state[p]) for o in optimizers for g in o.param_groups for p in g["params"] if p in o.state]
+    states = [s for _, s in pairs]
+    shapes = {(k, v.shape == p.shape) for p, s in pairs for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"}
+    names = sorted({k for k, _ in shapes})
+    counts = [float(s["step"]) for s in states if "step" in s]
+    everyone = agreement.gather_json(line, [names, counts]) if line is not None else []
+    lacking = not all(fits for _, fits in shapes) or any(theirs[0] != names or len(theirs[1]) != len(counts) for theirs in everyone)
+    if island.largest(float(lacking))[0]:
+        log.warning("the inner optimizers hold different states on the islands: parameters may drift apart")
+        return
+    for name in names:
+        work, changed = parameters.pack(f"state:{name}"), False
+        if line is not None:
+            assert work is not None
+            changed = agreement.equalise(line, work, donor)
+        if island.largest(float(changed))[0]:
+            parameters.write(work, parameters.tensors(f"state:{name}"))
+    furthest = island.largest(*(everyone[donor][1] if everyone else counts)) if counts else []
+    for s, n in zip([s for s in states if "step" in s], furthest, strict=True):
+        s["step"] = torch.full_like(s["step"], n) if isinstance(s["step"], torch.Tensor) else int(n)
+
+
 def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:
     """Nested dicts and lists as one flat dict with dotted keys."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None

@@ -16,6 +16,11 @@ class Meter:
         seconds_exchanging: from the hand-over of an exchange to its end, in flight.
         seconds_waiting: of these, the seconds in which training stood still.
         setup_bytes: bytes sent before the first step and in digests (initial broadcast); not part of `bytes_sent`.
+
+    Example: `Exchange.metrics()` shows these counts.
+        >>> from fsdp_demo import Meter
+        >>> Meter(messages=1, bytes_sent=3000).bytes_sent
+        3000
     """
 
     exchanges: int = 0

@@ -92,9 +92,9 @@ class Ticks:
             self._run_after()
 
     def _is_probe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is a checkpoint library's way to make optimizer state: learning rate zero and, on all ranks of the island, all
-        gradients zero."""
-        if any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
+        """Whether a step is a checkpoint library's way to make optimizer state: there is none yet, the learning rate is zero and, on all
+        ranks of the island, all gradients are zero."""
+        if optimizer.state or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
             return False
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         return bool(grads) and not self._island.largest(float(any(bool(local_part(g).any()) for g in grads)))[0]

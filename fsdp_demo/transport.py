@@ -12,7 +12,10 @@ Both run in one worker thread per exchange, in order, so that training can go on
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
+import sys
 import threading
 import time
 import zlib
@@ -20,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -219,6 +222,14 @@ def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> l
     return out
 
 
+def leave(status: int) -> NoReturn:
+    """End the process at once, with what was logged and printed: a regular exit could wait for peers that are gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 class Courier:
     """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited.
 
@@ -256,8 +267,9 @@ class Courier:
         finally:
             self.line.meter.seconds_waiting += time.perf_counter() - start
 
-    def close(self) -> None:
-        """Let what was submitted end, then drop thread and process group; a thread that hangs on a lost peer is left behind."""
+    def close(self) -> bool:
+        """Let what was submitted end, then drop thread and process group; False if the thread hangs on a silent peer and is left behind."""
         self._jobs.put(None)
         self._thread.join(5.0)
         self.line.release()
+        return not self._thread.is_alive()

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from data import forever, load_data, load_tokenizer
 from report import Report
-from state import forget_local, load_local, load_optimizer, save_local
+from state import forget_local, load_local, save_local
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
@@ -128,8 +128,6 @@ def main() -> None:
     agreed = {name: getattr(train, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
     agreed |= {name: getattr(data, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
     exchange = attach(optimizer, config, model=model, topology=topology, agree=agreed, state=saved["exchange"] if saved else None)  # (*)
-    if saved:
-        load_optimizer(saved, optimizer)
     start = exchange.step
     scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(start + step, train))
     facts = {"model": data.model, "data": data.data, "seed": train.seed, "lr": scheduler.base_lrs[0]}

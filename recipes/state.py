@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_demo.inner import materialise
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor is returned as it is. Both share memory with the argument."""
@@ -43,7 +45,7 @@ def forget_local(folder: Path, rank: int) -> None:
 
 
 def load_local(folder: Path, rank: int, optimizer: Any) -> dict[str, Any] | None:
-    """Put this rank's shards back into the parameters, before `attach`; None where nothing was saved (then peers send theirs)."""
+    """Put this rank's shards and optimizer state back, before `attach`; None where nothing was saved (then peers send theirs)."""
     path = folder / f"rank{rank}.pt"
     if not path.exists():
         return None
@@ -51,18 +53,14 @@ def load_local(folder: Path, rank: int, optimizer: Any) -> dict[str, Any] | None
     mine = parameters(optimizer)
     if [local(p).shape for p in mine] != [saved.shape for saved in content["parameters"]]:
         raise ValueError(f"{path} was saved by another model or number of ranks: give the same --model and ranks, or leave --resume out")
+    materialise(optimizer.optimizer)
     with torch.no_grad():
-        for p, saved in zip(mine, content["parameters"], strict=True):
+        for p, saved, kept in zip(mine, content["parameters"], content["optimizer"], strict=True):
             local(p).copy_(saved)
+            for key, value in kept.items():
+                live = optimizer.state[p].get(key)
+                if torch.is_tensor(live):
+                    local(live).copy_(value)
+                else:
+                    optimizer.state[p][key] = value
     return content
-
-
-def load_optimizer(content: dict[str, Any], optimizer: Any) -> None:
-    """Put the optimizer's state back, after `attach` (which has made it, and restored the exchange)."""
-    for p, saved in zip(parameters(optimizer), content["optimizer"], strict=True):
-        for key, value in saved.items():
-            live = optimizer.state[p].get(key)
-            if torch.is_tensor(live):
-                local(live).copy_(value)
-            else:
-                optimizer.state[p][key] = value

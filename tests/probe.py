@@ -107,6 +107,20 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
 
 
+def parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what this rank holds of every parameter."""
+    return {n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for n, p in model.named_parameters()}
+
+
+def complete(history: list[dict[str, torch.Tensor]], me: Any | None) -> list[dict[str, torch.Tensor]]:
+    """Full tensors from the `parts` of all ranks of an island, for all steps at once (`me` None: they are whole already)."""
+    if me is None:
+        return history
+    every: list[Any] = [None] * me.procs
+    dist.all_gather_object(every, history)
+    return [{n: torch.cat([rank[t][n] for rank in every]) for n in step} for t, step in enumerate(history)]
+
+
 def backward(model: nn.Module, me: Any, t: int, seed: int, sharded: bool, names: list[str] | None = None) -> None:
     """One micro-batch: the gradient of the island's mean arrives in `.grad`."""
     if me.procs == 1:
@@ -147,10 +161,10 @@ def train(
             before(t, exchange)
         optimizer.step()
         optimizer.zero_grad()
-        out["params"].append(whole(model))
+        out["params"].append(parts(model))
         out["equal"].append(exchange.digests_equal())
         out["each"].append(each(t, exchange) if each else None)
-    out["metrics"] = exchange.metrics()
+    out["metrics"], out["params"] = exchange.metrics(), complete(out["params"], me if sharded else None)
     if finish:
         exchange.finish()
         out["final"], out["drift"], out["final_equal"] = whole(model), exchange.drift, exchange.digests_equal()

@@ -72,9 +72,9 @@ CASES = {
         seed=4,
     ),
     "consensus-replicas-no-transform": Case(
-        preset("decoupled_momentum", period=P, code="fp32", transform=False, reducer="replicas", clip=None),
+        preset("decoupled_momentum", period=P, code="fp32", transform=False, reducer="replicas", clip=None, inner="as_is"),
         oracle.DecoupledMomentum,
-        adamw,
+        sgd,
         {"period": P, "coding": coding(transform=False, senders=False)},
         period=P,
         seed=3,
@@ -88,9 +88,9 @@ CASES = {
         seed=0,
     ),
     "released-senders": Case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32", reducer="senders", clip=None),
+        preset("decoupled_momentum", rule="released", period=P, code="fp32", reducer="senders", clip=None, inner="as_is"),
         oracle.DecoupledMomentum,
-        adamw,
+        sgd,
         {"rule": "released", "period": P, "coding": coding()},
         tolerance=1e-4,  # the momentum grows at every exchange, and rounding with it
         period=P,

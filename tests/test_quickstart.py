@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+from data import ByteTokenizer, load_data  # noqa: E402
+
 UNTRAINED = math.log(258)
-BYTE_FREQUENCIES = 3.35  # entropy of the single bytes of Python source, in nats: what a model without context reaches at best
 
 
 def run(*words, folder=ROOT, timeout=280, **variables):
@@ -30,6 +31,13 @@ def run(*words, folder=ROOT, timeout=280, **variables):
     return subprocess.run(words, env=env, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
 
 
+def without_context():
+    """Loss on the validation rows of the best model that knows no context: the frequencies of the bytes, known in advance."""
+    rows = load_data("stdlib", ByteTokenizer(), 128, validation_rows=32).validation.ids
+    counts = np.bincount(rows.flatten())
+    return -float(np.sum(counts * np.log(np.maximum(counts, 1) / counts.sum())) / counts.sum())
+
+
 def quickstart(*options, **how):
     return run("bash", RECIPES / "quickstart.sh", *options, **how)
 
@@ -37,24 +45,24 @@ def quickstart(*options, **how):
 @pytest.mark.timeout(300)
 def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
     done = quickstart(
-        *("--cpu", "--model", "tiny", "--lr", 0.004, "--steps", 60, "--batch-size", 4, "--sequence-length", 128),
-        *("--eval-every", 30, "--eval-batches", 8, "--log-every", 20, "--output", tmp_path),
+        *("--cpu", "--model", "tiny", "--lr", 0.012, "--steps", 100, "--batch-size", 4, "--sequence-length", 128),
+        *("--eval-every", 50, "--eval-batches", 8, "--log-every", 25, "--output", tmp_path),
     )
     assert done.returncode == 0, done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["loss_start"] == pytest.approx(UNTRAINED, abs=0.3)
-    assert summary["loss_end"] < BYTE_FREQUENCIES, done.stdout  # out of reach without having learnt from context
+    assert summary["loss_end"] < without_context() - 0.15, done.stdout
     assert summary["digests_equal"] is True and summary["drift"] is None
-    assert {k: summary[k] for k in ("preset", "islands", "procs", "steps")} == {"preset": "demo", "islands": 2, "procs": 2, "steps": 60}
-    assert summary["tokens"] == 60 * 2 * 2 * 4 * 128 and summary["parameters"] == 459_904 and summary["exchanges"] == 60
-    assert summary["bytes_full_per_island"] == 2 * 459_904 * 60
+    assert {k: summary[k] for k in ("preset", "islands", "procs", "steps")} == {"preset": "demo", "islands": 2, "procs": 2, "steps": 100}
+    assert summary["tokens"] == 100 * 2 * 2 * 4 * 128 and summary["parameters"] == 459_904 and summary["exchanges"] == 100
+    assert summary["bytes_full_per_island"] == 2 * 459_904 * 100
     assert 0 < summary["bytes_sent_per_island"] < summary["bytes_full_per_island"] / 40
     assert summary["ratio"] == pytest.approx(summary["bytes_full_per_island"] / summary["bytes_sent_per_island"])
     assert 0 <= summary["wait_share"] < 1 and summary["tokens_per_second"] > 100
     assert (tmp_path / "report.png").stat().st_size > 10_000
     for name in ("island0", "island1"):
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [20, 40, 60]
+        assert [line["step"] for line in lines] == [25, 50, 75, 100]
         assert {"loss", "lr", "tokens", "tokens_per_second", "bytes_sent", "seconds_waiting"} <= set(lines[0])
         assert lines[-1]["tokens"] == summary["tokens"] and lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"]
     assert "bf16 all-reduce would send" in done.stdout and "yes, bit for bit" in done.stdout
@@ -126,7 +134,7 @@ def interrupted(rank, preset):
     """Six steps in one go, and three steps, a save, a new process's worth of objects, three steps: parameters of both."""
     import pretrain
     from accelerate.state import AcceleratorState, GradientState
-    from state import load_local, load_optimizer, save_local
+    from state import load_local, save_local
 
     import fsdp_demo
     from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
@@ -147,8 +155,6 @@ def interrupted(rank, preset):
         content = load_local(emergency, rank.proc, optimizer) if saved else None
         os.environ["ISLAND_RUN"] = f"{run}-{saved}"
         exchange = fsdp_demo.attach(optimizer, config, model=model, state=content["exchange"] if content else None)
-        if content:
-            load_optimizer(content, optimizer)
         return accelerator, model, optimizer, exchange
 
     def steps(accelerator, model, optimizer, exchange, until):

@@ -1,0 +1,120 @@
+"""Every public name says what it is and shows it, in code that runs; so does the README."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_demo
+
+README = Path(__file__).parents[1] / "README.md"
+NAMES = [n for n in fsdp_demo.__all__ if n != "__version__"]
+
+
+def methods(cls: type) -> list[tuple[str, Any]]:
+    """What a class itself defines and shows: methods, properties, class methods."""
+    found = []
+    for name, value in vars(cls).items():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if not name.startswith("_") and inspect.isfunction(function):
+            found.append((name, function))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def one_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "COUNT", "ENDPOINT", "RUN", "NAME", "ADDRESS", "TIMEOUT", "LINK", "STATUS"):
+        monkeypatch.delenv(f"ISLAND_{name}", raising=False)
+    yield
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__ and len(set(fsdp_demo.__all__)) == len(fsdp_demo.__all__)
+    modules = {n for n, v in vars(fsdp_demo).items() if inspect.ismodule(v)}
+    shown = {n for n in vars(fsdp_demo) if not n.startswith("_")} - modules
+    assert shown <= {*fsdp_demo.__all__, "guard"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_a_docstring(name: str) -> None:
+    thing = getattr(fsdp_demo, name)
+    # A dataclass without one gets its signature.
+    assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if inspect.isclass(getattr(fsdp_demo, n))])
+def test_public_methods_have_docstrings(name: str) -> None:
+    for method, function in methods(getattr(fsdp_demo, name)):
+        assert (function.__doc__ or "").strip(), f"{name}.{method} has no docstring"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_an_example_that_runs(name: str) -> None:
+    thing = getattr(fsdp_demo, name)
+    namespace = dict(vars(sys.modules[thing.__module__]))
+    tests = [t for t in doctest.DocTestFinder().find(thing, name, globs=namespace) if t.examples]
+    assert tests, f"{name} shows no example"
+    for test in tests:
+        output: list[str] = []
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        runner.run(test, out=output.append)
+        assert not runner.failures, "".join(output)
+
+
+def test_exchange_and_topology_show_what_the_documents_promise() -> None:
+    promised = ["flush", "finish", "skip", "paused", "outer_parameters", "state_dict", "load_state_dict", "detach", "metrics", "note"]
+    assert {*promised, "digests_equal"} <= {n for n, _ in methods(fsdp_demo.Exchange)}
+    assert {"from_env", "from_mesh", "from_group"} <= {n for n, _ in methods(fsdp_demo.Topology)}
+    parameters = inspect.signature(fsdp_demo.attach).parameters
+    assert [parameters[n].kind for n in ("model", "topology", "agree", "step", "state")] == [inspect.Parameter.KEYWORD_ONLY] * 5
+
+
+def blocks() -> list[tuple[int, str]]:
+    """(line, code) of every block of the README that is marked as python."""
+    if not README.exists():
+        return []
+    text = README.read_text(encoding="utf-8")
+    return [(text[: m.start()].count("\n") + 1, m[1]) for m in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+
+
+def test_readme_exists() -> None:
+    if not README.exists():
+        pytest.skip("there is no README.md yet")
+    assert blocks(), "the README shows no python"
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
+
+
+@pytest.mark.parametrize(("line", "code"), [pytest.param(line, code, id=f"line {line}") for line, code in blocks()])
+def test_readme_code_runs(line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block alone, in a process without islands."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(compile("\n" * line + code, str(README), "exec"), namespace)
+    finally:
+        for thing in namespace.values():
+            if isinstance(thing, fsdp_demo.Exchange):
+                thing.detach()
+
+
+def test_the_core_imports_torch_only() -> None:
+    """No other package comes with `import fsdp_demo` than torch brings along, and yaml. (From elsewhere: the installed package.)"""
+    program = (
+        "import sys, torch, torch.distributed.fsdp, yaml\n"
+        "before = {n.partition('.')[0] for n in sys.modules}\n"
+        "import fsdp_demo\n"
+        "new = {n.partition('.')[0] for n in sys.modules} - before - set(sys.stdlib_module_names)\n"
+        "assert new == {'fsdp_demo'}, new\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
