@@ -64,9 +64,9 @@ CASES = {
     ),
     "diloco": Case(preset("diloco", period=P, clip=None), oracle.DiLoCo, adamw, {"period": P}, period=P),
     "consensus": Case(
-        preset("decoupled_momentum", period=P, code="fp32", clip=None),
+        preset("decoupled_momentum", period=P, code="fp32", clip=None, inner="as_is"),
         oracle.DecoupledMomentum,
-        adamw,
+        sgd,
         {"period": P, "coding": coding()},
         period=P,
         seed=4,
@@ -80,9 +80,9 @@ CASES = {
         seed=3,
     ),
     "released": Case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32", clip=None),
+        preset("decoupled_momentum", rule="released", period=P, code="fp32", clip=None, inner="as_is"),
         oracle.DecoupledMomentum,
-        adamw,
+        sgd,
         {"rule": "released", "period": P, "coding": coding(senders=False)},
         period=P,
         seed=0,
