@@ -7,14 +7,15 @@ refused when it is read, with the field, the value found and what is allowed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import yaml
+
+from .plain import build, in_range, one_of, set_path
 
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
 
@@ -27,21 +28,6 @@ WEIGHTS = ("equal", "tokens")
 APPLIERS = ("gradient", "outer", "replace")
 PHIS = ("identity", "sign")
 SOURCES = ("gradient", "delta", "parameter")
-
-
-def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest right name."""
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where}={value!r} is not known: allowed are {', '.join(allowed)}{hint}")
-
-
-def in_range(where: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raise ValueError unless low <= value <= high (NaN is refused too)."""
-    if not low <= value <= high:
-        allowed = f"{low} <= {where} <= {high}" if high != float("inf") else f"{where} >= {low}"
-        raise ValueError(f"{where}={value} is out of range: allowed is {allowed}")
 
 
 @dataclass(frozen=True)
@@ -333,7 +319,7 @@ class ExchangeConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExchangeConfig:
         """Build and check; unknown keys raise ValueError with the nearest right name."""
-        return _build(cls, data, "")
+        return build(cls, data, "")
 
     @classmethod
     def from_yaml(cls, text: str) -> ExchangeConfig:
@@ -361,78 +347,7 @@ class ExchangeConfig:
             >>> preset("demo").changed({"codec.topk": 8}).channels[0].codec.topk
             8
         """
-        data = self.to_dict()
+        data, top = self.to_dict(), [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
         for path, value in changes.items():
-            _set(data, path, value)
+            set_path(data, top, path, value)
         return ExchangeConfig.from_dict(data)
-
-
-def _set(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set one dotted path in the dict form, in one channel if it starts with the channel's name, else in all that have it."""
-    head, _, rest = path.partition(".")
-    top = [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
-    by_name = {c["name"]: c for c in data["channels"]}
-    if head in top and not rest:
-        data[head] = [value] if head == "inner" and isinstance(value, str) else value
-        return
-    targets, inner = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
-    for target in targets:
-        *parents, leaf = inner.split(".")
-        node: Any = target
-        for key in parents:
-            if isinstance(node, dict) and key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
-                node[key] = {}
-            node = node.get(key) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or (leaf not in node and parents != ["accumulator"]):
-            known = top + sorted(_paths(target))
-            near = difflib.get_close_matches(path, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{path!r} is no key of the configuration{hint} (known: {', '.join(known)})")
-        node[leaf] = value
-
-
-def _paths(node: Mapping[str, Any], prefix: str = "") -> list[str]:
-    out = []
-    for key, value in node.items():
-        out += _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
-    return out
-
-
-def _build(cls: Any, data: Any, where: str) -> Any:
-    """Build dataclass `cls` from plain data, checking keys and types and naming the field in every error."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where or 'the configuration'}={data!r} must be a mapping with keys {', '.join(f.name for f in fields(cls))}")
-    known, hints = [f.name for f in fields(cls)], get_type_hints(cls)
-    for key in data:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {where + '.' if where else ''}{key}{hint} (allowed: {', '.join(known)})")
-    required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-    missing = [name for name in required if name not in data]
-    if missing:
-        raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
-    return cls(**{key: typed(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
-
-
-def typed(hint: Any, value: Any, where: str) -> Any:
-    """Convert one plain value to the type a field declares, or raise ValueError that names the field."""
-    args = get_args(hint)
-    if type(None) in args:
-        return None if value is None else typed(next(a for a in args if a is not type(None)), value, where)
-    if is_dataclass(hint):
-        return _build(hint, value, where)
-    if get_origin(hint) is tuple:
-        if isinstance(value, str) or not isinstance(value, (list, tuple)):
-            raise ValueError(f"{where}={value!r} must be a list")
-        return tuple(typed(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if isinstance(value, str) and hint is float:  # yaml reads 1e-3 as text
-        try:
-            value = float(value)
-        except ValueError:
-            pass
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ValueError(f"{where}={value!r} must be of type {hint.__name__}, found {type(value).__name__}")
-    return value

@@ -151,6 +151,8 @@ class Exchange:
         p, inner = self._parameters.position, ", ".join(type(o).__name__ for o in self._optimizers)
         shape = f"{self.topology.islands} islands, {p.shards} shards x {p.copies} copies ({lanes} lanes)"
         log.info("%s: %s; %s; inner %s; %s", self.topology.name, self.config.describe(), shape, inner, self.clips)
+        for c in [c.channel for c in self.channels if c.channel.source == "delta" and c.channel.clock.delay and not c.channel.applier.mix]:
+            log.warning("channel %r: the %d local steps of each delay are dropped, since applier.mix=0", c.name, c.clock.delay)
         low = [s.name for s in self.shards.shards if s.dtype != torch.float32 and not s.frozen]
         if low:
             cure = "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, mixed_precision='bf16')"

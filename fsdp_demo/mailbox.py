@@ -111,7 +111,7 @@ class Mailbox:
         if flight.future is not None:
             try:
                 arrived = self.courier.wait(flight.future) if self.courier is not None else flight.future.result()
-            except RuntimeError as e:  # PeerLost or WireError; gloo itself has no class for a lost peer
+            except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
         headers = arrived.headers if isinstance(arrived, Arrived) else []
         failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))

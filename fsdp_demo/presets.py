@@ -6,7 +6,6 @@ Keywords of a function are the numbers its paper talks about; everything else is
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, one_of, typed
+from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer
+from .plain import nearest, one_of, typed
 
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 """Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated."""
@@ -135,10 +135,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     for key in rest:
         if "." not in key and key not in ("clip", "inner", "max_in_flight", "lr"):
             options = [*takes, "clip", "inner", "max_in_flight"]
-            near = difflib.get_close_matches(key, options, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             allowed = f"{', '.join(options)}, or a dotted path such as clock.period"
-            raise ValueError(f"preset {name!r} has no setting {key!r}{hint} (allowed: {allowed})")
+            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed})")
     return known[name](**own).changed(rest)
 
 

@@ -1,0 +1,99 @@
+"""Plain data (dicts, lists, scalars, texts of a command line) into checked dataclasses: every error names the field, the value found and
+what is allowed, with the nearest right name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def nearest(found: Any, known: Sequence[str], cutoff: float = 0.4) -> str:
+    """`; did you mean ...?` if one of `known` is like what was found, else nothing."""
+    near = difflib.get_close_matches(str(found), known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest right name."""
+    if value not in allowed:
+        raise ValueError(f"{where}={value!r} is not known: allowed are {', '.join(allowed)}{nearest(value, allowed, 0.6)}")
+
+
+def in_range(where: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError unless low <= value <= high (NaN is refused too)."""
+    if not low <= value <= high:
+        allowed = f"{low} <= {where} <= {high}" if high != float("inf") else f"{where} >= {low}"
+        raise ValueError(f"{where}={value} is out of range: allowed is {allowed}")
+
+
+def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) -> None:
+    """Set one dotted path in the dict form: a field named in `top`, or one of a channel if the path starts with its name, else of all.
+
+    Raises:
+        ValueError: there is no such key; offers the nearest.
+    """
+    head, _, rest = path.partition(".")
+    by_name = {c["name"]: c for c in data["channels"]}
+    if head in top and not rest:
+        data[head] = [value] if head == "inner" and isinstance(value, str) else value
+        return
+    targets, inner = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
+    for target in targets:
+        *parents, leaf = inner.split(".")
+        node: Any = target
+        for key in parents:
+            if isinstance(node, dict) and key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
+                node[key] = {}
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or (leaf not in node and parents != ["accumulator"]):
+            known = [*top] + sorted(_paths(target))
+            raise ValueError(f"{path!r} is no key of the configuration{nearest(path, known)} (known: {', '.join(known)})")
+        node[leaf] = value
+
+
+def _paths(node: Mapping[str, Any], prefix: str = "") -> list[str]:
+    out = []
+    for key, value in node.items():
+        out += _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+    return out
+
+
+def build(cls: Any, data: Any, where: str) -> Any:
+    """Build dataclass `cls` from plain data, checking keys and types and naming the field in every error."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where or 'the configuration'}={data!r} must be a mapping with keys {', '.join(f.name for f in fields(cls))}")
+    known, hints = [f.name for f in fields(cls)], get_type_hints(cls)
+    for key in data:
+        if key not in known:
+            raise ValueError(f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)} (allowed: {', '.join(known)})")
+    required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in data]
+    if missing:
+        raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
+    return cls(**{key: typed(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
+
+
+def typed(hint: Any, value: Any, where: str) -> Any:
+    """Convert one plain value to the type a field declares, or raise ValueError that names the field."""
+    args = get_args(hint)
+    if type(None) in args:
+        return None if value is None else typed(next(a for a in args if a is not type(None)), value, where)
+    if is_dataclass(hint):
+        return build(hint, value, where)
+    if get_origin(hint) is tuple:
+        if isinstance(value, str) or not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where}={value!r} must be a list")
+        return tuple(typed(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if isinstance(value, str) and hint is float:  # yaml reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where}={value!r} must be of type {hint.__name__}, found {type(value).__name__}")
+    return value
