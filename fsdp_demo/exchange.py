@@ -240,7 +240,8 @@ class Exchange:
             self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def request_stop(self) -> None:
-        """Ask all islands to stop after a common step; this island stops after its next step. Safe in a signal handler."""
+        """Ask to stop. Where every step has an exchange, all islands stop after a common step; with longer periods this island stops after
+        its next step and the others find it gone at their next exchange. Safe in a signal handler."""
         self._stop_wanted = True
 
     @contextmanager

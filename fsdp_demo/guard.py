@@ -24,7 +24,7 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
     """Run a training loop so that a lost peer or SIGTERM ends it in order.
 
     On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
-    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone). SIGTERM asks all islands to stop.
+    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone). SIGTERM is `Exchange.request_stop`.
 
     Args:
         save: saves what this rank has; must not use collectives.

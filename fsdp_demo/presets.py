@@ -114,7 +114,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Args:
         name: one of `presets()`.
-        changes: keywords of the preset's function, top-level fields (`clip`, `inner`, `max_in_flight`), or dotted paths.
+        changes: keywords of the preset's function, top-level fields (`clip`, `inner`, `max_in_flight`, and `lr`, the inner rate, where
+            the function has no `lr` of its own), or dotted paths.
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name.

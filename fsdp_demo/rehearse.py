@@ -62,7 +62,7 @@ class Rehearsal:
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(LAUNCHERS)}")
         if importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0]) is None:
-            raise ValueError(f"--launcher {self.launcher}: not installed; pip install 'fsdp_demo[hf]', or --launcher torchrun")
+            raise ValueError(f"--launcher {self.launcher}: not installed; pip install -e '.[hf]', or --launcher torchrun")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run):
             raise ValueError(f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only")
         if self.grace < 0:

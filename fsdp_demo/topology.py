@@ -154,8 +154,8 @@ class Topology:
         prefix = f"{self._prefix}/line/{position.shard}.{position.copy}"
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self.timeout), 1
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address or _route_to(self.endpoint))]
         try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address or _route_to(self.endpoint))]
             group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), self.island, self.islands, options)
         except RuntimeError as error:
             where = self.address or _route_to(self.endpoint)

@@ -2,7 +2,8 @@
 
     fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain.py --model small --data stdlib --exchange demo
 
-Started without ISLAND_* variables it is an ordinary Accelerate script. Lines that differ from one are marked (*).
+Without ISLAND_* variables it trains one replica, by the method's own rule. Lines that differ from an ordinary Accelerate script are
+marked (*).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class TrainArguments:
     warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
     seed: int = field(default=0, metadata={"help": "the same on every island; the order of the data differs by island"})
     eval_every: int = field(default=50, metadata={"help": "steps between evaluations; 0: only before and after"})
-    eval_batches: int = field(default=16, metadata={"help": "held-out batches, the same on every island"})
+    eval_batches: int = field(default=16, metadata={"help": "held-out batches, the same on every island with the same data"})
     log_every: int = field(default=10, metadata={"help": "steps between lines of metrics.jsonl"})
     output: str = field(default="outputs/pretrain", metadata={"help": "folder of summary.json, report.png and one folder per island"})
     resume: bool = field(default=False, metadata={"help": "go on from what an interrupted run saved in OUTPUT, if it did"})

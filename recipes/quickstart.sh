@@ -85,9 +85,9 @@ rate() {
 # momentum of 0.9 wants 50 of them or more: with 15 the small model ended at a validation loss of 2.49, with 0.4 at 2.18.
 fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
-    case $1 in full) given codec.code || echo "codec.code=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
-    case $1 in diloco | decoupled_momentum) given clock.period || echo "clock.period=$period" ;; esac
-    case $1 in diloco) given applier.momentum || echo "applier.momentum=0.4" ;; esac
+    case $1 in full) given codec.code || given code || echo "codec.code=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
+    case $1 in diloco | decoupled_momentum) given clock.period || given period || echo "clock.period=$period" ;; esac
+    case $1 in diloco) given applier.momentum || given momentum || echo "applier.momentum=0.4" ;; esac
 }
 
 run() { # run PRESET FOLDER
