@@ -22,8 +22,12 @@ def store(args: argparse.Namespace) -> int:
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
     signals = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    served = serve(args.bind)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        served = serve(args.bind)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # whoever called main() in a process of its own goes on
+        raise
     for warning in served.warnings:
         print(f"fsdp-demo store: WARNING: {warning}", file=sys.stderr, flush=True)
     if args.port_file:

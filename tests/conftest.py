@@ -250,6 +250,7 @@ def _child(rank: Rank, fn, args, common, env, group, pipe: int) -> None:
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
         torch.set_num_threads(1)
         _environment(rank, common, env)
         value = _in_group(rank, fn, args, group)
