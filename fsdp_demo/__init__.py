@@ -6,13 +6,15 @@
 
 from .attaching import attach
 from .codecs.wire import WireError
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer
+from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
 from .exchange import Exchange, Stopped
 from .guard import guard
 from .inner import base_optimizer
 from .link import Link
+from .loading import load_config, preset
 from .meter import Meter, ring_all_reduce_bytes
-from .presets import load_config, preset, presets
+from .muon import MuonAdamW
+from .presets import half_life_multiples, presets
 from .topology import Topology
 from .transport import PeerLost
 from .version import __version__
@@ -25,8 +27,10 @@ __all__ = [
     "Codec",
     "Exchange",
     "ExchangeConfig",
+    "Fragments",
     "Link",
     "Meter",
+    "MuonAdamW",
     "PeerLost",
     "Reducer",
     "Stopped",
@@ -36,6 +40,7 @@ __all__ = [
     "attach",
     "base_optimizer",
     "guard",
+    "half_life_multiples",
     "load_config",
     "preset",
     "presets",

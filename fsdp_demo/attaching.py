@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import ExchangeConfig
 from .exchange import Exchange
-from .presets import load_config
+from .loading import load_config
 from .shards import unwrap
 from .topology import Topology
 
@@ -23,6 +23,7 @@ def attach(
     agree: dict[str, Any] | None = None,
     step: int = 0,
     state: dict[str, Any] | None = None,
+    batch: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the exchange.
@@ -37,6 +38,7 @@ def attach(
         agree: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
         step: the job's step to start from (resume).
         state: `Exchange.state_dict()` of this rank to resume from. Replicas without one take over from the one that is furthest.
+        batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
@@ -57,4 +59,4 @@ def attach(
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state)
+    return Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state, batch or ())

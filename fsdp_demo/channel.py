@@ -1,15 +1,18 @@
-"""One channel at work on one rank: accumulate, encode, decode, apply. No communication but the completion inside the island.
+"""One channel at work on one rank: accumulate, encode, apply. No communication but the completion inside the island.
 
 Everything a channel keeps lives in workspaces of its lane (see `blocks.py`): the accumulator in the transform domain, where
 a = beta a + gain T(source) and "subtract what was sent" are exact because the DCT is orthonormal and linear; anchor and outer
-momentum in the element domain.
+momentum in the element domain, on the device or in host memory.
+
+With a delay several payloads may be under way. A delta is counted from anchor - P, where P is the sum of this replica's deltas that are
+still in flight, and an arriving mean sets the parameters to anchor - P (mixed with the local ones): what was sent once is neither sent
+nor applied again. A delayed mean of parameters corrects what was sent and keeps the steps taken since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,32 +20,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blocks import Layout
-from .codecs import wire
 from .codecs.dct import transform
 from .config import Channel
 from .outer import local_step, outer_step
+from .patterns import covers, matches
+from .payload import Section
 from .shards import Shard, Shards
 from .topology import Position
-from .transport import round_trip
 
 
 @dataclass
 class Outgoing:
-    """What one channel sends at one step: the bytes of a sparse section, or a dense fp32 vector, on the shards' device.
+    """What one channel sends at one step, on the shards' device: its section of the body, or fp32 vectors.
 
-    `delta` is the replica's own source where the applier needs it later; `present` says which tensors had a gradient.
+    `own` is the replica's own source where it is needed later (a delta that stays in flight or is applied locally; delayed parameters);
+    `present` says which tensors had a gradient.
     """
 
     step: int
     body: Tensor | None = None
-    vector: Tensor | None = None
-    delta: Tensor | None = None
+    vectors: list[Tensor] = field(default_factory=list)
+    own: Tensor | None = None
     present: list[bool] | None = None
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter name fits one of the shell patterns."""
-    return any(fnmatch(name, p) for p in patterns)
 
 
 class ActiveChannel:
@@ -54,31 +53,63 @@ class ActiveChannel:
         position, lanes: this rank's place; a copy beyond the lanes keeps no state and only receives.
         copies: process group of the ranks of this island that hold the same shard (None: the default group).
         size: number of replicas.
+        seed: of seeded selections.
+        home: where anchor and outer momentum are kept; None: with the shards.
+
+    Attributes:
+        moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this lane.
     """
 
-    def __init__(self, channel: Channel, shards: Shards, position: Position, lanes: int, copies: Any, size: int):
+    def __init__(
+        self,
+        channel: Channel,
+        shards: Shards,
+        position: Position,
+        lanes: int,
+        copies: Any,
+        size: int,
+        seed: int = 0,
+        home: str | None = None,
+    ):
         self.channel, self.shards, self.position, self.lanes, self.copies, self.size = channel, shards, position, lanes, copies, size
-        self.covered = [
-            i
-            for i, s in enumerate(shards.shards)
-            if not s.frozen and matches(s.name, channel.include) and not matches(s.name, channel.exclude)
-        ]
+        self._home = torch.device(home) if home is not None else shards.device
+        self.covered = [i for i, s in enumerate(shards.shards) if not s.frozen and covers(channel, s.name)]
+        if channel.source.startswith("state:"):
+            self._with_state()
         chosen = [shards.shards[i] for i in self.covered]
         kinds = [self._kind(s) for s in chosen]
         self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
         self.lane = position.copy if position.copy < lanes else None
         self.layout = self.layouts[self.lane] if self.lane is not None else None
+        self.section = Section(self.layout, channel, size, seed) if self.layout is not None else None
+        self.moved = (0.0, 0.0)
         self.accumulator: Tensor | None = None
         self.anchor: Tensor | None = None
         self.written: Tensor | None = None
         self.momentum: Tensor | None = None
         self.present = [False] * len(self.covered)
         self._low_precision = any(s.dtype != torch.float32 for s in chosen)
+        if self._low_precision and channel.source == "delta" and channel.clock.delay >= channel.clock.period:
+            raise ValueError(
+                f"channel {channel.name!r}: clock.delay={channel.clock.delay}, not below clock.period={channel.clock.period}, needs fp32 "
+                "parameters: load the model with dtype=torch.float32, or shorten the delay"
+            )
 
     def _kind(self, shard: Shard) -> str:
         if not self.channel.codec.sparse or matches(shard.name, self.channel.dense):
             return "dense"
         return "plain" if self.channel.codec.transform == "none" or matches(shard.name, self.channel.plain) else "transform"
+
+    def _with_state(self) -> None:
+        """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments exist for the rest."""
+        found = self.shards.read(self.channel.source)
+        self.covered = [i for i in self.covered if found[i] is not None]
+        if not self.covered:
+            name, kept = self.channel.source.removeprefix("state:"), ", ".join(self.shards.states()) or "none yet"
+            raise ValueError(
+                f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no covered parameter has it (found: {kept}): "
+                "name a state of this optimizer, or, if it makes its state at its first step, take one before attach"
+            )
 
     def start(self) -> None:
         """Make the state: zero accumulator and momentum, anchor at the parameters as they are now."""
@@ -87,10 +118,26 @@ class ActiveChannel:
         if self.channel.accumulator is not None:
             self.accumulator = self.layout.new(self.shards.device)
         if self.channel.source == "delta":
-            self.anchor = self.pack("parameter")
+            self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
             if self.channel.applier.momentum:
-                self.momentum = self.layout.new(self.shards.device)
+                self.momentum = self._keep(self.layout.new(self.shards.device))
+
+    def _keep(self, work: Tensor | None) -> Tensor | None:
+        """Move a workspace to where anchors and outer momentum live."""
+        if work is None or work.device == self._home:
+            return work
+        host = torch.empty(work.shape, dtype=work.dtype, device=self._home, pin_memory=True)
+        return host.copy_(work)
+
+    def _fetch(self, kept: Tensor | None) -> Tensor | None:
+        """Anchor or momentum on the device of the shards: itself, or a copy that `_store` writes back."""
+        return None if kept is None else kept.to(self.shards.device, non_blocking=True)
+
+    @staticmethod
+    def _store(kept: Tensor | None, work: Tensor | None) -> None:
+        if kept is not None and work is not None and work is not kept:
+            kept.copy_(work, non_blocking=True)
 
     def tensors(self, source: str) -> list[Tensor | None]:
         """The covered local tensors of a source, as `Shards.read` gives them."""
@@ -103,110 +150,108 @@ class ActiveChannel:
             return None
         return self.layout.pack(self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
 
-    def _source(self) -> Tensor:
-        """The source in the element domain, a fresh workspace. A delta is anchor minus parameter, less what rounding to a
-        low-precision parameter took away when the anchor was last written."""
+    def _source(self, flying: Sequence[Outgoing]) -> Tensor:
+        """The source in the element domain, a fresh workspace. A delta is anchor minus parameter, less what is in flight, and less what
+        rounding to a low-precision parameter took away when the anchor was last written."""
         now = self.pack("parameter" if self.channel.source == "delta" else self.channel.source)
         assert now is not None
         if self.channel.source != "delta":
             return now
-        before = self.written if self.written is not None else self.anchor
+        before = self.written if self.written is not None else self._fetch(self.anchor)
         assert before is not None
-        return torch.sub(before, now, out=now)
+        torch.sub(before, now, out=now)
+        return self._less(now, flying)
+
+    @staticmethod
+    def _less(work: Tensor, flying: Sequence[Outgoing]) -> Tensor:
+        """`work` minus the own deltas in flight, in place."""
+        for out in flying:
+            if out.own is not None:
+                work.sub_(out.own)
+        return work
+
+    @property
+    def _needs_own(self) -> bool:
+        """Whether what was sent is needed when its mean arrives."""
+        clock, source = self.channel.clock, self.channel.source
+        late = (source == "delta" and clock.delay >= clock.period) or (source == "parameter" and clock.delay > 0)
+        return late or self.channel.applier.local_delta
 
     def note_gradients(self) -> None:
         """Remember which tensors have a gradient; with an accumulator, which ever had one."""
         sticky = self.channel.accumulator is not None
         self.present = [g is not None or (sticky and p) for g, p in zip(self.tensors("gradient"), self.present, strict=True)]
 
-    def accumulate(self) -> Tensor | None:
-        """Read the source into the accumulator. Returns the source (element domain) if the applier needs it later, else None;
-        without an accumulator the returned workspace is what will be sent."""
+    def accumulate(self, flying: Sequence[Outgoing] = ()) -> Tensor | None:
+        """Read the source, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under way."""
         if self.layout is None:
             return None
-        x = self._source()
+        x = self._source(flying)
         a, settings = self.accumulator, self.channel.accumulator
-        if a is None or settings is None:
-            return transform(self.layout, x)
-        keep = x.clone() if self.channel.applier.local_delta else None
-        a.mul_(settings.beta).add_(transform(self.layout, x), alpha=settings.gain)
-        return keep
+        if a is not None and settings is not None:
+            keep = x.clone() if self._needs_own else None
+            a.mul_(settings.beta).add_(transform(self.layout, x), alpha=settings.gain)
+            return keep
+        return x
 
     def encode(self, step: int, source: Tensor | None) -> Outgoing:
         """Select, code and take what is sent out of the accumulator (`subtract`, `put_back`). `source` is `accumulate`'s."""
         out = Outgoing(step, present=list(self.present) if self.channel.before_step else None)
-        if self.layout is None:
+        if self.layout is None or self.section is None:
             return out
-        work = self.accumulator if self.accumulator is not None else source
-        assert work is not None
-        out.delta = source if self.channel.applier.local_delta else None
-        if self.channel.codec.sparse:
-            out.body = wire.encode_sparse(self.layout, self.channel.codec, work)
+        if self.accumulator is not None:
+            work = self.accumulator
         else:
-            out.vector = work.clone() if work is self.accumulator else work
-        self._take(out, -1.0)
+            assert source is not None
+            work = transform(self.layout, source.clone() if self._needs_own else source)
+        out.own = source if self._needs_own else None
+        out.body, out.vectors = self.section.encode(work, step)
+        self._take(out, 1.0)
         return out
 
     def _take(self, out: Outgoing, sign: float) -> None:
-        """Add `sign` times alpha times what was sent to the accumulator: -1 when sending, +1 to undo it."""
-        if self.accumulator is None or self.channel.residual == "keep" or self.layout is None:
+        """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
+        if self.accumulator is None or self.channel.residual == "keep" or self.section is None:
             return
         assert self.channel.accumulator is not None
         alpha = sign * (1.0 if self.channel.residual == "put_back" else self.channel.accumulator.alpha)
-        if out.vector is not None:
-            self.accumulator.add_(round_trip(self.channel.codec.code, out.vector, self.size), alpha=alpha)
-            return
-        assert out.body is not None
-        positions, values, dense = wire.decode_sparse(self.layout, self.channel.codec, out.body)
-        self.accumulator.index_add_(0, positions, values, alpha=alpha)
-        self.layout.dense_part(self.accumulator).add_(dense, alpha=alpha)
+        self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha)
 
     def undo(self, out: Outgoing) -> None:
         """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): the exchange failed.
 
         Only the sent part can come back where the source has moved on (a delay)."""
-        self._take(out, 1.0)
+        self._take(out, -1.0)
         settings = self.channel.accumulator
         if self.accumulator is None or settings is None or self.layout is None or self.channel.clock.delay or settings.beta == 0:
             return
-        x = transform(self.layout, self._source())
+        x = transform(self.layout, self._source(()))
         self.accumulator.sub_(x, alpha=settings.gain).div_(settings.beta)
 
-    def decode(self, bodies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Mean of the replicas' sparse sections in the transform domain: fp32 workspace, added in rank order.
+    def mean(self, bodies: Sequence[Tensor], means: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
+        """The replicas' mean of what was sent at `step` as a workspace (transform domain), from sections of bodies or reduced vectors."""
+        assert self.section is not None
+        if self.section.gathered:
+            return self.section.mean([b.to(self.shards.device) for b in bodies], weights, step).to(self.shards.device)
+        return self.section.workspace([m.to(self.shards.device) for m in means], step)
 
-        Over "senders": sum of w v over those whose value there is not zero, divided by the sum of their w; dense elements always
-        over all replicas. Replicas of weight 0 are left out.
+    def apply(
+        self, mean: Tensor | None, out: Outgoing, present: Sequence[bool] | None, flying: Sequence[Outgoing] = (), last: bool = False
+    ) -> None:
+        """Let the decoded mean (transform domain; None on a copy that only receives) act on gradients, anchor, parameters or state.
+
+        Args:
+            out: what this replica sent for it; flying: what the channel still has under way.
+            last: nothing comes after it: nothing local is mixed in.
         """
-        assert self.layout is not None
-        total = self.layout.new(self.shards.device)
-        count = torch.zeros_like(total) if self.channel.reducer.kind == "senders" else None
-        dense = self.layout.dense_part(total)
-        for body, w in zip(bodies, weights, strict=True):
-            if not w:
-                continue
-            positions, values, whole = wire.decode_sparse(self.layout, self.channel.codec, body.to(self.shards.device))
-            total.index_add_(0, positions, values, alpha=w)
-            if count is not None:
-                count.index_add_(0, positions, (values != 0).float(), alpha=w)
-            dense.add_(whole, alpha=w)
-        share = sum(weights)
-        if count is None:
-            return total.div_(share) if share else total
-        if share:
-            dense.div_(share)
-        blocks, counts = self.layout.blocks(total), self.layout.blocks(count)
-        blocks.div_(torch.where(counts == 0, 1.0, counts))
-        return total
-
-    def apply(self, mean: Tensor | None, out: Outgoing, present: Sequence[bool] | None) -> None:
-        """Let the decoded mean (transform domain; None on a copy that only receives) act on gradients, anchor or parameters."""
         kind = self.channel.applier.kind
         if kind == "gradient":
             assert present is not None
             self._apply_gradient(mean, present)
         elif kind == "outer":
-            self._apply_outer(mean, out)
+            self._apply_outer(mean, out, flying, last)
+        elif self.channel.source == "parameter":
+            self._apply_parameter(mean, out, flying, last)
         else:
             self.write(mean, self.tensors(self.channel.source))
 
@@ -226,29 +271,64 @@ class ActiveChannel:
         grads = self.shards.gradients(every)
         return [grads[i] for i in self.covered]
 
-    def _apply_outer(self, mean: Tensor | None, out: Outgoing) -> None:
-        applier, layout = self.channel.applier, self.layout
+    def _apply_parameter(self, mean: Tensor | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
+        """theta = mean, mixed with the local theta; after a delay theta += mean - what was sent, and what is in flight counts as
+        corrected."""
         if mean is not None:
-            assert layout is not None and self.anchor is not None
+            now = self.pack("parameter")
+            assert now is not None
+            if out.own is not None:
+                correction = mean - out.own
+                for other in flying:
+                    if other.own is not None:
+                        other.own.add_(correction, alpha=1.0 - self._mix(last))
+                mean = now + correction
+            if self.channel.after:
+                self.moved = (float((mean - now).square().sum()), float(mean.square().sum()))
+            mean = torch.lerp(mean, now, self._mix(last)) if self._mix(last) else mean
+        self.write(mean, self.tensors("parameter"))
+
+    def _mix(self, last: bool) -> float:
+        return 0.0 if last else self.channel.applier.mix
+
+    def _apply_outer(self, mean: Tensor | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
+        applier, layout, indexed = self.channel.applier, self.layout, self.channel.codec.sparse
+        anchor = self._fetch(self.anchor)
+        if mean is not None:
+            assert layout is not None and anchor is not None
             if self.channel.residual == "put_back":
                 assert self.accumulator is not None
                 self.accumulator.add_(mean)
             if applier.local_delta:
-                assert self.accumulator is not None and self.channel.accumulator is not None and out.delta is not None
+                assert self.accumulator is not None and self.channel.accumulator is not None and out.own is not None
                 momentum = transform(layout, self.accumulator.clone(), inverse=True)
-                local_step(self.anchor, out.delta, momentum, self.channel.accumulator.beta, layout, applier, self.channel.codec.sparse)
+                local_step(anchor, out.own, momentum, self.channel.accumulator.beta, layout, applier, indexed)
             else:
-                outer_step(self.anchor, self.momentum, transform(layout, mean, inverse=True), layout, applier, self.channel.codec.sparse)
-        self.rewind()
+                momentum_ = self._fetch(self.momentum)
+                mu = applier.momentum_in(self.channel.clock.round(out.step))
+                outer_step(anchor, momentum_, transform(layout, mean, inverse=True), mu, layout, applier, indexed)
+                self._store(self.momentum, momentum_)
+            self._store(self.anchor, anchor)
+        self._rewind(anchor, flying, self._mix(last))
 
-    def rewind(self) -> None:
-        """Set the parameters to the anchor (mixed with `mix` of the local ones)."""
-        target, now = self.anchor, self.pack("parameter") if self.channel.applier.mix else None
+    def _rewind(self, anchor: Tensor | None, flying: Sequence[Outgoing], mix: float) -> None:
+        """Set the parameters to anchor - P, mixed with `mix` of the local ones."""
+        target = anchor if anchor is None or not flying else self._less(anchor.clone(), flying)
+        now = self.pack("parameter") if mix else None
         if target is not None and now is not None:
-            target = torch.lerp(target, now, self.channel.applier.mix)
+            target = torch.lerp(target, now, mix)
         self.write(target, self.tensors("parameter"))
-        if self.written is not None and self.channel.applier.mix == 0:
+        if self.written is not None and mix == 0:
             self.written = self.pack("parameter")
+
+    def show_anchor(self) -> None:
+        """Write the anchor into the parameters."""
+        self.write(self._fetch(self.anchor), self.tensors("parameter"))
+
+    def anchor_here(self) -> None:
+        """Let the parameters as they are now be the anchor."""
+        self._store(self.anchor, self.pack("parameter"))
+        self.written = self.pack("parameter") if self.written is not None else None
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
         """Write a workspace of this lane into `tensors`; where copies share the work, one all-gather inside the island completes it."""
@@ -267,6 +347,8 @@ class ActiveChannel:
 
     def state(self) -> dict[str, Any]:
         """What is kept between exchanges: workspaces by name (references, not copies) and the gradients ever seen."""
+        if self._home != self.shards.device:
+            torch.cuda.synchronize(self.shards.device)  # copies to the host may still be under way
         kept = {"accumulator": self.accumulator, "anchor": self.anchor, "momentum": self.momentum, "written": self.written}
         return {**{k: v for k, v in kept.items() if v is not None}, "present": list(self.present)}
 

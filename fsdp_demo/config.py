@@ -15,19 +15,24 @@ from typing import Any
 
 import yaml
 
-from .plain import build, in_range, one_of, set_path
+from . import rules
+from .plain import build, in_range, nearest, one_of, set_path
 
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
 
 TRANSFORMS = ("none", "dct")
-SELECTS = ("all", "topk")
-CODES = ("fp32", "bf16", "int8")
+SELECTS = ("all", "topk", "random", "stride")
+CODES = ("fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit")
 RESIDUALS = ("keep", "subtract", "put_back")
 REDUCERS = ("replicas", "senders")
 WEIGHTS = ("equal", "tokens")
+REDUCER_CLIPS = ("none", "median_norm")
 APPLIERS = ("gradient", "outer", "replace")
 PHIS = ("identity", "sign")
 SOURCES = ("gradient", "delta", "parameter")
+ORDERS = ("strided", "sequential")
+CLIP_OVER = ("replica", "islands")
+OUTER_STATE = ("device", "host")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,10 @@ class Clock:
     def due(self, step: int) -> bool:
         """Whether an exchange starts at `step`; it is applied at `step + delay`."""
         return step + 1 > self.offset and (step + 1 - self.offset) % self.period == 0
+
+    def round(self, step: int) -> int:
+        """Number, from 1, of the exchange that starts at `step` (0 before the first)."""
+        return max(step + 1 - self.offset, 0) // self.period
 
     @property
     def in_flight(self) -> int:
@@ -84,6 +93,9 @@ class Accumulator:
 class Codec:
     """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values.
 
+    select "topk" takes the largest, whose positions travel with them; "random" and "stride" (FlexDeMo) take `topk` of each block at
+    positions that all replicas compute from the step (`codecs/select.py`), so only values travel and they can be summed on the way.
+
     Example:
         >>> from fsdp_demo import Codec
         >>> Codec(transform="dct", select="topk", topk=16, code="int8").sparse
@@ -111,28 +123,41 @@ class Codec:
 
     @property
     def sparse(self) -> bool:
-        """True if positions are chosen by the data, so that indices travel and payloads cannot be summed on the way."""
+        """True if only a part of each block is sent."""
         return self.select != "all"
+
+    @property
+    def indexed(self) -> bool:
+        """True if positions are chosen by the data, so that indices travel and payloads cannot be summed on the way."""
+        return self.select == "topk"
+
+    @property
+    def seeded(self) -> bool:
+        """True if positions follow from the step alone."""
+        return self.select in ("random", "stride")
 
 
 @dataclass(frozen=True)
 class Reducer:
     """How R decoded payloads become one: the mean over all replicas, or over those that sent a position.
 
-    weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.note(tokens=...)`).
+    weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.note(tokens=...)`). clip "median_norm"
+    scales what a replica sent for a block down to the median over the replicas of the norms of that block (SparseLoCo's code).
 
     Example:
         >>> from fsdp_demo import preset
-        >>> preset("diloco", **{"reducer.weight": "tokens"}).channels[0].reducer
-        Reducer(kind='replicas', weight='tokens')
+        >>> preset("diloco", **{"reducer.weight": "tokens"}).channels[0].reducer.weight
+        'tokens'
     """
 
     kind: str = "replicas"
     weight: str = "equal"
+    clip: str = "none"
 
     def __post_init__(self) -> None:
         one_of("reducer.kind", self.kind, REDUCERS)
         one_of("reducer.weight", self.weight, WEIGHTS)
+        one_of("reducer.clip", self.clip, REDUCER_CLIPS)
 
 
 @dataclass(frozen=True)
@@ -142,7 +167,8 @@ class Applier:
     gradient: becomes the gradient of the base optimizer, through `phi` (identity or sign).
     outer: a step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse channel use
         `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the accumulator of the exchange
-        (the released rule of 2510.03371); `mix` keeps that share of the local parameters (Streaming DiLoCo's alpha).
+        (the released rule of 2510.03371); `mix` keeps that share of the local parameters (Streaming DiLoCo's alpha);
+        `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
     replace: the source becomes the mean.
 
     Example:
@@ -159,6 +185,7 @@ class Applier:
     local_delta: bool = False
     mix: float = 0.0
     phi: str = "identity"
+    momentum_warmup: int = 0
 
     def __post_init__(self) -> None:
         one_of("applier.kind", self.kind, APPLIERS)
@@ -170,6 +197,32 @@ class Applier:
             raise ValueError(f"applier.momentum={self.momentum} is out of range: allowed is 0 <= momentum < 1")
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or drop nesterov")
+        in_range("applier.momentum_warmup", self.momentum_warmup, 0)
+
+    def momentum_in(self, round: int) -> float:
+        """The momentum of round 1, 2, ...: the first of a warm-up has none."""
+        return self.momentum * min(1.0, (round - 1) / self.momentum_warmup) if self.momentum_warmup else self.momentum
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Cuts a channel into fragments of `layers` layers, exchanged one after the other within a period (Streaming DiLoCo, 2501.18512).
+
+    Layers are found by the first number in the dotted parameter names. "strided": with P fragments, fragment p holds layers p, p + P,
+    p + 2 P, ...; "sequential": consecutive ones. What is in no layer (embedding, head, last norm) is the last fragment.
+
+    Example:
+        >>> from fsdp_demo import Fragments
+        >>> Fragments(layers=3).order
+        'strided'
+    """
+
+    layers: int = 3
+    order: str = "strided"
+
+    def __post_init__(self) -> None:
+        in_range("fragments.layers", self.layers, 1)
+        one_of("fragments.order", self.order, ORDERS)
 
 
 @dataclass(frozen=True)
@@ -178,6 +231,7 @@ class Channel:
 
     `include`, `exclude`, `dense` and `plain` are shell patterns over parameter names: what the channel covers, what is
     never exchanged, what a sparse channel sends whole, and what it sends without the transform (embeddings, heads).
+    `after` names a channel that is applied first on the steps where both act.
 
     Example: plain averaging of the parameters every 10 steps, which no preset here has.
         >>> from fsdp_demo import Applier, Channel, Clock, ExchangeConfig
@@ -198,57 +252,33 @@ class Channel:
     exclude: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
+    fragments: Fragments | None = None
+    after: str = ""
 
     def __post_init__(self) -> None:
         if not self.source.startswith("state:"):
             one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
         one_of(f"channel {self.name!r}: residual", self.residual, RESIDUALS)
-        for problem in _problems(self):
+        for problem in rules.problems(self):
             raise ValueError(f"channel {self.name!r}: {problem}")
 
     @property
     def consensus(self) -> bool:
         """Whether the parameters of all replicas are equal after an exchange of this channel (derived, never set)."""
         moves_parameters = self.source in SOURCES
-        return moves_parameters and not self.applier.local_delta and self.applier.mix == 0.0
+        keeps_local = self.applier.local_delta or self.applier.mix > 0.0
+        corrects = self.source == "parameter" and self.clock.delay > 0  # steps taken while the mean was under way are kept
+        return moves_parameters and not keeps_local and not corrects and (self.source != "delta" or self.clock.delay < self.clock.period)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a last exchange leaves all replicas equal: not if each applies its own delta (derived)."""
+        return self.source in SOURCES and not self.applier.local_delta
 
     @property
     def before_step(self) -> bool:
         """Gradient channels act before the base optimizer's step, all others after it."""
         return self.source == "gradient"
-
-
-def _problems(c: Channel) -> list[str]:
-    """What has no meaning in one channel, each with the reason and the cure."""
-    found = []
-    wanted = {"gradient": "gradient", "delta": "outer"}.get(c.source, "replace")
-    if c.applier.kind != wanted:
-        found.append(f"applier.kind={c.applier.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted!r}")
-    if c.residual != "keep" and c.accumulator is None:
-        found.append(f"residual={c.residual!r} needs an accumulator to act on, found none: add accumulator.beta, or residual='keep'")
-    if c.residual == "put_back" and not c.codec.sparse:
-        found.append("residual='put_back' on a channel that sends everything (codec.select='all') would count the mean twice: use 'keep'")
-    if c.reducer.kind == "senders" and not c.codec.sparse:
-        found.append("reducer.kind='senders' needs a selection (codec.select='topk'): with select='all' everybody sends; use 'replicas'")
-    if c.applier.phi == "sign" and c.source != "gradient":
-        found.append(f"applier.phi='sign' is for gradient channels, found source {c.source!r}: a sign is no parameter; use phi='identity'")
-    if c.source == "gradient" and c.clock.period > 1 and c.accumulator is None:
-        found.append(
-            f"clock.period={c.clock.period} on a gradient channel needs an accumulator, else the gradients between exchanges are lost: "
-            "set accumulator.beta, or clock.period=1"
-        )
-    if c.source == "delta" and c.clock.delay >= c.clock.period:
-        found.append(
-            f"clock.delay={c.clock.delay} with clock.period={c.clock.period} on source 'delta' would send again what is still under way: "
-            "allowed is delay < period"
-        )
-    if c.applier.local_delta and c.residual != "put_back":
-        found.append(f"applier.local_delta=True is the released rule and needs residual='put_back', found {c.residual!r}")
-    if c.residual == "put_back" and c.source != "delta":
-        found.append(f"residual='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'")
-    if wanted == "replace" and (c.codec.sparse or c.codec.code == "int8" or c.accumulator is not None):
-        found.append(f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code fp32 or bf16, no accumulator")
-    return found
 
 
 @dataclass(frozen=True)
@@ -264,6 +294,11 @@ class ExchangeConfig:
         clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the mean is clipped;
             otherwise each replica clips its own gradient before the step.
         max_in_flight: most payloads of one channel that may be under way at once.
+        clip_over: "replica": each replica's own norm is clipped; "islands": one norm, the root mean square of the replicas' norms, at
+            the cost of a message of 8 bytes and a round trip at every step, behind what is in flight.
+        outer_state: where anchors and outer momentum are kept: on the "device", or in (pinned) "host" memory, from which the channel
+            that is due fetches its own.
+        seed: of the positions of seeded selections.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -278,9 +313,15 @@ class ExchangeConfig:
     lr: float | None = None
     clip: float | None = None
     max_in_flight: int = 16
+    clip_over: str = "replica"
+    outer_state: str = "device"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         in_range("max_in_flight", self.max_in_flight, 1)
+        in_range("seed", self.seed, 0)
+        one_of("clip_over", self.clip_over, CLIP_OVER)
+        one_of("outer_state", self.outer_state, OUTER_STATE)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping")
         if not self.inner:
@@ -288,7 +329,14 @@ class ExchangeConfig:
         names = [c.name for c in self.channels]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"channels must be at least one, with distinct names; found {names}")
-        for c in self.channels:
+        for i, c in enumerate(self.channels):
+            if c.after and c.after not in names:
+                known = f"{nearest(c.after, names)} (channels: {', '.join(names)})"
+                raise ValueError(f"channel {c.name!r}: after={c.after!r} is no channel{known}")
+            for other in self.channels[:i]:
+                pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
+                if pattern and reason:
+                    raise ValueError(f"parameters like {pattern!r}: {reason}")
             if c.clock.in_flight > self.max_in_flight:
                 raise ValueError(
                     f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} "
@@ -300,6 +348,12 @@ class ExchangeConfig:
         """Whether all replicas hold equal parameters right after an exchange of the slowest parameter channel."""
         moving = [c for c in self.channels if c.source in SOURCES]
         return bool(moving) and all(c.consensus for c in moving)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a last exchange leaves all replicas with equal parameters."""
+        moving = [c for c in self.channels if c.source in SOURCES]
+        return bool(moving) and all(c.shared for c in moving)
 
     @property
     def clips_mean(self) -> bool:
@@ -335,8 +389,11 @@ class ExchangeConfig:
         """One line for the log."""
         parts = []
         for c in self.channels:
-            how = c.codec.code if not c.codec.sparse else f"{c.codec.transform}+top-{c.codec.topk}/{BLOCK} {c.codec.code}"
-            parts.append(f"{c.source} every {c.clock.period} ({how}, mean over {c.reducer.kind})")
+            select = f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
+            how = f"{c.codec.transform}+{select}/{BLOCK} {c.codec.code}" if c.codec.sparse else c.codec.code
+            late = f", applied {c.clock.delay} steps later" if c.clock.delay else ""
+            cut = f", in fragments of {c.fragments.layers} layers" if c.fragments else ""
+            parts.append(f"{c.source} every {c.clock.period}{cut} ({how}, mean over {c.reducer.kind}{late})")
         return f"preset {self.preset}: " + "; ".join(parts)
 
     def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:

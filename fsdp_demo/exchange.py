@@ -18,20 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from . import agreement, joining
+from . import agreement, joining, outcome
+from .announce import announce
 from .channel import ActiveChannel
 from .codecs.wire import STOP
 from .config import Applier, Channel, ExchangeConfig
+from .fragments import expand
 from .inner import check_inner, materialise
 from .island import Island
-from .mailbox import SKIPPED, Mailbox
+from .mailbox import SKIPPED, Flown, Mailbox
 from .meter import Meter
 from .shards import TorchShards
 from .ticks import Ticks
 from .topology import Topology
-from .transport import Courier, PeerLost, leave, reduce
+from .transport import Courier, PeerLost, leave
 
 log = logging.getLogger("fsdp_demo")
 
@@ -53,7 +54,8 @@ class Exchange:
         step: optimizer steps of the job done so far (ticks).
         config, topology: what was agreed.
         channels: the channels at work (`channel.ActiveChannel`).
-        drift: |theta_r - mean| / |mean| of this replica at `finish()`, None where replicas are equal by construction.
+        drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
+            rule); None where replicas are equal by construction.
 
     Example:
         >>> import torch, fsdp_demo
@@ -76,11 +78,14 @@ class Exchange:
         facts: dict[str, Any],
         step: int = 0,
         state: dict[str, Any] | None = None,
+        batch: Sequence[int] = (),
     ):
         self.config, self.topology, self.step = config, topology, step
         self.drift: float | None = None
         self._optimizers = list(optimizers)
         check_inner(config, self._optimizers)
+        for o in self._optimizers:
+            materialise(o)
         self.shards = TorchShards(optimizers, model)
         self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
         self._tokens = 0
@@ -94,10 +99,12 @@ class Exchange:
         gradients = any(c.before_step for c in config.channels)
         self._ticks = Ticks(self._optimizers, self._island, self._before, self._after, closures=not gradients)
 
-        def bind(channel: Channel) -> ActiveChannel:
-            return ActiveChannel(channel, self.shards, position, lanes, self._island.copies, topology.islands)
+        home = "cpu" if config.outer_state == "host" else None
 
-        self.channels = [bind(c) for c in config.channels]
+        def bind(channel: Channel) -> ActiveChannel:
+            return ActiveChannel(channel, self.shards, position, lanes, self._island.copies, topology.islands, config.seed, home)
+
+        self.channels = [bind(c) for c in expand(config, [s.name for s in self.shards.shards])]
         self._parameters = bind(Channel("parameters", "parameter", applier=Applier("replace")))
         self._mailbox = Mailbox(self.channels, self._courier, self._island, config.digest(), self.shards.device)
         try:
@@ -109,7 +116,7 @@ class Exchange:
             raise
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
-        self._log_start(lanes)
+        announce(self, self._island, lanes, batch)
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -121,8 +128,6 @@ class Exchange:
         resumes = state is not None and own == self.step
         joining.equalise_parameters(self._line, self._island, self._parameters, donor, keep=resumes and not self._gradients_only)
         joining.equalise_rest(self._line, self._island, self.shards, model, donor)
-        for optimizer in self._optimizers:
-            materialise(optimizer)
         for c in self.channels:
             c.start()
         self._mailbox.last = {c.channel.name: self.step for c in self.channels}
@@ -145,18 +150,10 @@ class Exchange:
                 "in another channel's include"
             )
 
-    def _log_start(self, lanes: int) -> None:
-        if self.topology.rank:
-            return
-        p, inner = self._parameters.position, ", ".join(type(o).__name__ for o in self._optimizers)
-        shape = f"{self.topology.islands} islands, {p.shards} shards x {p.copies} copies ({lanes} lanes)"
-        log.info("%s: %s; %s; inner %s; %s", self.topology.name, self.config.describe(), shape, inner, self.clips)
-        for c in [c.channel for c in self.channels if c.channel.source == "delta" and c.channel.clock.delay and not c.channel.applier.mix]:
-            log.warning("channel %r: the %d local steps of each delay are dropped, since applier.mix=0", c.name, c.clock.delay)
-        low = [s.name for s in self.shards.shards if s.dtype != torch.float32 and not s.frozen]
-        if low:
-            cure = "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, mixed_precision='bf16')"
-            log.warning("%d parameters are not fp32 (%s ...): small updates are lost in rounding; %s", len(low), low[0], cure)
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The innermost optimizers that are attached."""
+        return list(self._optimizers)
 
     @property
     def clips(self) -> str:
@@ -164,11 +161,13 @@ class Exchange:
         if self.config.clip is None:
             return "the exchange clips no gradients"
         where = "the mean gradient over the islands" if self.config.clips_mean else "each replica's own gradient before the step"
+        if self.config.clip_over == "islands" and not self.config.clips_mean:
+            where = "the gradients by one norm over the islands (one round trip per step)"
         return f"norm {self.config.clip:g} clips {where}"
 
     @property
     def consensus(self) -> bool:
-        """Whether all replicas hold equal parameters after every exchange."""
+        """Whether all replicas hold equal parameters after every exchange (`config.shared`: after `finish()`)."""
         return self.config.consensus
 
     @property
@@ -190,12 +189,11 @@ class Exchange:
         self.shards.check()
         self._stop_sent = self._stop_wanted
         mine = [c for c in self.channels if c.channel.before_step]
-        if self.config.clip is not None and not self.config.clips_mean:
-            self._island.clip(self.shards.read("gradient"), self.config.clip)
+        self._clip(mean=False)
         outgoing = {}
         for c in mine:
             c.note_gradients()
-            source = c.accumulate()
+            source = c.accumulate()  # what is in flight has left the accumulator already
             if c.channel.clock.due(self.step):
                 outgoing[c.channel.name] = c.encode(self.step, source)
         self._launch(outgoing)
@@ -203,22 +201,52 @@ class Exchange:
         for c in mine:
             if c not in applied:
                 c.set_gradients([False] * len(c.covered))
-        if applied and self.config.clip is not None and self.config.clips_mean:
-            self._island.clip(self.shards.read("gradient"), self.config.clip)
+        if applied:
+            self._clip(mean=True)
+
+    def _clip(self, mean: bool) -> None:
+        """Clip gradients before (`mean` False) or after the exchange, as the configuration says."""
+        if self.config.clip is None or self.config.clips_mean != mean:
+            return
+        across = self._mean_over_islands if self.config.clip_over == "islands" and not mean else None
+        self._island.clip(self.shards.read("gradient"), self.config.clip, across)
+
+    def _mean_over_islands(self, value: float) -> float:
+        line = self._line
+        if line is None or line.size == 1:
+            self._mailbox.ask(lambda: None)
+            return self._island.largest(0.0 if self.topology.islands > 1 else value)[0]
+        mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+        every: list[Tensor] = self._mailbox.ask(lambda: line.all_gather(mine))
+        return self._island.largest(float(torch.cat(every).clone().view(torch.float64).mean()))[0]
 
     @torch.no_grad()
     def _after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect on the whole island."""
         mine = [c for c in self.channels if not c.channel.before_step]
-        due = [c for c in mine if c.channel.clock.due(self.step)]
         try:
-            self._launch({c.channel.name: c.encode(self.step, c.accumulate()) for c in due})
-            self._mailbox.land(mine, self.step)
+            for first in (True, False):  # those that come `after` another one see what it has done
+                stage = [c for c in mine if first != bool(c.channel.after)]
+                self._send([c for c in stage if c.channel.clock.due(self.step)])
+                self._settle(self._mailbox.land(stage, self.step))
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
         # With payloads under way the wish travels in one of them: all islands stop when it lands, or, if it is in none, once these have.
         if self._island.largest(float(self._mailbox.stop or (self._stop_sent and not self._mailbox.flights)))[0]:
             raise Stopped(f"stopped after step {self.step} on request")
+
+    def _send(self, channels: Sequence[ActiveChannel]) -> None:
+        self._launch({c.channel.name: c.encode(self.step, c.accumulate(self._mailbox.under_way(c))) for c in channels})
+
+    def _settle(self, applied: Sequence[ActiveChannel]) -> None:
+        """Parameters that were averaged after a delta channel are its anchor from now on; their drift is what the mean has moved them."""
+        for c in applied:
+            if c.channel.after and c.channel.source == "parameter":
+                for d in self.channels:
+                    if d.channel.source == "delta" and d.channel.name.split(".")[0] == c.channel.after:
+                        d.anchor_here()
+                self.drift = outcome.drift(self._island, *c.moved)
+                log.info("%s: drift %.3g before the average of step %d", self.topology.name, self.drift, self.step)
 
     def _launch(self, outgoing: dict[str, Any]) -> None:
         if not outgoing:
@@ -282,8 +310,7 @@ class Exchange:
             gradients = [c for c in late if c.channel.before_step]
             self._mailbox.land(late, first.step + max(c.channel.clock.delay for c in late))
             if gradients:
-                if self.config.clip is not None and self.config.clips_mean:
-                    self._island.clip(self.shards.read("gradient"), self.config.clip)
+                self._clip(mean=True)
                 with self.paused():
                     self.shards.base_step()
 
@@ -297,36 +324,20 @@ class Exchange:
         if self._finished:
             return
         self.flush()
-        late = [c for c in self.channels if c.channel.source in ("delta", "parameter") and self._mailbox.last[c.channel.name] < self.step]
-        if self.config.consensus:
-            self._launch({c.channel.name: c.encode(self.step, c.accumulate()) for c in late})
-            self._mailbox.land(late, math.inf)
+        moving = [c for c in self.channels if c.channel.source in ("delta", "parameter")]
+        if self.config.shared:
+            late = [c for c in moving if self._mailbox.last[c.channel.name] < self.step]
+            self._send(late)
+            self._mailbox.land(late, math.inf, last=True)
+            for c in moving:
+                if c.channel.source == "delta" and not c.channel.consensus:
+                    c.show_anchor()
             self._equal = self.digests_equal()
         else:
-            self._average()
+            self.drift = outcome.set_mean(self._parameters, self._mailbox, self._line, self._island)
         if self._line is not None:  # none closes while another still reads
             self._line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
         self._close()
-
-    def _average(self) -> None:
-        """Replace the parameters by their mean over the replicas and measure the drift of this one."""
-        own = self._parameters.tensors("parameter")
-        before = [t.float().clone() for t in own if t is not None]
-        self._parameters.write(self._mean_parameters(), own)
-        after = [t.float() for t in own if t is not None]
-        far = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-        far, norm = self._island.total(far, sum(float(a.square().sum()) for a in after))
-        self.drift = math.sqrt(far / norm) if norm else 0.0
-
-    def _mean_parameters(self) -> Tensor | None:
-        """Mean of the parameters over the replicas as a workspace of this lane, fp32; all replicas call it at the same step."""
-        work, line = self._parameters.pack("parameter"), self._line
-        if line is None or work is None:
-            self._mailbox.ask(lambda: None)
-            return None
-        vector = work.cpu()
-        means: list[Tensor] = self._mailbox.ask(lambda: reduce(line, [(vector, "fp32")], [[1.0] * line.size]))
-        return means[0].to(self.shards.device)
 
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
@@ -349,21 +360,12 @@ class Exchange:
             with self.paused():
                 yield
             return
-        kept = [t.clone() for t in self.shards.read("parameter") if t is not None]
-        with torch.no_grad():
-            if self.config.consensus and all(c.channel.source == "delta" for c in self.channels):
-                for c in self.channels:
-                    c.write(c.anchor, c.tensors("parameter"))
-            else:
-                self._parameters.write(self._mean_parameters(), self._parameters.tensors("parameter"))
-        _reshard(model)
-        try:
-            with self.paused():
-                yield
-        finally:
-            _reshard(model)
-            for t, old in zip([t for t in self.shards.read("parameter") if t is not None], kept, strict=True):
-                t.copy_(old)
+        with self.paused(), outcome.shown(model, self.channels, self._parameters, self._mailbox, self._line):
+            yield
+
+    def timeline(self) -> list[Flown]:
+        """The exchanges that have ended (the last 10 000): step of launch, step of application, when they were on the line."""
+        return list(self._mailbox.flown)
 
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean loss over the islands in the last headers, the drift at the end."""
@@ -419,10 +421,3 @@ class Exchange:
         if not self._close():
             log.error("%s: an exchange was still waiting for a silent peer at exit", self.topology.name)
             leave(1)  # the interpreter would end threads that wait in gloo by aborting the process
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .config import ExchangeConfig
+from .muon import MuonAdamW
 
 log = logging.getLogger("fsdp_demo")
 
@@ -17,6 +18,8 @@ _KNOWN = ("SGD", "Adam", "AdamW", "Muon")  # optimizers whose state after a step
 
 def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | None = None, **options: Any) -> torch.optim.Optimizer:
     """The inner optimizer that `config` is defined for.
+
+    "sgd" gives SGD, "muonadamw" `MuonAdamW` (needs named parameters), everything else AdamW.
 
     Args:
         config: an `ExchangeConfig`.
@@ -39,6 +42,8 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
         raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr=")
     if config.inner[0] == "sgd":
         return torch.optim.SGD(params, lr=rate, **options)
+    if config.inner[0] == "muonadamw":
+        return MuonAdamW(params, lr=rate, **options)
     return torch.optim.AdamW(params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options})
 
 
@@ -52,9 +57,10 @@ def check_inner(config: ExchangeConfig, optimizers: Sequence[torch.optim.Optimiz
         if name.lower() not in config.inner or any(momentum):
             found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
             wanted = "sgd without momentum" if config.inner == ("sgd",) else " or ".join(config.inner)
+            form = ", ask for FlexDeMo's AdamW form by inner='adamw'" if config.inner == ("sgd",) and name == "AdamW" else ""
             raise ValueError(
                 f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr)"
-                ", or insist with inner='as_is'"
+                f"{form}, or insist with inner='as_is'"
             )
 
 
@@ -64,9 +70,15 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
     Checkpoint libraries make it by a step of their own otherwise, in the middle of a job. Parameters do not change: the step runs
     with zero gradients and learning rate zero. Optimizers of unknown kind are left alone.
     """
-    if optimizer.state or type(optimizer).__name__ not in _KNOWN or any(g.get("dampening") for g in optimizer.param_groups):
+    if isinstance(optimizer, MuonAdamW):
+        for part in optimizer.parts:
+            materialise(part)
         return
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    if any(p in optimizer.state for p in params) or type(optimizer).__name__ not in _KNOWN:
+        return
+    if any(g.get("dampening") for g in optimizer.param_groups):
+        return
     grads, rates = [p.grad for p in params], [g["lr"] for g in optimizer.param_groups]
     for p in params:
         p.grad = torch.zeros_like(p)
@@ -77,7 +89,7 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
         p.grad = grad
     for g, rate in zip(optimizer.param_groups, rates, strict=True):
         g["lr"] = rate
-    for state in optimizer.state.values():
+    for state in [optimizer.state[p] for p in params if p in optimizer.state]:
         step = state.get("step")
         if isinstance(step, torch.Tensor):
             step.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -60,16 +61,17 @@ class Island:
         dist.broadcast(on_device, group_src=0, group=group)
         work.copy_(on_device)
 
-    def clip(self, gradients: list[Tensor | None], limit: float) -> float:
+    def clip(self, gradients: list[Tensor | None], limit: float, across: Callable[[float], float] | None = None) -> float:
         """Scale local gradients in place so that their norm over all shards is at most `limit`; returns the norm before.
 
-        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most 1.
+        `across` makes a mean over the islands of the squared norm. The same formula as `torch.nn.utils.clip_grad_norm_`: factor
+        limit / (norm + 1e-6), at most 1.
         """
         present = [g for g in gradients if g is not None]
         square = float(sum(n.square() for n in torch._foreach_norm(present, dtype=torch.float32))) if present else 0.0
         if self.position.shards > 1:
             square = self.total(square)[0] / self.position.copies
-        norm = square**0.5
+        norm = (across(square) if across is not None else square) ** 0.5
         factor = limit / (norm + 1e-6)
         if factor < 1.0:
             torch._foreach_mul_(present, factor)

@@ -1,17 +1,19 @@
 """Messages of one rank: what several channels send at one step becomes one message per transport, and comes back as means.
 
 A message is the header, one bit per tensor of each gradient channel (whether this replica has a gradient for it), and the sections of the
-sparse channels in the order of the configuration; dense channels follow in the two legs of a reduce. What comes back is handed out
-only after all ranks of the island have voted that it arrived.
+gathered channels in the order of the configuration; the vectors of the others follow in the two legs of a reduce. What comes back is
+handed out only after all ranks of the island have voted that it arrived.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
-from .codecs.wire import STOP, Header, sparse_bytes
+from .codecs.wire import STOP, Header
 from .config import Channel
 from .island import Island
 from .transport import Arrived, Courier, PeerLost, gather, reduce
@@ -38,6 +40,19 @@ class Flight:
     members: list[str]
     parts: dict[str, Outgoing]
     future: Future[Arrived] | None
+    seconds: list[float] = field(default_factory=list)  # when it began and ended on the line
+
+
+@dataclass(frozen=True)
+class Flown:
+    """One exchange that has ended: launched after `step` (before it, for gradients) and applied at `applied`, the channels in it, and the
+    seconds (`time.perf_counter`) between which it was on the line; None for a copy without a line."""
+
+    step: int
+    applied: int
+    channels: tuple[str, ...]
+    began: float | None
+    ended: float | None
 
 
 class Mailbox:
@@ -52,6 +67,7 @@ class Mailbox:
     def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, digest: int, device: torch.device):
         self.channels, self.courier, self.island, self.digest, self.device = list(channels), courier, island, digest, device
         self.flights: list[Flight] = []
+        self.flown: deque[Flown] = deque(maxlen=10_000)
         self.last = {c.channel.name: 0 for c in self.channels}  # the step at which each channel last sent what was not lost
         self.broken = False
         self.stop = False
@@ -68,20 +84,29 @@ class Mailbox:
             return
         header, line = Header(self.digest, step, weight, loss, flags), self.courier.line
         members = self._members(flight)
-        dense = [c.channel for c in members if not c.channel.codec.sparse]
+        reduced = [c for c in members if not gathered(c)]
+        codes = [code for c in reduced for _, code in spans(c)]
+        owners = [c.channel for c in reduced for _ in spans(c)]
         body, vectors = self._to_host([outgoing[c.channel.name] for c in members])
 
         def job() -> Arrived:
+            flight.seconds.append(time.perf_counter())
             headers, bodies = gather(line, header, body())
-            weights = [replica_weights(c, headers) for c in dense]
-            means = reduce(line, list(zip(vectors(), [c.codec.code for c in dense], strict=True)), weights) if dense else []
+            weights = [replica_weights(c, headers) for c in owners]
+            means = reduce(line, list(zip(vectors(), codes, strict=True)), weights) if codes else []
+            flight.seconds.append(time.perf_counter())
             return Arrived(headers, bodies, means)
 
         flight.future = self.courier.submit(job)
         line.meter.exchanges += 1
 
-    def land(self, channels: Sequence[ActiveChannel], step: float) -> list[ActiveChannel]:
-        """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied."""
+    def under_way(self, channel: ActiveChannel) -> list[Outgoing]:
+        """What a channel has in flight, oldest first."""
+        return [f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts]
+
+    def land(self, channels: Sequence[ActiveChannel], step: float, last: bool = False) -> list[ActiveChannel]:
+        """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied. `last`: see
+        `ActiveChannel.apply`."""
         applied = []
         for flight in list(self.flights):
             ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.clock.delay <= step]
@@ -90,10 +115,14 @@ class Mailbox:
             arrived = self._receive(flight)
             for c in ready:
                 mean, present = self._section(flight, c, arrived)
-                c.apply(mean, flight.parts.pop(c.channel.name), present)
+                out = flight.parts.pop(c.channel.name)
+                c.apply(mean, out, present, self.under_way(c), last)
                 applied.append(c)
             if not flight.parts:
                 self.flights.remove(flight)
+                began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
+                at = flight.step if math.isinf(step) else int(step)
+                self.flown.append(Flown(flight.step, at, tuple(flight.members), began, ended))
         return applied
 
     def ask(self, job: Callable[[], Any]) -> Any:
@@ -158,10 +187,14 @@ class Mailbox:
             at = sum(len(m.present) for m in before if m.channel.before_step)
             sets = [unpack_bits(body[:prefix], count)[at : at + len(present)] for body in arrived.bodies]
             present = self._share([any(bits) for bits in zip(*sets, strict=True)])
-        if not c.channel.codec.sparse:
-            return arrived.means[sum(not m.channel.codec.sparse for m in before)].to(self.device), present
-        begin, size = prefix + sum(_section_bytes(m) for m in before), _section_bytes(c)
-        return c.decode([b[begin : begin + size] for b in arrived.bodies], replica_weights(c.channel, arrived.headers)), present
+        weights, means, bodies = replica_weights(c.channel, arrived.headers), [], []
+        if gathered(c):
+            begin, size = prefix + sum(_section_bytes(m) for m in before), _section_bytes(c)
+            bodies = [b[begin : begin + size] for b in arrived.bodies]
+        else:
+            at = sum(len(spans(m)) for m in before if not gathered(m))
+            means = arrived.means[at : at + len(spans(c))]
+        return c.mean(bodies, means, weights, flight.step), present
 
     def _share(self, present: list[bool] | None) -> list[bool] | None:
         """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
@@ -175,7 +208,7 @@ class Mailbox:
         courier's thread)."""
         presence = pack_bits([p for part in parts for p in part.present or []])
         bodies = [p.body for p in parts if p.body is not None]
-        vectors = [p.vector for p in parts if p.vector is not None]
+        vectors = [v for p in parts for v in p.vectors]
         if self.device.type != "cuda":
             return (lambda: torch.cat([presence, *bodies])), (lambda: vectors)
         hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (*bodies, *vectors)]
@@ -229,9 +262,18 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     return [0.0 if plain and h.flags & SKIPPED else h.weight if channel.reducer.weight == "tokens" else 1.0 for h in headers]
 
 
+def gathered(c: ActiveChannel) -> bool:
+    """Whether the channel travels in the body of messages."""
+    return c.section is not None and c.section.gathered
+
+
+def spans(c: ActiveChannel) -> list[tuple[int, str]]:
+    """Length and code of the channel's vectors."""
+    return c.section.spans if c.section is not None else []
+
+
 def _section_bytes(c: ActiveChannel) -> int:
-    assert c.layout is not None
-    return sparse_bytes(c.layout, c.channel.codec) if c.channel.codec.sparse else 0
+    return c.section.num_bytes if c.section is not None else 0
 
 
 def pack_bits(bits: Sequence[bool]) -> Tensor:

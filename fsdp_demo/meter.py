@@ -31,6 +31,17 @@ class Meter:
     seconds_waiting: float = 0.0
     setup_bytes: int = 0
 
+    def count(self, sent: int, received: int) -> None:
+        """One round of sends."""
+        self.messages += 1
+        self.bytes_sent += sent
+        self.bytes_received += received
+
+    def add(self, other: Meter) -> None:
+        """Add another meter's counts."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 def ring_all_reduce_bytes(replicas: int, payload: int) -> int:
     """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (R - 1) / R times the payload.

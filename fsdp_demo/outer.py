@@ -17,16 +17,16 @@ def scale_(work: Tensor, layout: Layout, applier: Applier, sparse: bool) -> Tens
     return work
 
 
-def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, layout: Layout, applier: Applier, sparse: bool) -> None:
+def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, mu: float, layout: Layout, applier: Applier, sparse: bool) -> None:
     """One step of SGD on the anchor, in place; `mean` (fp32, element domain, same shape) is used up.
 
-    m = mu m + mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean where mu = 0: torch.optim.SGD's form, as
-    in DiLoCo (2311.08105).
+    m = mu m + mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean where there is no momentum: torch.optim.SGD's form,
+    as in DiLoCo (2311.08105). `mu` is the momentum of this round.
     """
     if momentum is not None:
-        momentum.mul_(applier.momentum).add_(mean)
+        momentum.mul_(mu).add_(mean)
         if applier.nesterov:
-            mean.add_(momentum, alpha=applier.momentum)
+            mean.add_(momentum, alpha=mu)
         else:
             mean.copy_(momentum)
     anchor.sub_(scale_(mean, layout, applier, sparse))

@@ -81,6 +81,10 @@ def typed(hint: Any, value: Any, where: str) -> Any:
     args = get_args(hint)
     if type(None) in args:
         return None if value is None else typed(next(a for a in args if a is not type(None)), value, where)
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}={value!r} must be a mapping, as in {{exp_avg: 3}}")
+        return {typed(args[0], k, f"{where} key"): typed(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if is_dataclass(hint):
         return build(hint, value, where)
     if get_origin(hint) is tuple:

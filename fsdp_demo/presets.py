@@ -6,18 +6,17 @@ Keywords of a function are the numbers its paper talks about; everything else is
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_type_hints
+import math
+from collections.abc import Callable
 
-import yaml
+from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
+from .patterns import EMBEDDINGS
+from .plain import one_of
 
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer
-from .plain import nearest, one_of, typed
+RECOMMENDED = ("demo", "diloco", "decoupled_momentum")
+"""What to start from; the other presets stand for their papers."""
 
-EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
-"""Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated."""
+ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 
 
 def full(code: str = "fp32") -> ExchangeConfig:
@@ -29,35 +28,124 @@ def full(code: str = "fp32") -> ExchangeConfig:
     return ExchangeConfig("full", (Channel("gradient", "gradient", codec=Codec(code=code)),))
 
 
-def demo(topk: int = 32, beta: float = 0.999, code: str = "int8", sign: bool = True, transform: bool = True) -> ExchangeConfig:
+def local_sgd(period: int = 16, code: str = "fp32") -> ExchangeConfig:
+    """Local SGD, FedAvg (Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629): parameters are averaged every `period` steps.
+
+    Any inner optimizer; its state stays local. Published: periods of 2 to 64 steps with SGD, and the learning rate of a single worker;
+    Post-local SGD (1808.07217) uses 16. In bf16 the mean itself is rounded: keep fp32 for parameters.
+    """
+    return ExchangeConfig("local_sgd", (_averaged("parameter", "parameter", period, code),), clip=1.0)
+
+
+def local_adam(period: int = 256, code: str = "fp32") -> ExchangeConfig:
+    """Local Adam (the baseline of DES-LOC, arXiv 2505.22549): parameters and both moments are averaged every `period` steps.
+
+    Inner AdamW (or Adam), 4e-4 in this family. Three times the bytes of averaging parameters alone, for moments that fit them.
+    """
+    states = {"exp_avg": 1, "exp_avg_sq": 1}
+    return ExchangeConfig("local_adam", _with_states(period, states, code), inner=("adamw", "adam"), lr=4e-4, clip=1.0)
+
+
+def desloc(period: int = 256, states: dict[str, int] | None = None, code: str = "fp32") -> ExchangeConfig:
+    """DES-LOC (Iacob et al., arXiv 2505.22549): parameters and each optimizer state are averaged, every one on a clock of its own.
+
+    `states`: name of a state of the optimizer -> its period as a multiple of `period`; the default {exp_avg: 3, exp_avg_sq: 6} is the
+    published 1 : 3 : 6 for AdamW. For another optimizer name its states (SGD with momentum and Muon: {momentum_buffer: 3});
+    `half_life_multiples` derives multiples from decay rates. Published: period 256 (170 times fewer bytes than all-reduce), ADOPT or AdamW.
+    """
+    chosen = states if states is not None else {"exp_avg": 3, "exp_avg_sq": 6}
+    return ExchangeConfig("desloc", _with_states(period, chosen, code), lr=4e-4, clip=1.0)
+
+
+def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str = "fp32", momentum_warmup: int = 0) -> ExchangeConfig:
+    """DiLoCo (Douillard et al., arXiv 2311.08105): every `period` steps a Nesterov step on the mean pseudo-gradient.
+
+    Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and fp16 or int8 without loss in later work
+    (OpenDiLoCo, INTELLECT-1). The outer gain lr (1 + momentum / (1 - momentum)) has to fit the number of rounds: with fewer than some 50 of
+    them take lower settings (`outer_settings`), or let the momentum rise over the first `momentum_warmup` rounds.
+    """
+    outer = Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup)
+    channel = Channel("delta", "delta", Clock(period), codec=Codec(code=code), applier=outer)
+    return ExchangeConfig("diloco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+
+
+def streaming_diloco(
+    period: int = 100,
+    lr: float = 0.4,
+    momentum: float = 0.9,
+    layers: int = 3,
+    order: str = "strided",
+    delay: int = 5,
+    mix: float = 0.5,
+    code: str = "fp4_e3m0",
+) -> ExchangeConfig:
+    """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): DiLoCo by fragments of layers, in 4 bits, while training goes on.
+
+    Every fragment of `layers` layers has its own offset within the period, so the peak is one fragment; its mean is applied `delay` steps
+    later and mixed with the local parameters (`mix` of those is kept). Published: inner AdamW 4e-4, outer 0.4 / 0.9, fragments of 3 layers,
+    strided, period 30 for parity and 100 for few bytes, delay up to 5 steps, mix 0.5, E3M0 values.
+    """
+    channel = Channel(
+        "delta",
+        "delta",
+        Clock(period, delay=delay),
+        codec=Codec(code=code),
+        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, mix=mix),
+        fragments=Fragments(layers, order),
+    )
+    return ExchangeConfig("streaming_diloco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+
+
+def demo(
+    topk: int = 32,
+    beta: float = 0.999,
+    code: str = "int8",
+    sign: bool | None = None,
+    transform: bool = True,
+    version: int = 1,
+    alpha: float | None = None,
+    inner: str = "sgd",
+) -> ExchangeConfig:
     """DeMo, "Decoupled Momentum Optimization" (Peng, Quesnelle, Kingma; arXiv 2411.19870), with FlexDeMo's sharding.
 
     Every step the gradient joins a momentum of decay `beta`; the `topk` largest DCT coefficients of each 64 x 64 block are
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
     beta 0.999, k = 32, no weight decay. The sum needs no learning rate inside the momentum: under sign it cancels.
+
+    version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign.
+    inner "adamw" is FlexDeMo's AdamW form (arXiv 2502.06728): the decoded mean, without sign unless asked for, is AdamW's gradient.
     """
-    channel = Channel(
-        "momentum",
-        "gradient",
-        accumulator=Accumulator(beta=beta),
-        codec=Codec("dct" if transform else "none", "topk", topk, code),
-        residual="subtract",
-        reducer=Reducer("senders"),
-        applier=Applier("gradient", phi="sign" if sign else "identity"),
-        plain=EMBEDDINGS,
+    if version not in (1, 2):
+        raise ValueError(f"version={version} is not known: allowed are 1 (sign, as released) and 2 (normalised, alpha, identity)")
+    second = version == 2
+    kept = Accumulator(
+        beta=beta, gain=1.0 - beta if second and beta < 1 else 1.0, alpha=alpha if alpha is not None else 0.2 if second else 1.0
     )
-    return ExchangeConfig("demo", (channel,), inner=("sgd",), lr=4e-4, clip=1.0)
+    codec = Codec("dct" if transform else "none", "topk", topk, code)
+    signed = sign if sign is not None else inner == "sgd" and not second
+    return _gradient_method("demo", kept, codec, "senders", signed, inner)
 
 
-def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str = "fp32") -> ExchangeConfig:
-    """DiLoCo (Douillard et al., arXiv 2311.08105): every `period` steps a Nesterov step on the mean pseudo-gradient.
+def random(
+    topk: int = 128, beta: float = 0.999, code: str = "fp32", sign: bool | None = None, transform: bool = False, inner: str = "sgd"
+) -> ExchangeConfig:
+    """FlexDeMo's Random replicator (From et al., arXiv 2502.06728): as DeMo, but `topk` of 4096 at positions drawn from a shared seed.
 
-    Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500. The outer gain lr (1 + momentum / (1 - momentum))
-    has to fit the number of rounds: with fewer than some 50 of them lower `momentum`.
+    No indices travel, and the values are reduced: bytes do not grow with the number of islands. Every coefficient is sent once in a pass
+    of 4096 / topk steps. Published: rates 1/2 to 1/32 (`topk` 128 is 1/32), beta 0.999, sign, fp32 values.
     """
-    outer = Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0)
-    channel = Channel("delta", "delta", Clock(period), codec=Codec(code=code), applier=outer)
-    return ExchangeConfig("diloco", (channel,), inner=("adamw", "adam", "muon"), lr=4e-4, clip=1.0)
+    return _seeded("random", topk, beta, code, sign, transform, inner)
+
+
+def stride(
+    topk: int = 128, beta: float = 0.999, code: str = "fp32", sign: bool | None = None, transform: bool = False, inner: str = "sgd"
+) -> ExchangeConfig:
+    """FlexDeMo's Striding replicator (arXiv 2502.06728): as `random`, at every (4096 / topk)-th position, moving on by one each step.
+
+    The released code never moves on where the stride divides the size and so sends the same coefficients for ever; here a pass
+    visits all.
+    """
+    return _seeded("stride", topk, beta, code, sign, transform, inner)
 
 
 def decoupled_momentum(
@@ -69,17 +157,23 @@ def decoupled_momentum(
     reducer: str | None = None,
     code: str = "int8",
     transform: bool = True,
+    average_every: int = 0,
 ) -> ExchangeConfig:
     """Decoupled momentum (Nedelkoski et al., arXiv 2510.03371): the outer momentum travels as its largest DCT coefficients.
 
     rule "consensus" (default): what is sent is averaged (over senders) and applied to the anchor with lr 1, what is not sent stays
     in the local momentum; replicas are equal after every exchange. rule "released", as in the authors' code: each replica applies
     its own delta plus beta times the momentum, into which the mean went back, with lr 0.7; replicas drift. Its reducer "replicas"
-    (default) conserves the sum of the momenta, "senders" (as released) inflates it by up to R / |senders| at each exchange.
-    Published: inner AdamW 4e-4, betas 0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95.
+    (default) conserves the sum of the momenta, "senders" (as released) inflates it by up to R / |senders| at each exchange;
+    `average_every` = J averages the parameters after every J-th exchange and logs the drift. Published: inner AdamW 4e-4, betas
+    0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95.
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"
+    if average_every and not released:
+        raise ValueError(
+            f"average_every={average_every} is for rule='released': under rule={rule!r} replicas are equal after every exchange"
+        )
     rate = lr if lr is not None else (0.7 if released else 1.0)
     channel = Channel(
         "delta",
@@ -92,10 +186,117 @@ def decoupled_momentum(
         applier=Applier("outer", lr=rate, dense_lr=0.7 if released else 1.0, local_delta=released),
         plain=EMBEDDINGS,
     )
-    return ExchangeConfig("decoupled_momentum", (channel,), inner=("adamw", "adam", "muon"), lr=4e-4, clip=1.0)
+    average = (_averaged("average", "parameter", period * average_every, "fp32", after="delta"),) if average_every else ()
+    return ExchangeConfig("decoupled_momentum", (channel, *average), inner=ADAPTIVE, lr=4e-4, clip=1.0)
 
 
-_PRESETS: tuple[Callable[..., ExchangeConfig], ...] = (full, demo, diloco, decoupled_momentum)
+def sparse_loco(
+    period: int = 30, topk: int = 64, beta: float = 0.95, lr: float = 1.0, code: str = "2bit", median_clip: bool = True
+) -> ExchangeConfig:
+    """SparseLoCo (Sarfi et al., arXiv 2508.15706): error feedback on the pseudo-gradient, its largest values in 2 bits.
+
+    No transform and no outer momentum: the decayed feedback is the momentum. `median_clip` scales a replica's values of a block to the
+    median norm of all (as in the released code; it guards against outliers). Published: inner AdamW, period 15 to 250 (30), k = 64 of
+    4096, beta 0.95, outer lr 1.0 (0.65 late in Covenant-72B's run).
+    """
+    channel = Channel(
+        "delta",
+        "delta",
+        Clock(period),
+        Accumulator(beta=beta),
+        Codec("none", "topk", topk, code),
+        residual="subtract",
+        reducer=Reducer("senders", clip="median_norm" if median_clip else "none"),
+        applier=Applier("outer", lr=lr),
+    )
+    return ExchangeConfig("sparse_loco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+
+
+def muloco(period: int = 30, lr: float = 0.8, momentum: float = 0.9, beta: float = 0.9, code: str = "2bit") -> ExchangeConfig:
+    """MuLoCo (Therien et al., arXiv 2505.23725): DiLoCo with Muon inside, whose pseudo-gradients bear 2 or 4 bits with error feedback.
+
+    Inner Muon for matrices, AdamW for embeddings, heads and vectors: `base_optimizer(config, model.named_parameters())` makes one
+    combined optimizer, `attach([muon, adamw], ...)` takes two. Published: Muon lr 0.0224, momentum 0.9, weight decay 1e-4; outer
+    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; codes "2bit", "int4", or no feedback in full precision (`code` "fp32").
+    """
+    channel = Channel(
+        "delta",
+        "delta",
+        Clock(period),
+        Accumulator(beta=beta) if code not in ("fp32", "bf16") else None,
+        Codec(code=code),
+        residual="subtract" if code not in ("fp32", "bf16") else "keep",
+        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0),
+    )
+    return ExchangeConfig("muloco", (channel,), inner=("muonadamw", "muon", "adamw"), lr=0.0224, clip=1.0)
+
+
+def half_life_multiples(betas: dict[str, float], fastest: int = 3) -> dict[str, int]:
+    """Multiples for `desloc` in proportion to the half-lives ln 0.5 / ln beta of the states; the fastest one gets `fastest`.
+
+    Raises:
+        ValueError: a decay rate that is not between 0 and 1.
+
+    Example:
+        >>> from fsdp_demo import half_life_multiples
+        >>> half_life_multiples({"exp_avg": 0.9, "exp_avg_sq": 0.95})
+        {'exp_avg': 3, 'exp_avg_sq': 6}
+    """
+    for name, beta in betas.items():
+        if not 0 < beta < 1:
+            raise ValueError(f"decay rate of {name!r} is {beta}: allowed is 0 < beta < 1")
+    lives = {name: math.log(0.5) / math.log(beta) for name, beta in betas.items()}
+    shortest = min(lives.values(), default=1.0)
+    return {name: max(1, round(fastest * life / shortest)) for name, life in lives.items()}
+
+
+def _averaged(name: str, source: str, period: int, code: str, after: str = "") -> Channel:
+    return Channel(name, source, Clock(period), codec=Codec(code=code), applier=Applier("replace"), after=after)
+
+
+def _with_states(period: int, states: dict[str, int], code: str) -> tuple[Channel, ...]:
+    for name, multiple in states.items():
+        if multiple < 1:
+            raise ValueError(f"states[{name!r}]={multiple}: a state's period is a multiple, 1 or more, of period={period}")
+    moments = [_averaged(name, f"state:{name}", multiple * period, code) for name, multiple in states.items()]
+    return (_averaged("parameter", "parameter", period, code), *moments)
+
+
+def _seeded(select: str, topk: int, beta: float, code: str, sign: bool | None, transform: bool, inner: str) -> ExchangeConfig:
+    codec = Codec("dct" if transform else "none", select, topk, code)
+    return _gradient_method(select, Accumulator(beta=beta), codec, "replicas", sign if sign is not None else inner == "sgd", inner)
+
+
+def _gradient_method(name: str, kept: Accumulator, codec: Codec, reducer: str, sign: bool, inner: str) -> ExchangeConfig:
+    """DeMo and its relatives: a momentum of gradients, a part of which is exchanged at every step and leaves it."""
+    one_of("inner", inner, ("sgd", "adamw", "as_is"))
+    channel = Channel(
+        "momentum",
+        "gradient",
+        accumulator=kept,
+        codec=codec,
+        residual="subtract",
+        reducer=Reducer(reducer),
+        applier=Applier("gradient", phi="sign" if sign else "identity"),
+        plain=EMBEDDINGS,
+    )
+    return ExchangeConfig(name, (channel,), inner=(inner,), lr=1e-3 if inner == "adamw" else 4e-4, clip=1.0)
+
+
+_PRESETS: tuple[Callable[..., ExchangeConfig], ...] = (
+    full,
+    local_sgd,
+    local_adam,
+    desloc,
+    diloco,
+    streaming_diloco,
+    demo,
+    random,
+    stride,
+    decoupled_momentum,
+    sparse_loco,
+    muloco,
+)
 
 
 def presets() -> dict[str, Callable[..., ExchangeConfig]]:
@@ -107,76 +308,3 @@ def presets() -> dict[str, Callable[..., ExchangeConfig]]:
         True
     """
     return {f.__name__: f for f in _PRESETS}
-
-
-def preset(name: str, **changes: Any) -> ExchangeConfig:
-    """The configuration of a published method, with changes.
-
-    Args:
-        name: one of `presets()`.
-        changes: keywords of the preset's function, top-level fields (`clip`, `inner`, `max_in_flight`, and `lr`, the inner rate, where
-            the function has no `lr` of its own), or dotted paths.
-
-    Raises:
-        ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name.
-
-    Example:
-        >>> from fsdp_demo import preset
-        >>> preset("diloco", period=100).channels[0].clock.period
-        100
-        >>> preset("demo", **{"codec.topk": 16}).channels[0].codec.topk
-        16
-    """
-    known = presets()
-    one_of("preset", name, tuple(known))
-    takes = inspect.signature(known[name]).parameters
-    hints = get_type_hints(known[name])
-    own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes}
-    rest = {k: v for k, v in changes.items() if k not in takes}
-    for key in rest:
-        if "." not in key and key not in ("clip", "inner", "max_in_flight", "lr"):
-            options = [*takes, "clip", "inner", "max_in_flight"]
-            allowed = f"{', '.join(options)}, or a dotted path such as clock.period"
-            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed})")
-    return known[name](**own).changed(rest)
-
-
-def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
-    """Read what `--exchange` and `--set` say.
-
-    Args:
-        source: a preset name, or the path of a yaml file: a whole configuration (`ExchangeConfig.to_yaml`), or `preset: NAME` with
-            keywords and dotted paths beside it.
-        overrides: texts `path=value`, values read as yaml, or a mapping of changes as `preset` takes them.
-
-    Raises:
-        ValueError: for unknown names, keys or values; FileNotFoundError for a yaml path that is not there.
-
-    Example:
-        >>> from fsdp_demo import load_config
-        >>> load_config("demo", ["codec.topk=16"]).channels[0].codec.topk
-        16
-    """
-    changes: dict[str, Any] = dict(overrides) if isinstance(overrides, Mapping) else {}
-    for text in () if isinstance(overrides, Mapping) else overrides:
-        path, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"override {text!r} must read path=value, as in clock.period=50")
-        changes[path.strip()] = yaml.safe_load(value)
-    if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
-        return preset(source, **changes)
-    with open(source, encoding="utf-8") as file:
-        data = yaml.safe_load(file)
-    if not isinstance(data, dict) or "preset" not in data:
-        raise ValueError(f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` prints one to start from")
-    if "channels" in data:
-        return ExchangeConfig.from_dict(data).changed(changes)
-    name = data.pop("preset")
-    return preset(name, **{**_flatten(data), **changes})
-
-
-def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in node.items():
-        out.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + str(key): value})
-    return out

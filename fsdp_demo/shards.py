@@ -40,6 +40,10 @@ class Shards(Protocol):
         """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
         ...
 
+    def states(self) -> list[str]:
+        """Names of the optimizer states that are exchangeable: tensors of the shape of their parameter."""
+        ...
+
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """Writable local gradients: created as zeros where wanted and absent, removed where not wanted, left alone where None."""
         ...
@@ -105,6 +109,11 @@ class TorchShards:
                 state = self._optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
                 out.append(None if state is None else local_part(state))
         return out
+
+    def states(self) -> list[str]:
+        """See `Shards.states`."""
+        pairs = [(p, o.state.get(p, {})) for o in self._optimizers for g in o.param_groups for p in g["params"]]
+        return sorted({k for p, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and k != "step"})
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """See `Shards.gradients`."""

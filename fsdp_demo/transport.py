@@ -28,12 +28,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .codecs import values
+from .codecs import vectors as coding
 from .codecs.wire import Header, WireError, memory, seal, unseal
-from .config import BLOCK
 from .link import Link
 from .meter import Meter
 
+CHECKSUM = 4  # bytes at the end of each message of a reduce
 PIECE = 4 << 20  # bytes per send; the timeout counts from piece to piece
 TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
 
@@ -101,9 +101,7 @@ class Line:
         if setup:
             self.meter.setup_bytes += sent
             return
-        self.meter.messages += 1
-        self.meter.bytes_sent += sent
-        self.meter.bytes_received += received
+        self.meter.count(sent, received)
         if self.link is not None:  # both directions at once, shared by the island's ranks
             rate = self.link.bits_per_second
             wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
@@ -145,63 +143,35 @@ def gather(line: Line, header: Header, body: Tensor) -> tuple[list[Header], list
 def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]]) -> list[Tensor]:
     """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal on all ranks. Two messages.
 
-    With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero.
+    With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero. It is cut into R parts; the
+    means of codes under 8 bits come back in int8.
     """
-    cuts = [_cuts(v.numel(), code, line.size) for v, code in vectors]
-    mine = line.rank
-    outgoing = [_pack([_code(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)]
+    mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
+    cuts = [coding.cuts(n, code, line.size) for n, code in spans]
+    cut = [[coding.encode(code, v[a:b]) for a, b in zip(c, c[1:], strict=False)] for (v, code), c in zip(vectors, cuts, strict=True)]
+    outgoing = [_pack([parts[j] for parts in cut]) for j in range(line.size)]
+    there, back = legs(spans, line.size)
     arrived = line.swap(outgoing, [outgoing[mine].numel()] * line.size)
+    parts = [_unpack(m, there[mine], line.label(j)) for j, m in enumerate(arrived)]
     means = []
-    lengths = [c[mine + 1] - c[mine] for c in cuts]
-    spans = [(n, code) for n, (_, code) in zip(lengths, vectors, strict=True)]
-    parts = [_unpack(m, spans, line.label(j)) for j, m in enumerate(arrived)]
-    for i, n in enumerate(lengths):
+    for i, (n, _) in enumerate(there[mine]):
         acc = torch.zeros(n)
         for j in range(line.size):
             if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
                 acc.add_(parts[j][i], alpha=weights[i][j])
         total = sum(weights[i])
         means.append(acc.div_(total) if total else acc)
-    coded = _pack([_code(code, m) for m, (_, code) in zip(means, vectors, strict=True)])
-    theirs = [[(c[j + 1] - c[j], code) for c, (_, code) in zip(cuts, vectors, strict=True)] for j in range(line.size)]
-    sizes = [4 + sum(_code_bytes(n, code) for n, code in s) for s in theirs]
-    pieces = [_unpack(m, theirs[j], line.label(j)) for j, m in enumerate(line.swap([coded] * line.size, sizes))]
+    coded = _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
+    sizes = [CHECKSUM + coding.total_bytes(s) for s in back]
+    pieces = [_unpack(m, back[j], line.label(j)) for j, m in enumerate(line.swap([coded] * line.size, sizes))]
     return [torch.cat([p[i] for p in pieces]) for i in range(len(vectors))]
 
 
-def _cuts(n: int, code: str, size: int) -> list[int]:
-    """Where a vector of n elements is cut into `size` parts; int8 has one scale per 4096, so it is cut between them."""
-    unit = BLOCK if code == "int8" else 1
-    units = -(-n // unit)
-    return [min(units * j // size * unit, n) for j in range(size + 1)]
-
-
-def _rows(n: int) -> tuple[int, int]:
-    return n // BLOCK, n % BLOCK
-
-
-def _code_bytes(n: int, code: str) -> int:
-    rows, rest = _rows(n)
-    return values.num_bytes(code, rows, BLOCK) + (values.num_bytes(code, 1, rest) if rest else 0)
-
-
-def _code(code: str, v: Tensor) -> Tensor:
-    rows, rest = _rows(v.numel())
-    parts = [values.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
-    return torch.cat([*parts, values.encode(code, v[rows * BLOCK :].view(1, rest))]) if rest else parts[0]
-
-
-def _decode(code: str, data: Tensor, n: int) -> Tensor:
-    rows, rest = _rows(n)
-    size = values.num_bytes(code, rows, BLOCK)
-    parts = [values.decode(code, data[:size], rows, BLOCK).view(-1)]
-    return torch.cat([*parts, values.decode(code, data[size:], 1, rest).view(-1)]) if rest else parts[0]
-
-
-def round_trip(code: str, v: Tensor, size: int) -> Tensor:
-    """What the others receive of one's own vector: coded and decoded in the parts `reduce` sends (fp32 [n], any device)."""
-    cuts = _cuts(v.numel(), code, size)
-    return torch.cat([_decode(code, _code(code, v[a:b]), b - a) for a, b in zip(cuts, cuts[1:], strict=False)])
+def legs(spans: Sequence[tuple[int, str]], size: int) -> tuple[list[list[tuple[int, str]]], list[list[tuple[int, str]]]]:
+    """What a reduce of vectors (values, code) moves: for each rank j the parts it is sent, and the parts of the mean it sends back."""
+    cuts = [coding.cuts(n, code, size) for n, code in spans]
+    there = [[(c[j + 1] - c[j], code) for c, (_, code) in zip(cuts, spans, strict=True)] for j in range(size)]
+    return there, [[(n, coding.mean_code(code)) for n, code in part] for part in there]
 
 
 def _pack(parts: Sequence[Tensor]) -> Tensor:
@@ -212,13 +182,13 @@ def _pack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> list[Tensor]:
-    body = message[:-4].clone()
-    if zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-4:].tolist()), "little"):
+    body = message[:-CHECKSUM].clone()
+    if zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-CHECKSUM:].tolist()), "little"):
         raise WireError(f"dense payload from {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
     out, at = [], 0
     for n, code in spans:
-        size = _code_bytes(n, code)
-        out.append(_decode(code, body[at : at + size], n))
+        size = coding.num_bytes(code, n)
+        out.append(coding.decode(code, body[at : at + size], n))
         at += size
     return out
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, load_config, preset, presets
+from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer, load_config, preset, presets
 from fsdp_demo.config import BLOCK
 
 PRESETS = sorted(presets())
@@ -138,12 +138,30 @@ def test_too_much_in_flight_says_how_much_is_allowed() -> None:
         lambda: Channel("c", "delta", applier=Applier("outer", local_delta=True)),
         lambda: Channel("c", "gradient", Clock(), Accumulator(0.9), Codec("none", "topk"), "put_back"),
         lambda: Channel("c", "delta", Clock(), Accumulator(0.9), residual="put_back", applier=Applier("outer")),  # would count twice
-        lambda: Channel("c", "delta", Clock(period=2, delay=2), applier=Applier("outer")),  # would send again what is under way
+        lambda: Channel("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
+        lambda: Channel("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),  # everybody sends
+        lambda: Channel("c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")),
+        lambda: Channel("c", "parameter", applier=Applier("replace"), after="c"),
         lambda: Channel("c", "parameter", codec=Codec(code="int8"), applier=Applier("replace")),
         lambda: Channel("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
         lambda: Channel("c", "state:exp_avg", accumulator=Accumulator(), applier=Applier("replace")),
         lambda: Codec("dct", "all"),
         lambda: Applier("outer", nesterov=True),
+        lambda: preset("diloco", momentum_warmup=-1),
+        lambda: preset("demo", version=3),
+        lambda: preset("demo", inner="adagrad"),
+        lambda: preset("decoupled_momentum", average_every=2),  # consensus replicas are equal anyway
+        lambda: preset("desloc", states={"exp_avg": 0}),
+        lambda: fsdp_demo.half_life_multiples({"exp_avg": 1.0}),
+        lambda: Fragments(layers=0),
+        lambda: Fragments(order="random"),
+        lambda: preset("diloco", outer_state="disk"),
+        lambda: preset("diloco", clip_over="world"),
+        lambda: two(average()),  # both write the parameters after every tenth step
+        lambda: two(average(after="nobody")),
+        lambda: two(average(after="delta"), delay=1),  # no anchor can be set under what is in flight
+        lambda: two(Channel("again", "delta", Clock(10), applier=Applier("outer"))),  # each would undo the other
+        lambda: two(Channel("again", "delta", Clock(10), applier=Applier("outer"), include=("layers.*",))),
         lambda: ExchangeConfig("none", ()),
         lambda: ExchangeConfig("twice", (Channel("c", "gradient"), Channel("c", "gradient"))),
     ],
@@ -153,7 +171,29 @@ def test_what_has_no_meaning_is_refused(build: Any) -> None:
     assert len(text) > 40 and any(mark in text for mark in (":", "allowed", "needs", "found")), text
 
 
+def average(**options: Any) -> Channel:
+    return Channel("average", "parameter", Clock(options.pop("period", 10), options.pop("offset", 0)), applier=Applier("replace"), **options)
+
+
+def two(second: Channel, **clock: int) -> ExchangeConfig:
+    """A delta channel of period 10 over all parameters, and another one."""
+    return ExchangeConfig("two", (Channel("delta", "delta", Clock(10, **clock), applier=Applier("outer")), second))
+
+
 def test_the_right_combinations_are_allowed() -> None:
+    two(average(after="delta"))
+    two(average(offset=1))  # they never meet
+    two(average(period=5, offset=2))
+    two(Channel("moments", "state:exp_avg", Clock(30), applier=Applier("replace")))
+    two(Channel("gradient", "gradient"))  # acts before the step, the delta after it
+    ExchangeConfig(
+        "embeddings apart",
+        (
+            Channel("delta", "delta", Clock(10), applier=Applier("outer"), exclude=("*embed*",)),
+            Channel("embeddings", "delta", Clock(30), applier=Applier("outer"), include=("*embed*",)),
+        ),
+    )
+    Channel("c", "delta", Clock(period=2, delay=5), applier=Applier("outer"))
     Channel("c", "gradient", Clock(period=2), Accumulator(0.9))
     Channel("c", "state:exp_avg", applier=Applier("replace"))
     preset("decoupled_momentum", rule="released", reducer="senders")
@@ -226,12 +266,13 @@ def test_keywords_in_code_are_checked_like_texts() -> None:
 def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
     """Changes that are allowed for a preset, as `preset(name, **changes)` takes them."""
     number = st.floats(1e-8, 1e8)
+    delays = {} if name == "streaming_diloco" else {"clock.delay": st.integers(0, 3)}
     options: dict[str, Any] = {
+        **delays,
         "clip": st.none() | number,
         "max_in_flight": st.integers(16, 100),
         "lr": number,
         "inner": st.lists(st.sampled_from(["sgd", "adamw", "muon", "any"]), min_size=1, max_size=3, unique=True).map(tuple),
-        "clock.delay": st.integers(0, 3),
         "applier.dense_lr": number,
         "reducer.weight": st.sampled_from(["equal", "tokens"]),
         "include": st.lists(st.text(max_size=8), max_size=3).map(tuple),
@@ -306,8 +347,8 @@ def test_every_field_is_in_the_digest(name: str) -> None:
                 changed.add((*parents, leaf))
     unmoved = {path[-1] for path in set(map(tuple, leaves(config.to_dict()))) - changed}
     # What cannot change alone: other values of these are refused without a change elsewhere.
-    words = {"source", "transform", "select", "residual", "kind", "code", "phi"}
-    assert unmoved <= words | {"nesterov", "local_delta", "accumulator", "offset", "period", "momentum"}
+    words = {"source", "transform", "select", "residual", "kind", "code", "phi", "order", "clip", "clip_over", "outer_state", "after"}
+    assert unmoved <= words | {"nesterov", "local_delta", "accumulator", "offset", "period", "momentum", "mix", "fragments"}
 
 
 def test_a_yaml_file_may_be_short_or_whole(tmp_path: Any) -> None:
@@ -345,7 +386,11 @@ def test_clock(period: int, data: st.DataObject) -> None:
 
 
 def test_consensus_is_derived() -> None:
-    assert all(preset(name).consensus for name in PRESETS)
+    assert [name for name in PRESETS if not preset(name).consensus] == ["streaming_diloco"]  # local steps are mixed in
+    assert all(preset(name).shared for name in PRESETS)
+    assert not preset("decoupled_momentum", rule="released").shared
+    assert not preset("diloco", period=4, **{"clock.delay": 4}).consensus and preset("diloco", period=4, **{"clock.delay": 3}).consensus
+    assert not preset("local_sgd", **{"clock.delay": 1}).consensus
     assert not preset("decoupled_momentum", rule="released").consensus
     assert not preset("diloco", **{"applier.mix": 0.5}).consensus
 
@@ -357,7 +402,7 @@ def test_describe_is_one_line_with_the_numbers(name: str) -> None:
     assert "\n" not in text and name in text
     for c in config.channels:
         assert c.source in text and f"every {c.clock.period}" in text and c.reducer.kind in text and c.codec.code in text
-        assert (f"top-{c.codec.topk}" in text) == c.codec.sparse
+        assert (f"top-{c.codec.topk}" in text) == c.codec.indexed and (f"{name} {c.codec.topk}" in text) == c.codec.seeded
 
 
 # ---- the inner optimizer -----------------------------------------------------------------------------------------------
@@ -391,14 +436,22 @@ def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
     if config.lr is None:
         refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "lr=")
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=None if config.lr else 1e-3, weight_decay=0.25)
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(config.lr or 1e-3, 0.25)]
-    fsdp_demo.attach(optimizer, config, model=model).detach()
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.25}
+    assert optimizer.param_groups[0]["lr"] == (config.lr or 1e-3)
+    if config.channels[0].fragments is None:
+        fsdp_demo.attach(optimizer, config, model=model).detach()
+    else:
+        refusal(lambda: fsdp_demo.attach(optimizer, config, model=model), "no parameter name holds a layer number", "weight, bias")
+    if name == "muloco":
+        refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "model.named_parameters()")
+        return
     assert fsdp_demo.base_optimizer(config, model.parameters(), lr=0.5).param_groups[0]["lr"] == 0.5
 
 
 def test_published_rates() -> None:
     """As the papers (DESIGN.md 3, algorithms.md) have them."""
-    assert {n: preset(n).lr for n in PRESETS} == {"full": None, "demo": 4e-4, "diloco": 4e-4, "decoupled_momentum": 4e-4}
+    assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {"full": None, "local_sgd": None, "muloco": 0.0224}
+    assert preset("demo", inner="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier
     assert (outer.lr, outer.momentum, outer.nesterov) == (0.7, 0.9, True)
     assert preset("decoupled_momentum", rule="released").channels[0].applier.lr == 0.7

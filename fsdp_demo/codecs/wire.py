@@ -110,8 +110,8 @@ def unpack12(data: Tensor, n: int) -> Tensor:
 
 
 def dense_code(codec: Codec) -> str:
-    """How a sparse channel codes the tensors it sends whole: one scale for many small tensors would hurt, so bf16 instead of int8."""
-    return "bf16" if codec.code == "int8" else codec.code
+    """How a sparse channel codes the tensors it sends whole: a scale shared by small tensors would hurt, so bf16 unless it is fp32."""
+    return "fp32" if codec.code == "fp32" else "bf16"
 
 
 def sparse_bytes(layout: Layout, codec: Codec) -> int:

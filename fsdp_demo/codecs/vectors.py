@@ -1,0 +1,68 @@
+"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `values`; how they are cut into parts for a reduce.
+
+Codes under 8 bits are never summed in their own code: either all codes reach everybody (`gathers`), or the parts travel in the code, are
+added in fp32, and the mean comes back in int8 (`mean_code`), so that the coarse rounding happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import BLOCK
+from . import values
+
+WHOLE = ("fp32", "bf16")  # codes without a scale: a vector may be cut anywhere
+LOW = ("int4", "fp4_e3m0", "fp4_e2m1", "2bit")  # codes under 8 bits
+
+
+def mean_code(code: str) -> str:
+    """The code in which the mean of vectors coded by `code` comes back."""
+    return "int8" if code in LOW else code
+
+
+def gathers(code: str, size: int) -> bool:
+    """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b + 1) (R - 1) / R, so R <= (b + 1) / b for
+    b bytes per value; only for codes under 8 bits, where a reduce would round twice."""
+    return code in LOW and size * values.bytes_per_value(code) <= values.bytes_per_value(code) + 1
+
+
+def num_bytes(code: str, n: int) -> int:
+    """Bytes of a coded vector of n values."""
+    rows, rest = divmod(n, BLOCK)
+    return values.num_bytes(code, rows, BLOCK) + (values.num_bytes(code, 1, rest) if rest else 0)
+
+
+def encode(code: str, v: Tensor) -> Tensor:
+    """Code a vector fp32 [n] as uint8 [num_bytes]."""
+    rows, rest = divmod(v.numel(), BLOCK)
+    parts = [values.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
+    return torch.cat([*parts, values.encode(code, v[rows * BLOCK :].view(1, rest))]) if rest else parts[0]
+
+
+def decode(code: str, data: Tensor, n: int) -> Tensor:
+    """The inverse of `encode`: fp32 [n]."""
+    rows, rest = divmod(n, BLOCK)
+    size = values.num_bytes(code, rows, BLOCK)
+    parts = [values.decode(code, data[:size], rows, BLOCK).view(-1)]
+    return torch.cat([*parts, values.decode(code, data[size:], 1, rest).view(-1)]) if rest else parts[0]
+
+
+def cuts(n: int, code: str, size: int) -> list[int]:
+    """Where a vector of n values is cut into `size` parts: R + 1 bounds; where scales are shared, between rows of 4096."""
+    unit = 1 if code in WHOLE else BLOCK
+    units = -(-n // unit)
+    return [min(units * j // size * unit, n) for j in range(size + 1)]
+
+
+def round_trip(code: str, v: Tensor, size: int) -> Tensor:
+    """What the others receive of one's own vector: coded and decoded in the parts a reduce among `size` replicas sends (fp32 [n])."""
+    at = cuts(v.numel(), code, size)
+    return torch.cat([decode(code, encode(code, v[a:b]), b - a) for a, b in zip(at, at[1:], strict=False)])
+
+
+def total_bytes(spans: Sequence[tuple[int, str]]) -> int:
+    """Bytes of several coded vectors (values, code) one after the other."""
+    return sum(num_bytes(code, n) for n, code in spans)

@@ -1,0 +1,92 @@
+"""Muon for matrices and AdamW for the rest behind one optimizer, for trainers that take one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .patterns import EMBEDDINGS, matches
+
+PUBLISHED = 0.0224  # Muon's rate in the released configurations of MuLoCo
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for 2-D parameters, `torch.optim.AdamW` for embeddings, heads and everything that is no matrix.
+
+    One `param_groups` (schedulers act on both parts), one `state`, one state dict. Works on FSDP2 shards as Muon itself does: its
+    products gather inside the island.
+
+    Args:
+        params: named parameters (`model.named_parameters()`).
+        lr: Muon's rate; default the published one of MuLoCo (arXiv 2505.23725).
+        adamw_lr: rate of the AdamW part; by default 4e-4 at the published `lr` and in proportion to it.
+        momentum, nesterov, weight_decay: of Muon; weight decay holds for both parts.
+        betas: of AdamW.
+        adamw: shell patterns of the names of matrices that AdamW takes.
+
+    Raises:
+        ValueError: parameters without names, from which embeddings could not be told.
+
+    Example:
+        >>> import torch, fsdp_demo
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = fsdp_demo.MuonAdamW(model.named_parameters(), lr=0.02)
+        >>> [type(part).__name__ for part in optimizer.parts]
+        ['Muon', 'AdamW']
+    """
+
+    parts: list[torch.optim.Optimizer]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = PUBLISHED,
+        adamw_lr: float | None = None,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        weight_decay: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw: tuple[str, ...] = EMBEDDINGS,
+    ):
+        named = list(params)
+        if not all(isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in named):
+            raise ValueError("MuonAdamW tells matrices from embeddings by their names: pass model.named_parameters()")
+        matrices = [(n, p) for n, p in named if p.ndim == 2 and not matches(n, adamw)]
+        rest = [(n, p) for n, p in named if not (p.ndim == 2 and not matches(n, adamw))]
+        rate = adamw_lr if adamw_lr is not None else 4e-4 * lr / PUBLISHED
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts.append(torch.optim.Muon(matrices, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay))
+        if rest:
+            parts.append(torch.optim.AdamW(rest, lr=rate, betas=betas, weight_decay=weight_decay))
+        self._counts = [len(part.param_groups) for part in parts]
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts work on this optimizer's own groups and state: whoever swaps parameters or loads a state finds one of each."""
+        at = 0
+        for part, count in zip(self.parts, self._counts, strict=True):
+            part.param_groups, part.state = self.param_groups[at : at + count], self.state
+            at += count
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "parts" in self.__dict__:
+            self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float | Tensor] | None = None) -> Any:
+        """One step of both parts; returns the closure's loss, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._share()
+        for part in self.parts:
+            part.step()
+        return loss
