@@ -23,9 +23,9 @@ from .blocks import Layout
 from .codecs.dct import transform
 from .config import Channel
 from .outer import local_step, outer_step
-from .patterns import covers, matches
+from .patterns import covers, kind
 from .payload import Section
-from .shards import Shard, Shards
+from .shards import Shards
 from .topology import Position
 
 
@@ -77,7 +77,7 @@ class ActiveChannel:
         if channel.source.startswith("state:"):
             self._with_state()
         chosen = [shards.shards[i] for i in self.covered]
-        kinds = [self._kind(s) for s in chosen]
+        kinds = [kind(channel, s.name) for s in chosen]
         self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
         self.lane = position.copy if position.copy < lanes else None
         self.layout = self.layouts[self.lane] if self.lane is not None else None
@@ -94,11 +94,6 @@ class ActiveChannel:
                 f"channel {channel.name!r}: clock.delay={channel.clock.delay}, not below clock.period={channel.clock.period}, needs fp32 "
                 "parameters: load the model with dtype=torch.float32, or shorten the delay"
             )
-
-    def _kind(self, shard: Shard) -> str:
-        if not self.channel.codec.sparse or matches(shard.name, self.channel.dense):
-            return "dense"
-        return "plain" if self.channel.codec.transform == "none" or matches(shard.name, self.channel.plain) else "transform"
 
     def _with_state(self) -> None:
         """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments exist for the rest."""

@@ -70,14 +70,16 @@ def rehearse(args: argparse.Namespace) -> int:
 
 
 def presets(args: argparse.Namespace) -> int:
-    """List the presets, or describe one."""
+    """List the presets, the recommended ones first, or describe one."""
     import fsdp_demo
+    from fsdp_demo.presets import RECOMMENDED
 
     known = fsdp_demo.presets()
     if args.name is None:
         width = max(map(len, known))
-        for name, function in known.items():
-            print(f"{name:{width}}  {(inspect.getdoc(function) or '').partition(chr(10))[0]}")
+        for name in sorted(known, key=lambda name: name not in RECOMMENDED):
+            group = "recommended" if name in RECOMMENDED else "papers"
+            print(f"{name:{width}}  {group:11}  {(inspect.getdoc(known[name]) or '').partition(chr(10))[0]}")
         return 0
     config = fsdp_demo.preset(args.name)  # a wrong name: ValueError with the nearest right one
     if args.yaml:

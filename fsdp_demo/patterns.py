@@ -23,6 +23,13 @@ def covers(channel: Channel, name: str) -> bool:
     return matches(name, channel.include) and not matches(name, channel.exclude)
 
 
+def kind(channel: Channel, name: str) -> str:
+    """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks, not transformed) or "transform"."""
+    if not channel.codec.sparse or matches(name, channel.dense):
+        return "dense"
+    return "plain" if channel.codec.transform == "none" or matches(name, channel.plain) else "transform"
+
+
 def literal(name: str) -> str:
     """The pattern that fits this name alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .blocks import Layout
 from .codecs import vectors
 from .codecs.wire import HEADER
-from .config import Channel
+from .config import Channel, ExchangeConfig
+from .fragments import expand
 from .meter import Meter
+from .patterns import covers, kind
 from .payload import Section
 from .transport import CHECKSUM, legs
 
@@ -82,3 +85,31 @@ class Plan:
         if self.cycle > 10_000:
             return self._alone()
         return max((self.message(step) for step in range(self.cycle, 2 * self.cycle)), key=lambda m: m.bytes_sent, default=Meter())
+
+
+def plan_model(
+    config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[int]]], islands: int, shards: int = 1, rank: int = 0
+) -> list[Plan]:
+    """The plans of the ranks of one island (one per shard) that train a model under a configuration.
+
+    Args:
+        tensors: names and whole shapes of the trained parameters (of a model on the meta device, say), ties once.
+        islands: number of replicas; rank: which of them.
+        shards: FSDP2 shards of the first dim, ceil(rows / shards) rows each.
+    """
+    channels, plans = expand(config, [n for n, _ in tensors]), []
+    for shard in range(shards):
+        sections = []
+        for channel in channels:
+            mine = [(n, _local(shape, shards, shard)) for n, shape in tensors if covers(channel, n)]
+            layout = Layout([shape for _, shape in mine], [kind(channel, n) for n, _ in mine])
+            sections.append((channel, Section(layout, channel, islands, config.seed), len(mine)))
+        plans.append(Plan(sections, islands, rank))
+    return plans
+
+
+def _local(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...]:
+    if shards == 1 or not shape:
+        return tuple(shape)
+    rows = -(-shape[0] // shards)
+    return (max(0, min(rows, shape[0] - shard * rows)), *shape[1:])

@@ -128,7 +128,8 @@ def main() -> None:
     saved = load_local(emergency, acc.process_index, optimizer) if train.resume else None
     agreed = {name: getattr(train, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
     agreed |= {name: getattr(data, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
-    exchange = attach(optimizer, config, model=model, topology=topology, agree=agreed, state=saved["exchange"] if saved else None)  # (*)
+    state, batch = saved["exchange"] if saved else None, (data.batch_size, data.accumulation)
+    exchange = attach(optimizer, config, model=model, topology=topology, agree=agreed, state=state, batch=batch)  # (*)
     start = exchange.step
     scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(start + step, train))
     facts = {"model": data.model, "data": data.data, "seed": train.seed, "lr": scheduler.base_lrs[0]}

@@ -123,16 +123,20 @@ class Report:
             "wait_share": values["seconds_waiting"] / seconds,
             "seconds": seconds,
             "validation": self.validation,
+            "in_flight": in_flight(self.exchange.timeline(), steps),
             **self.facts,
         }
         if self.bar is not None:
             self.bar.close()
         if self.main:
             self.file.close()
+            with open(self.folder / "timeline.jsonl", "w", encoding="utf-8") as file:
+                for flown in self.exchange.timeline():
+                    print(json.dumps(vars(flown)), file=file)
             for folder in {self.folder, self.output} if self.topology.island == 0 else {self.folder}:
                 (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         if self.main and self.topology.island == 0:
-            draw(self.output / "report.png", self.history, summary)
+            draw(self.output / "report.png", self.history, summary, self.exchange.timeline())
             print("\n".join(f"{name:<28}{value}" for name, value in self._rows(summary)), flush=True)
         return summary
 
@@ -159,12 +163,19 @@ class Report:
             ["ratio", f"{summary['ratio']:.1f} x fewer bytes" if summary["ratio"] else "nothing was sent"],
             ["time spent waiting", f"{summary['wait_share']:.1%}"],
         ]
+        rows += [["exchange in flight", f"{summary['in_flight']:.0%} of the steps"]] if summary["in_flight"] else []
         rows += [["islands agree", agree]] if summary["islands"] > 1 else []
         return rows if summary["drift"] is None else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
 
 
-def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Two panels: loss over steps, and over bytes sent by one island. Left out without matplotlib (extra `report`)."""
+def in_flight(timeline: list[Any], steps: int) -> float:
+    """Share of the steps that were taken while an exchange was under way: those after its launch up to the one it was applied at."""
+    return len({t for flown in timeline for t in range(flown.step + 1, flown.applied + 1)}) / max(steps, 1)
+
+
+def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any], timeline: list[Any]) -> None:
+    """Loss over steps and over bytes sent by one island; with delays also a timeline: for each channel the steps with an exchange in
+    flight. Left out without matplotlib (extra `report`)."""
     try:
         import matplotlib
     except ImportError:
@@ -172,7 +183,11 @@ def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any]) -> 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    late = [flown for flown in timeline if flown.applied > flown.step]
+    figure = plt.figure(figsize=(10, 6 if late else 4), layout="constrained")
+    grid = figure.add_gridspec(2 if late else 1, 2, height_ratios=[2, 1] if late else [1])
+    left = figure.add_subplot(grid[0, 0])
+    panels = [left, figure.add_subplot(grid[0, 1], sharey=left)]
     losses, held_out = [line["loss"] for line in history], [v[1] for v in summary["validation"]]
     axes = (("step", 0, 1, "optimizer step"), ("bytes_sent", 2, 1e-6, "MB sent by each island"))
     for panel, (key, column, scale, label) in zip(panels, axes, strict=True):
@@ -184,6 +199,14 @@ def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any]) -> 
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss (nats per token)")
     panels[0].legend(frameon=False)
+    if late:
+        strip, names = figure.add_subplot(grid[1, :], sharex=left), sorted({name for flown in late for name in flown.channels})
+        for row, name in enumerate(names):
+            bars = [(flown.step + 1, flown.applied - flown.step) for flown in late if name in flown.channels]
+            strip.broken_barh(bars, (row - 0.4, 0.8), color="#0b6e99")
+        strip.set_yticks(range(len(names)), names)
+        strip.set_xlabel("optimizer step (bars: an exchange of the channel is in flight)")
+        strip.spines[["top", "right"]].set_visible(False)
     saved = f", {summary['ratio']:.0f} x fewer bytes than a bf16 all-reduce" if summary["ratio"] else ""
     figure.suptitle(f"{summary['preset']}: {summary['islands']} islands x {summary['procs']} ranks{saved}", fontsize=11)
     figure.savefig(path, dpi=130)

@@ -57,7 +57,7 @@ def test_unknown_preset_offers_the_nearest() -> None:
     ("changes", "parts"),
     [
         ({"codec.transform": "dtc"}, ["codec.transform='dtc'", "none, dct", "did you mean 'dct'"]),
-        ({"codec.code": "int4"}, ["codec.code='int4'", "fp32, bf16, int8"]),
+        ({"codec.code": "int3"}, ["codec.code='int3'", "fp32, bf16, int8, int4, fp4_e3m0, fp4_e2m1, 2bit", "did you mean 'int8'"]),
         ({"codec.select": "top-k"}, ["codec.select='top-k'", "did you mean 'topk'"]),
         ({"reducer": "sender"}, ["reducer.kind='sender'", "did you mean 'senders'"]),
         ({"reducer.weight": "token"}, ["did you mean 'tokens'"]),
