@@ -89,6 +89,7 @@ class Exchange:
         self.shards = TorchShards(optimizers, model)
         self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
         self._tokens = 0
+        self._weighed = (-1, 0.0)  # a step, and the tokens this island counted up to it
         self._loss: float | Tensor = math.nan
         self._equal: bool | None = None
         position = self.shards.position(topology.rank, topology.world)
@@ -253,7 +254,9 @@ class Exchange:
             return
         weight = 1.0
         if any(c.channel.reducer.weight == "tokens" for c in self.channels):
-            weight, self._tokens = self._island.total(self._tokens)[0], 0
+            if self._weighed[0] != self.step:  # one weight for all messages of a step
+                self._weighed, self._tokens = (self.step, self._island.total(self._tokens)[0]), 0
+            weight = self._weighed[1]
         flags = STOP * self._stop_sent | SKIPPED * self._skipping
         self._mailbox.launch(outgoing, self.step, weight, float(self._loss), flags)
         self._loss = math.nan
@@ -308,7 +311,7 @@ class Exchange:
             first = self._mailbox.flights[0]
             late = [c for c in self.channels if c.channel.name in first.parts]
             gradients = [c for c in late if c.channel.before_step]
-            self._mailbox.land(late, first.step + max(c.channel.clock.delay for c in late))
+            self._mailbox.land(late, first.step + max(c.channel.clock.delay for c in late), now=self.step - 1)
             if gradients:
                 self._clip(mean=True)
                 with self.paused():
@@ -328,7 +331,7 @@ class Exchange:
         if self.config.shared:
             late = [c for c in moving if self._mailbox.last[c.channel.name] < self.step]
             self._send(late)
-            self._mailbox.land(late, math.inf, last=True)
+            self._mailbox.land(late, math.inf, now=self.step - 1, last=True)
             for c in moving:
                 if c.channel.source == "delta" and not c.channel.consensus:
                     c.show_anchor()

@@ -62,7 +62,7 @@ def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
     if not layers:
         raise ValueError(
             f"channel {channel.name!r} has fragments of {channel.fragments.layers} layers, but no parameter name holds a layer number "
-            f"(names such as {', '.join(mine[:3])}): pass model= to attach, or set fragments=null"
+            f"(names such as {', '.join(mine[:3])}): pass model= to attach, or do without fragments (layers=0)"
         )
     count = ceil(len(layers) / channel.fragments.layers)
     strided = channel.fragments.order == "strided"

@@ -81,12 +81,12 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
 
 
 def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: int) -> None:
-    """Anchors and outer momenta of consensus channels, on resume."""
+    """Anchors and outer momenta that all replicas share, on resume."""
     if line is None or line.size == 1:
         return
     for c in channels:
         for work in (c.anchor, c.momentum):
-            if work is not None and c.channel.consensus:
+            if work is not None and c.channel.shared:
                 agreement.equalise(line, work, donor)
 
 

@@ -45,8 +45,8 @@ class Flight:
 
 @dataclass(frozen=True)
 class Flown:
-    """One exchange that has ended: launched after `step` (before it, for gradients) and applied at `applied`, the channels in it, and the
-    seconds (`time.perf_counter`) between which it was on the line; None for a copy without a line."""
+    """One exchange that has ended: launched in step `step` and applied in step `applied`, the channels in it, and the seconds
+    (`time.perf_counter`) between which it was on the line; None for a copy without a line."""
 
     step: int
     applied: int
@@ -104,9 +104,11 @@ class Mailbox:
         """What a channel has in flight, oldest first."""
         return [f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts]
 
-    def land(self, channels: Sequence[ActiveChannel], step: float, last: bool = False) -> list[ActiveChannel]:
-        """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied. `last`: see
-        `ActiveChannel.apply`."""
+    def land(self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False) -> list[ActiveChannel]:
+        """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied.
+
+        now: the step after which this really happens, where it is earlier than `step` (a flush); last: see `ActiveChannel.apply`.
+        """
         applied = []
         for flight in list(self.flights):
             ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.clock.delay <= step]
@@ -121,8 +123,7 @@ class Mailbox:
             if not flight.parts:
                 self.flights.remove(flight)
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
-                at = flight.step if math.isinf(step) else int(step)
-                self.flown.append(Flown(flight.step, at, tuple(flight.members), began, ended))
+                self.flown.append(Flown(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
         return applied
 
     def ask(self, job: Callable[[], Any]) -> Any:

@@ -71,9 +71,16 @@ class Plan:
 
     def per_step(self) -> float:
         """Mean bytes sent per step, exact over a cycle: each exchange alone where the cycle is long."""
+        return self.average()[0]
+
+    def average(self) -> tuple[float, float, float]:
+        """(bytes sent, bytes received, messages) per step, the means over a cycle as in `per_step`."""
         if self.cycle <= 10_000:
-            return self.over(range(self.cycle, 2 * self.cycle)).bytes_sent / self.cycle
-        return sum(Plan([e], self.size, self.rank)._alone().bytes_sent / e[0].clock.period for e in self.sections)
+            alone = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
+        else:
+            alone = [(Plan([e], self.size, self.rank)._alone(), e[0].clock.period) for e in self.sections]
+        sent, received = (sum(getattr(m, name) / n for m, n in alone) for name in ("bytes_sent", "bytes_received"))
+        return sent, received, sum(m.messages / n for m, n in alone)
 
     def _alone(self) -> Meter:
         meter = Meter()

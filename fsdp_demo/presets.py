@@ -83,7 +83,7 @@ def streaming_diloco(
 
     Every fragment of `layers` layers has its own offset within the period, so the peak is one fragment; its mean is applied `delay` steps
     later and mixed with the local parameters (`mix` of those is kept). Published: inner AdamW 4e-4, outer 0.4 / 0.9, fragments of 3 layers,
-    strided, period 30 for parity and 100 for few bytes, delay up to 5 steps, mix 0.5, E3M0 values.
+    strided, period 30 for parity and 100 for few bytes, delay up to 5 steps, mix 0.5, E3M0 values. `layers` 0: no fragments.
     """
     channel = Channel(
         "delta",
@@ -91,7 +91,7 @@ def streaming_diloco(
         Clock(period, delay=delay),
         codec=Codec(code=code),
         applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, mix=mix),
-        fragments=Fragments(layers, order),
+        fragments=Fragments(layers, order) if layers else None,
     )
     return ExchangeConfig("streaming_diloco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
 

@@ -9,7 +9,7 @@ usage: bash recipes/quickstart.sh [OPTIONS] [OPTIONS OF pretrain.py]
 Makes .venv (a second run reuses it), then trains a small Llama on the source text of this machine's Python library, as
 2 islands of 2 processes, with the demo preset. Results: OUTPUT/summary.json, metrics.jsonl (per island), report.png.
 
-  --exchange NAME       full, demo, diloco, decoupled_momentum, or a yaml file      (demo)
+  --exchange NAME       a preset (.venv/bin/fsdp-demo presets lists them) or a yaml file   (demo)
   --islands N           islands                                                     (2)
   --procs P             processes per island, FSDP2 between them                    (2)
   --steps N             optimizer steps                                             (200)
@@ -76,8 +76,8 @@ given() { # given NAME: was this option of pretrain.py (or change of the exchang
 rate() {
     if given --model || given --lr; then return; fi
     case $1 in
-        demo) echo 0.004 ;;
-        full | diloco | decoupled_momentum) echo 0.003 ;;
+        demo | random | stride) echo 0.004 ;;
+        full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco) echo 0.003 ;;
     esac
 }
 
@@ -86,7 +86,10 @@ rate() {
 fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
     case $1 in full) given codec.code || given code || echo "codec.code=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
-    case $1 in diloco | decoupled_momentum) given clock.period || given period || echo "clock.period=$period" ;; esac
+    case $1 in
+        local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco | muloco)
+            given clock.period || given period || echo "period=$period" ;;
+    esac
     case $1 in diloco) given applier.momentum || given momentum || echo "applier.momentum=0.4" ;; esac
 }
 

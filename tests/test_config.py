@@ -172,7 +172,8 @@ def test_what_has_no_meaning_is_refused(build: Any) -> None:
 
 
 def average(**options: Any) -> Channel:
-    return Channel("average", "parameter", Clock(options.pop("period", 10), options.pop("offset", 0)), applier=Applier("replace"), **options)
+    clock = Clock(options.pop("period", 10), options.pop("offset", 0))
+    return Channel("average", "parameter", clock, applier=Applier("replace"), **options)
 
 
 def two(second: Channel, **clock: int) -> ExchangeConfig:

@@ -724,13 +724,25 @@ def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
     assert all(difference(mean, shown) < 1e-6 and restored for _, _, shown, _, restored, _ in results)
 
 
-@pytest.mark.parametrize("name", ["demo", "diloco", "decoupled_momentum"])
+RESUMED = {
+    "demo": preset("demo", clip=None),
+    "random": preset("random", clip=None),
+    "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"clock.delay": 1}),
+    "diloco-queue": preset("diloco", period=2, clip=None, **{"clock.delay": 5}),
+    "decoupled_momentum": preset("decoupled_momentum", period=3, clip=None),
+    "released": preset("decoupled_momentum", period=2, rule="released", average_every=2, clip=None),
+    "streaming_diloco": preset("streaming_diloco", period=3, clip=None, delay=2, layers=0),
+    "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"clock.delay": 5}),
+    "desloc": preset("desloc", period=2, clip=None),
+    "sparse_loco": preset("sparse_loco", period=3, clip=None),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(run_ranks, name):
-    """Bit for bit, in the middle of a period, with a payload in flight."""
-    config = preset(name, clip=None) if name == "demo" else preset(name, period=3, clip=None)
-    if name == "diloco":
-        config = config.changed({"clock.delay": 1})
-    inner = sgd if name == "demo" else adamw
+    """Bit for bit, in the middle of a period, with payloads in flight."""
+    config = RESUMED[name]
+    inner = sgd if name in ("demo", "random") else adamw
 
     def run(me):
         def go(model, optimizer, exchange, steps):

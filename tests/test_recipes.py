@@ -226,7 +226,7 @@ def test_too_little_data_for_a_batch_is_refused(accelerate_state):
 # -- models -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("tiny", 459_904), ("small", 3_280_128), ("llama-1b", 1_235_814_400)])
+@pytest.mark.parametrize(("name", "parameters"), [("tiny", 459_904), ("small", 3_280_128), ("llama-3.2-1b", 1_235_814_400)])
 def test_parameter_counts(name, parameters):
     import pretrain
 
@@ -234,7 +234,7 @@ def test_parameter_counts(name, parameters):
         model = pretrain.load_model(name, TOKENIZER.vocab_size)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert next(model.parameters()).dtype == torch.float32
-    if name == "llama-1b":
+    if name == "llama-3.2-1b":
         assert model.config.rope_parameters["rope_theta"] == 500_000 and model.config.rope_parameters["factor"] == 32
 
 

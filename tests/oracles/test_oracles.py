@@ -8,7 +8,8 @@ import struct
 import pytest
 import torch
 
-from . import blocks, dct, presets, quantise, topk, wire
+from . import blocks, dct, dense, presets, quantise, topk, wire
+from .replicas import warmed
 
 
 def test_dct_is_the_double_sum_and_orthonormal():
@@ -188,3 +189,266 @@ def test_mean_over_senders_and_weights():
     assert presets.mean(values, [1.0, 1.0]).tolist() == [3.0, 2.0, 0.0]
     assert presets.mean(values, [1.0, 3.0]).tolist() == [3.5, 3.0, 0.0]
     assert presets.mean(values, [1.0, 3.0], True).tolist() == [3.5, 4.0, 0.0]
+
+
+# -- averaging ---------------------------------------------------------------------------------------------------------
+
+
+def heavy(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.1, weight_decay=0.1)
+
+
+def mean_theta(method) -> presets.Tensors:
+    return {n: sum(theta[n].detach() for theta in method.theta) / method.R for n in method.theta[0]}
+
+
+def test_averaging_what_is_linear_is_averaging_the_gradient():
+    """SGD with momentum is linear: where parameters and momenta are averaged replicas hold what the mean gradient gives."""
+    full = run(presets.Full(start(), 3, heavy), 6)
+    for states in ({"momentum_buffer": 2}, {"momentum_buffer": 3}, {}):
+        method = run(presets.Averaging(start(), 3, heavy, period=2, states=states), 6)
+        assert close(mean_theta(method), full.theta[0]) and close(method.theta[1], full.theta[0])
+        equal = [close(method.state(r, "momentum_buffer"), full_state(full)) for r in range(3)]
+        assert equal == [bool(states)] * 3
+
+
+def full_state(full: presets.Full) -> presets.Tensors:
+    return {n: full.inner[0].state[p]["momentum_buffer"] for n, p in full.theta[0].items()}
+
+
+def test_local_adam_is_desloc_with_multiples_of_one_and_differs_from_rarer_states():
+    """Averaging everything at every step with one gradient for all is AdamW itself; rarer states leave the replicas' moments apart."""
+    method = presets.Averaging(start(), 2, adamw, period=2, states={"exp_avg": 2, "exp_avg_sq": 2})
+    rare = presets.Averaging(start(), 2, adamw, period=2, states={"exp_avg": 4, "exp_avg_sq": 6})
+    for t in range(6):
+        for m in (method, rare):
+            m.step([gradients(t, r) for r in range(2)])
+        for name, period in (("exp_avg", 4), ("exp_avg_sq", 6)):
+            assert close(rare.state(0, name), rare.state(1, name)) == ((t + 1) % period == 0)
+            assert close(method.state(0, name), method.state(1, name)) == (t % 2 == 1)
+    alone, same = presets.Full(start(), 1, adamw), presets.Averaging(start(), 2, adamw, period=1, states={"exp_avg": 1, "exp_avg_sq": 1})
+    for t in range(4):
+        alone.step([gradients(t, 0)])
+        same.step([gradients(t, 0)] * 2)
+    assert close(alone.theta[0], same.theta[1]) and all(float(s["step"]) == 4 for s in same.inner[0].state.values())
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("mix", [0.0, 0.5])
+def test_delayed_averaging_moves_no_mean_and_corrects_once(delay, mix):
+    method = presets.Averaging(start(), 3, sgd, period=2, delay=delay, mix=mix)
+    run(method, 7)
+    full = run(presets.Full(start(), 3, sgd), 7)
+    assert close(mean_theta(method), full.theta[0])
+    assert not close(method.theta[0], method.theta[1])
+    for _ in range(2 * delay + 4):  # no gradients: what differs is corrected, not more
+        method.step([{} for _ in range(3)])
+    method.flush()
+    apart = max(float((a[n] - full.theta[0][n]).detach().abs().max()) for a in method.theta for n in a)
+    assert apart < 1e-9 if mix == 0 else apart < 0.5
+
+
+# -- outer steps, fragments, delays ------------------------------------------------------------------------------------
+
+
+def test_diloco_with_rate_one_is_local_sgd():
+    a = run(presets.DiLoCo(start(), 2, adamw, period=3, lr=1.0, momentum=0.0), 7)
+    b = run(presets.Averaging(start(), 2, adamw, period=3), 7)
+    assert all(close(x, y) for x, y in zip(a.theta, b.theta, strict=True))
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_streaming_with_one_fragment_at_once_is_diloco(warmup):
+    a = run(presets.DiLoCo(start(), 2, adamw, period=2, lr=0.4, warmup=warmup), 8)
+    b = run(presets.Streaming(start(), 2, adamw, period=2, lr=0.4, warmup=warmup), 8)
+    assert all(close(x, y) for x, y in zip(a.theta, b.theta, strict=True))
+    c = run(presets.Streaming(start(), 2, adamw, period=2, lr=0.4, parts=[[n] for n in SHAPES]), 8)
+    assert not close(a.theta[0], c.theta[0])  # other offsets: 0, 0, 1
+    assert [f.offset for f in c.fragments] == [0, 0, 1]
+
+
+def test_momentum_warms_up():
+    assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9] and warmed(0.9, 0, 1) == 0.9
+
+
+def test_fragments_by_hand():
+    names = ["embed.weight", "h.0.w", "h.0.b", "h.1.w", "h.2.w", "h.3.w", "h.4.w", "norm.2x.weight"]
+    last = ["embed.weight", "norm.2x.weight"]
+    assert presets.fragments(names, 2, "strided") == [["h.0.w", "h.0.b", "h.3.w"], ["h.1.w", "h.4.w"], ["h.2.w"], last]
+    assert presets.fragments(names, 2, "sequential") == [["h.0.w", "h.0.b", "h.1.w"], ["h.2.w", "h.3.w"], ["h.4.w"], last]
+
+
+def test_everything_kept_of_the_local_parameters_is_training_alone():
+    method = run(presets.Streaming(start(), 2, sgd, period=2, delay=1, mix=1.0), 6)
+    for r in range(2):
+        alone = presets.Full(start(), 1, sgd)
+        for t in range(6):
+            alone.step([gradients(t, r)])
+        assert close(method.theta[r], alone.theta[0])
+
+
+@pytest.mark.parametrize("delay", [0, 2, 4, 6])
+def test_nothing_is_lost_or_sent_twice_beyond_the_period(delay):
+    """lr 1, no momentum, SGD: once what is in flight has landed the anchor is where the mean gradient leads.
+
+    A mean that lands where the next delta leaves rewinds no step that was not sent."""
+    full = run(presets.Full(start(), 3, sgd), 8)
+    for make in (presets.Streaming, presets.DecoupledMomentum):
+        kw = {"momentum": 0.0} if make is presets.Streaming else {"coding": everything()}
+        method = run(make(start(), 3, sgd, period=2, lr=1.0, delay=delay, **kw), 8)
+        assert delay == 0 or not close(method.theta[0], method.theta[1])
+        method.flush()
+        assert all(close(theta, full.theta[0]) for theta in method.theta)
+
+
+def test_finish_leaves_the_replicas_at_the_anchor():
+    method = run(presets.Streaming(start(), 2, sgd, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25), 7)
+    method.finish()
+    assert close(method.theta[0], method.theta[1]) and not any(f.flying for f in method.fragments)
+
+
+def test_delayed_gradients_arrive_late_and_in_order():
+    for make in (presets.Full, presets.Demo):
+        kw = {"coding": presets.Coding(code="fp32")} if make is presets.Demo else {}
+        early, late = run(make(start(), 2, sgd, **kw), 3), run(make(start(), 2, sgd, delay=2, **kw), 5)
+        assert close(early.theta[0], late.theta[0])
+        late.flush()
+        assert close(run(make(start(), 2, sgd, **kw), 5).theta[1], late.theta[1])
+
+
+def test_a_gradient_channel_with_a_period_gathers():
+    method = run(presets.Demo(start(), 2, sgd, sign=False, beta=1.0, period=3, coding=everything()), 7)
+    assert close(method.theta[0], run(presets.Full(start(), 2, sgd), 6).theta[0])
+
+
+# -- codes on whole tensors, error feedback ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit"])
+def test_whole_vectors_are_coded_as_one_value_at_a_time(code):
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(4096 + 77, generator=generator) * 10.0 ** torch.randint(-3, 1, (4173,), generator=generator)
+    values[:300], values[400], values[600:700] = 0.0, -0.0, torch.arange(100) / 8.0
+    assert torch.equal(dense.coded(values, code), quantise.dequantised(values, code))
+    assert dense.coded(values[:0], code).shape == (0,) and dense.coded(values.double(), code).dtype == torch.float64
+
+
+def test_who_gathers():
+    assert [r for r in range(1, 8) if dense.gathers("2bit", r)] == [1, 2, 3, 4, 5]
+    assert [r for r in range(1, 8) if dense.gathers("int4", r)] == [1, 2, 3]
+    assert not dense.gathers("int8", 2) and not dense.gathers("fp32", 2)
+
+
+def test_a_mean_of_whole_tensors_is_the_mean_of_what_arrives():
+    tensors = [{n: t.double() for n, t in gradients(0, r).items()} for r in range(4)]
+    for code, back in (("fp32", "fp32"), ("bf16", "bf16"), ("2bit", "fp32"), ("int4", "int8")):
+        got = dense.mean_of(tensors, ["small", "bias"], 2, code, [1.0] * 4)
+        for rows, cut in ((slice(0, 2), slice(0, 4)), (slice(2, 3), slice(4, 7))):
+            vectors = [torch.cat([t["small"][rows].reshape(-1), t["bias"][cut]]) for t in tensors]
+            want = dense.coded(sum(dense.coded(v, code) for v in vectors) / 4, back)
+            assert torch.allclose(torch.cat([got["small"][rows].reshape(-1), got["bias"][cut]]), want, atol=1e-12)
+
+
+def updates(t: int, r: int) -> presets.Tensors:
+    return {n: -0.1 * g.double() for n, g in gradients(t, r).items()}
+
+
+def test_muloco_is_diloco_on_given_updates_and_feeds_errors_back():
+    method = presets.MuLoCo(start(), 2, sgd, period=2, lr=0.8)
+    coarse = presets.MuLoCo(start(), 2, sgd, period=2, lr=1.0, momentum=0.0, beta=1.0, code="2bit")
+    for t in range(6):
+        method.step([updates(t, r) for r in range(2)])
+        coarse.step([updates(t, r) for r in range(2)])
+    assert close(method.theta[0], run(presets.DiLoCo(start(), 2, sgd, period=2, lr=0.8), 6).theta[0])
+    # beta 1: the anchor plus what the feedback still holds is where exact deltas would have led
+    kept = {n: coarse.theta[0][n].detach() - sum(a[n] for a in coarse.fragments[0].a) / 2 for n in SHAPES}
+    exact = run(presets.Full(start(), 2, sgd), 6).theta[0]
+    assert all(torch.allclose(kept[n], exact[n].detach(), atol=1e-6) for n in SHAPES)
+    assert not close(coarse.theta[0], exact)
+
+
+# -- sparse ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_positions_are_all_coefficients():
+    def every(exchange, name, shard):
+        return torch.ones(SHAPES[name], dtype=torch.bool)
+
+    for transform in (True, False):
+        coding = presets.Coding(code="fp32", transform=transform, senders=False, positions=every)
+        method = run(presets.Demo(start(), 2, sgd, sign=False, coding=coding))
+        assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
+
+
+def test_half_the_positions_of_a_block_come_a_step_late():
+    def half(exchange, name, shard):
+        mask = torch.zeros(SHAPES[name], dtype=torch.bool)
+        mask.view(-1)[exchange % 2 :: 2] = True
+        return mask
+
+    coding = presets.Coding(code="fp32", transform=False, senders=False, positions=half)
+    method = run(presets.Demo(start(), 2, sgd, sign=False, beta=1.0, coding=coding))
+    now, before = (run(presets.Full(start(), 2, sgd), t).theta[0]["weight"].detach().reshape(-1)[:4096] for t in (4, 3))
+    got = method.theta[0]["weight"].detach().reshape(-1)[:4096]
+    assert torch.allclose(got[1::2], now[1::2], atol=1e-10) and torch.allclose(got[0::2], before[0::2], atol=1e-10)
+
+
+def test_sparse_loco_with_everything_kept_is_averaging():
+    method = run(presets.SparseLoCo(start(), 2, sgd, period=2, k=4096, code="fp32", clip_blocks=False))
+    assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
+
+
+def test_block_norms_are_clipped_to_their_median():
+    shard = presets.Shard("weight", torch.Size((64, 64)), presets.Coding(clip=True, transform=False))
+
+    def pieces(*norms):
+        blocks = [torch.zeros(64, 64) for _ in norms]
+        for i, (block, norm) in enumerate(zip(blocks, norms, strict=True)):
+            block[i, i] = norm
+        return shard.mean([[b, torch.zeros(0)] for b in blocks], [1.0] * len(norms))[0].diagonal()[: len(norms)].tolist()
+
+    assert pieces(1.0, 8.0, 2.0) == [1.0, 2.0, 2.0]
+    assert pieces(1.0, 3.0) == [1.0, 2.0] and pieces(0.0, 3.0) == [0.0, 1.5] and pieces(5.0) == [5.0]
+
+
+def test_demo_v2_with_everything_kept_is_a_geometric_mean_of_gradients():
+    """alpha 0.5, gain 0.1: a = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the update of step t is 0.1 sum (0.45)^i g."""
+    method = run(presets.Demo(start(), 2, sgd, sign=False, beta=0.9, gain=0.1, alpha=0.5, coding=everything()), 3)
+    for n, p in start().items():
+        g = [(gradients(t, 0)[n].double() + gradients(t, 1)[n].double()) / 2 for t in range(3)]
+        moved = 0.1 * (g[0] + (g[1] + 0.45 * g[0]) + (g[2] + 0.45 * g[1] + 0.45**2 * g[0]))
+        assert torch.allclose(method.theta[0][n].detach(), p.double() - 0.1 * moved)
+
+
+def test_a_full_average_now_and_then_moves_no_mean():
+    coding = presets.Coding(k=16, code="fp32", senders=False)
+    methods = [
+        presets.DecoupledMomentum(start(), 3, sgd, rule="released", period=1, coding=coding, average_every=every) for every in (0, 3)
+    ]
+    for t in range(5):
+        for method in methods:
+            method.step([gradients(t, r) for r in range(3)])
+        assert close(methods[1].theta[0], methods[1].theta[2]) == (t == 2)
+        assert close(mean_theta(methods[0]), mean_theta(methods[1]))
+
+
+# -- learning rate, clipping -------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_is_a_factor_of_the_rate():
+    method = run(presets.Full(start(), 1, sgd, schedule=lambda t: float(t == 1)))
+    for n, p in start().items():
+        assert torch.allclose(method.theta[0][n].detach(), p.double() - 0.1 * gradients(1, 0)[n].double())
+
+
+def test_clipping_by_ones_own_norm_or_by_all():
+    own = presets.Replicas(start(), 2, sgd, clip=5.0)
+    common = presets.Replicas(start(), 2, sgd, clip=5.0, clip_over="islands")
+    grads = [{"bias": torch.full((1,), 6.0)}, {"bias": torch.full((1,), 8.0)}]
+    assert [round(float(g["bias"]), 4) for g in own.clipped_all(grads)] == [5.0, 5.0]
+    factor = 5 / math.sqrt(50)
+    assert [round(float(g["bias"]), 4) for g in common.clipped_all(grads)] == [round(6 * factor, 4), round(8 * factor, 4)]

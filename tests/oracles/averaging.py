@@ -1,0 +1,101 @@
+"""Averaging: parameters, and named states of the inner optimizers, each on a clock of its own (Local SGD, Local Adam, DES-LOC)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .dense import mean_of
+from .replicas import Gradients, Replicas, Tensors, due
+
+
+@dataclass
+class Sent:
+    """Parameters under way: when they left, what each replica sent (corrected later), their mean."""
+
+    t: int
+    own: list[Tensors]
+    mean: Tensors
+
+
+class Averaging(Replicas):
+    """After the step, where (t + 1) % period == 0, the parameters become their mean; each state likewise on its own period.
+
+    Args:
+        period: of the parameters; states: name of a state -> its period in steps.
+        delay: steps until the mean of the parameters is applied: then theta += (1 - mix) (mean - sent), where what is still under
+            way counts as corrected by as much. state_delay: steps until a state is replaced.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        period: int = 16,
+        states: dict[str, int] | None = None,
+        delay: int = 0,
+        state_delay: int = 0,
+        mix: float = 0.0,
+        code: str = "fp32",
+        **kw: Any,
+    ):
+        super().__init__(*args, **kw)
+        self.period, self.states, self.delay, self.state_delay, self.mix, self.code = period, states or {}, delay, state_delay, mix, code
+        self.flying: list[Sent] = []
+        self.states_flying: list[tuple[int, str, dict[str, torch.Tensor]]] = []
+        for optimizer in self.inner:
+            fresh(optimizer)
+
+    def step(self, grads: list[Gradients]) -> None:
+        self.local_steps(grads)
+        names = list(self.theta[0])
+        if due(self.t, self.period):
+            own = [self.now(r) for r in range(self.R)]
+            self.flying.append(Sent(self.t, own, mean_of(own, names, self.S, self.code, self.weights)))
+        while self.flying and self.flying[0].t + self.delay <= self.t:
+            self.land(self.flying.pop(0))
+        for state, period in self.states.items():
+            if due(self.t, period):
+                own = [self.state(r, state) for r in range(self.R)]
+                self.states_flying.append((self.t, state, mean_of(own, list(own[0]), self.S, self.code, self.weights)))
+        for flight in [f for f in self.states_flying if f[0] + self.state_delay <= self.t]:
+            self.states_flying.remove(flight)
+            for r in range(self.R):
+                for name, value in self.state(r, flight[1]).items():
+                    value.copy_(flight[2][name])
+        self.t += 1
+
+    def land(self, sent: Sent) -> None:
+        for r in range(self.R):
+            for name, theta in self.theta[r].items():
+                correction = (1 - self.mix) * (sent.mean[name] - sent.own[r][name])
+                theta.data += correction
+                for later in self.flying:
+                    later.own[r][name] += correction
+
+    def flush(self) -> None:
+        """Apply what is under way, in order."""
+        while self.flying:
+            self.land(self.flying.pop(0))
+
+    def state(self, r: int, name: str) -> Tensors:
+        """The tensors of one state of replica r's optimizer, by the parameter's name."""
+        states = {n: self.inner[r].state[p] for n, p in self.theta[r].items()}
+        return {n: s[name] for n, s in states.items() if isinstance(s.get(name), torch.Tensor)}
+
+
+def fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of an optimizer that has not stepped, also for parameters that never get a gradient: zeros, step counters at 0."""
+    rates = [g["lr"] for g in optimizer.param_groups]
+    for g in optimizer.param_groups:
+        g["lr"] = 0.0
+        for p in g["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for g, rate in zip(optimizer.param_groups, rates, strict=True):
+        g["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()

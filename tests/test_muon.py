@@ -1,0 +1,173 @@
+"""Muon for matrices and AdamW for the rest: one combined optimizer is the two it is made of, under every trainer habit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import MuonAdamW, preset
+
+
+class Tiny(nn.Module):
+    """An embedding, two layers with biases, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.lm_head = nn.Linear(16, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.lm_head(h)
+
+
+MATRICES = ["layers.0.weight", "layers.1.weight"]
+
+
+def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    matrices = [(n, named.pop(n)) for n in MATRICES]
+    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=1e-4)
+    return [muon, torch.optim.AdamW(list(named.items()), lr=4e-4 * 0.02 / 0.0224, betas=(0.9, 0.95), weight_decay=1e-4)]
+
+
+def loss(model: nn.Module, t: int, island: int = 0) -> torch.Tensor:
+    x = torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(100 * island + t))
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), (x.flatten() * 3 + 1) % 11)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in b)
+
+
+def test_it_is_its_two_parts_and_schedulers_reach_both() -> None:
+    a, b = Tiny(), Tiny()
+    one, parts = MuonAdamW(a.named_parameters(), lr=0.02), two(b)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (one, *parts)]
+    for t in range(5):
+        for model, optimizers in ((a, [one]), (b, parts)):
+            loss(model, t).backward()
+            for o in optimizers:
+                o.step()
+                o.zero_grad()
+        for s in schedules:
+            s.step()
+    assert equal(whole(a), whole(b))
+    assert [g["lr"] for g in one.param_groups] == [g["lr"] for o in parts for g in o.param_groups] != [0.02]
+    kept = {n: set(one.state[p]) for n, p in a.named_parameters()}
+    assert all(kept[n] == ({"momentum_buffer"} if n in MATRICES else {"step", "exp_avg", "exp_avg_sq"}) for n in kept)
+
+
+def test_its_state_dict_comes_back() -> None:
+    a = Tiny()
+    one = MuonAdamW(a.named_parameters(), lr=0.02)
+    for t in range(3):
+        loss(a, t).backward()
+        one.step()
+        one.zero_grad()
+    file = io.BytesIO()
+    torch.save({"model": a.state_dict(), "optimizer": one.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    b = Tiny()
+    again = MuonAdamW(b.named_parameters(), lr=0.5)
+    b.load_state_dict(saved["model"])
+    again.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    for model, o in ((a, one), (b, again)):
+        loss(model, 3).backward()
+        o.step()
+    assert equal(whole(a), whole(b))
+
+
+def test_what_it_is_given() -> None:
+    with pytest.raises(ValueError, match="named_parameters"):
+        MuonAdamW(Tiny().parameters())
+    only = MuonAdamW([("layers.0.bias", nn.Parameter(torch.ones(3)))])
+    assert [type(p).__name__ for p in only.parts] == ["AdamW"]
+    patterns = MuonAdamW(Tiny().named_parameters(), adamw=("*",))
+    assert [type(p).__name__ for p in patterns.parts] == ["AdamW"]
+    optimizer = fsdp_demo.base_optimizer(preset("muloco"), Tiny().named_parameters())
+    assert isinstance(optimizer, MuonAdamW) and optimizer.param_groups[0]["lr"] == 0.0224 and optimizer.param_groups[1]["lr"] == 4e-4
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 1e-4
+
+
+@pytest.mark.parametrize("islands, procs", [(2, 1), (2, 2)])
+def test_two_optimizers_and_the_combined_one_are_one_method(run_ranks, islands, procs):
+    def train(me: Any, combined: bool) -> dict[str, torch.Tensor]:
+        import os
+
+        from torch.distributed.fsdp import fully_shard
+
+        os.environ["ISLAND_RUN"] += "+"
+        model = Tiny()
+        if procs > 1:
+            fully_shard(model, mesh=me.mesh())
+        made = [MuonAdamW(model.named_parameters(), lr=0.02)] if combined else two(model)
+        config = preset("muloco", period=3, code="int4")
+        exchange = fsdp_demo.attach(made if len(made) > 1 else made[0], config, model=model)
+        equal_at = []
+        for t in range(7):
+            loss(model, t, me.rank).backward()
+            for o in made:
+                o.step()
+                o.zero_grad()
+            equal_at.append(exchange.digests_equal())
+        assert equal_at == [(t + 1) % 3 == 0 for t in range(7)]
+        exchange.finish()
+        assert exchange.digests_equal()
+        return whole(model)
+
+    def run(me):
+        return train(me, True), train(me, False)
+
+    for one, parts in run_ranks(run, islands, procs):
+        assert equal(one, parts)
+
+
+def test_desloc_averages_the_named_states_of_each_part(run_ranks):
+    """momentum_buffer exists for matrices, the moments for the rest: each channel covers its own."""
+
+    def run(me):
+        model = Tiny()
+        optimizer = MuonAdamW(model.named_parameters(), lr=0.02)
+        config = preset("desloc", period=2, states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4})
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        covered = {c.channel.name: [exchange.shards.shards[i].name for i in c.covered] for c in exchange.channels}
+        states = []
+        for t in range(8):
+            loss(model, t, me.island).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append({n: {k: v.clone() for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()})
+        exchange.detach()
+        return covered, states
+
+    (covered, a), (_, b) = run_ranks(run, 2, 1)
+    assert covered["momentum_buffer"] == MATRICES and set(covered["exp_avg"]) == set(covered["parameter"]) - set(MATRICES)
+    for t in range(8):
+        for name, every in (("momentum_buffer", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
+            both = [n for n in a[t] if name in a[t][n]]
+            assert all(torch.equal(a[t][n][name], b[t][n][name]) == ((t + 1) % every == 0) for n in both), (t, name)
+
+
+def test_a_state_that_no_parameter_has_is_refused(monkeypatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    model = Tiny()
+    with pytest.raises(ValueError, match="'exp_avg', but no covered parameter has it .found: momentum_buffer"):
+        fsdp_demo.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "desloc", model=model)
+    with pytest.raises(ValueError, match="found: none yet"):
+        fsdp_demo.attach(torch.optim.RMSprop(model.parameters()), "desloc", model=model, states={"square_avg": 3})
