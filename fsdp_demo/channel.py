@@ -195,7 +195,8 @@ class ActiveChannel:
         if self.layout is None or self.section is None:
             return out
         if self.accumulator is not None:
-            work = self.accumulator
+            whole = not self.channel.codec.sparse and not self.section.gathered
+            work = self.accumulator.clone() if whole else self.accumulator  # it goes on while the vector is under way
         else:
             assert source is not None
             work = transform(self.layout, source.clone() if self._needs_own else source)

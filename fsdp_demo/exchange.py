@@ -87,6 +87,7 @@ class Exchange:
         for o in self._optimizers:
             materialise(o)
         self.shards = TorchShards(optimizers, model)
+        channels = expand(config, [s.name for s in self.shards.shards])
         self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
         self._tokens = 0
         self._weighed = (-1, 0.0)  # a step, and the tokens this island counted up to it
@@ -100,15 +101,9 @@ class Exchange:
         gradients = any(c.before_step for c in config.channels)
         self._ticks = Ticks(self._optimizers, self._island, self._before, self._after, closures=not gradients)
 
-        home = "cpu" if config.outer_state == "host" else None
-
-        def bind(channel: Channel) -> ActiveChannel:
-            return ActiveChannel(channel, self.shards, position, lanes, self._island.copies, topology.islands, config.seed, home)
-
-        self.channels = [bind(c) for c in expand(config, [s.name for s in self.shards.shards])]
-        self._parameters = bind(Channel("parameters", "parameter", applier=Applier("replace")))
-        self._mailbox = Mailbox(self.channels, self._courier, self._island, config.digest(), self.shards.device)
+        self._mailbox = Mailbox([], self._courier, self._island, config.digest(), self.shards.device)
         try:
+            self._bind(channels, lanes)
             self._check_covered()
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
@@ -120,6 +115,16 @@ class Exchange:
         announce(self, self._island, lanes, batch)
 
     # ---- start -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, channels: Sequence[Channel], lanes: int) -> None:
+        """Bind the channels, and one more over all parameters, to the shards of this rank."""
+        home, place, copies = "cpu" if self.config.outer_state == "host" else None, self._island.position, self._island.copies
+
+        def bind(channel: Channel) -> ActiveChannel:
+            return ActiveChannel(channel, self.shards, place, lanes, copies, self.topology.islands, self.config.seed, home)
+
+        self.channels = self._mailbox.channels = [bind(c) for c in channels]
+        self._parameters = bind(Channel("parameters", "parameter", applier=Applier("replace")))
 
     def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
@@ -141,10 +146,10 @@ class Exchange:
             self._mailbox.agree_on_resume()
 
     def _check_covered(self) -> None:
-        """`exclude` means never exchanged: refused where the preset promises equal replicas, unless the parameter is frozen."""
-        covered = {i for c in self.channels for i in c.covered if c.channel.consensus}
+        """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
+        covered = {i for c in self.channels for i in c.covered if c.channel.shared}
         left = [s.name for i, s in enumerate(self.shards.shards) if i not in covered and not s.frozen]
-        if left and self.config.consensus and self.topology.islands > 1:
+        if left and self.config.shared and self.topology.islands > 1:
             names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
             raise ValueError(
                 f"preset {self.config.preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them "

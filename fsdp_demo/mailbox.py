@@ -68,7 +68,7 @@ class Mailbox:
         self.channels, self.courier, self.island, self.digest, self.device = list(channels), courier, island, digest, device
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
-        self.last = {c.channel.name: 0 for c in self.channels}  # the step at which each channel last sent what was not lost
+        self.last: dict[str, int] = {}  # the step at which each channel last sent what was not lost
         self.broken = False
         self.stop = False
         self.loss = math.nan

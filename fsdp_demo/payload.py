@@ -52,7 +52,8 @@ class Section:
         return vectors.total_bytes(self.spans) if self.gathered else 0
 
     def encode(self, work: Tensor, step: int) -> tuple[Tensor | None, list[Tensor]]:
-        """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or None and the vectors fp32."""
+        """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or None and the vectors fp32, which may be
+        the workspace itself."""
         if self.codec.indexed:
             return wire.encode_sparse(self.layout, self.codec, work), []
         parts = self._vectors(work, step)
@@ -154,7 +155,7 @@ class Section:
 
     def _vectors(self, work: Tensor, step: int) -> list[Tensor]:
         if not self.codec.seeded:
-            return [work.clone()]
+            return [work]
         positions = [p.to(work.device) for p in self._positions(step)]
         chosen = torch.cat([work[p] for p in positions]) if positions else work.new_empty(0)
         return [chosen, self.layout.dense_part(work).clone()]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_demo import ExchangeConfig, preset
+from fsdp_demo import ExchangeConfig, MuonAdamW, preset
+from fsdp_demo.blocks import BLOCK, EDGE, Layout
+from fsdp_demo.codecs.select import seeded
+from fsdp_demo.patterns import kind
 
-from . import probe
+from . import layered, probe
+from .layered import LAYERED, PROBE, Given
 from .oracles import presets as oracle
+from .oracles.blocks import shard_rows
 
-STEPS = 20
+STEPS = 30
 ISLANDS = {"2x1": (2, 1, True), "2x2": (2, 2, True), "2x2-unsharded": (2, 2, False), "4x1": (4, 1, True)}
 
 
@@ -27,12 +33,17 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+def decayed(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, weight_decay=0.1)
+
+
 @dataclass(frozen=True)
 class Case:
     """A configuration, the oracle that must follow it, and how close.
 
-    `tolerance` bounds |real - oracle| per element (parameters are within +-2 or so); `seed` was chosen so that no top-k choice is closer
-    than `clear` (relative to the block's largest value), which rounding cannot turn.
+    `tolerance` bounds |real - oracle| per element (parameters are within +-2 or so); the seed, that of the islands where it is given, was
+    chosen so that no top-k choice is closer than 5e-6 (relative to the block's largest value), which rounding cannot turn. `extra` are
+    things both sides do: clip, schedule, micro-batches.
     """
 
     config: ExchangeConfig
@@ -41,58 +52,142 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-5
     seed: int = 0
+    seeds: dict[str, int] = field(default_factory=dict)
     period: int = 1
+    model: Given = PROBE
+    micro: int = 1
+
+    def seed_for(self, islands: str) -> int:
+        return self.seeds.get(islands, self.seed)
 
 
 def coding(**kw: Any) -> oracle.Coding:
     return oracle.Coding(**{"code": "fp32", **kw})
 
 
+def positions(config: ExchangeConfig, shapes: dict[str, torch.Size], shards: int) -> Callable[[int, str, int], torch.Tensor]:
+    """The positions of a seeded selection for the oracle, from the library's own function: masks of local tensors."""
+    channel = config.channels[0]
+
+    @cache
+    def masks(exchange: int, shard: int) -> dict[str, torch.Tensor]:
+        local = {n: shard_rows(torch.empty(s, device="meta"), shards)[shard].shape for n, s in shapes.items()}
+        layout = Layout(list(local.values()), [kind(channel, n) for n in local])
+        work = layout.new("cpu")
+        for g in layout.groups:
+            inside = seeded(channel.codec.select, g.r * g.s, g.k(channel.codec.topk), g.count, exchange, config.seed)
+            slots = inside // g.s * EDGE + inside % g.s
+            work[(slots + torch.arange(g.start, g.stop)[:, None] * BLOCK).view(-1)] = 1
+        out = {n: torch.zeros(s) for n, s in local.items()}
+        layout.unpack(work, list(out.values()))
+        return {n: m.bool() for n, m in out.items()}
+
+    return lambda exchange, name, shard: masks(exchange, shard)[name]
+
+
+def seeded_oracle(*args: Any, config: ExchangeConfig, shards: int = 1, **kw: Any) -> oracle.Demo:
+    """DeMo at the positions of `config`."""
+    shapes = {n: p.shape for n, p in args[0].items()}
+    codec = config.channels[0].codec
+    chosen = coding(transform=codec.transform != "none", senders=False, positions=positions(config, shapes, shards))
+    return oracle.Demo(*args, coding=chosen, shards=shards, **kw)
+
+
 P = 4  # period of the delta presets here
+RANDOM = preset("random", topk=512, clip=None)
+STRIDE = preset("stride", topk=300, sign=False, beta=0.9, clip=None, transform=True)
+STREAM = {"period": 6, "delay": 2, "mix": 0.5, "layers": 2, "code": "fp32"}
+
+
+def parts(layers: int, order: str) -> list[list[str]]:
+    return oracle.fragments(list(layered.SHAPES), layers, order)
+
+
+def delta_case(config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw: Any) -> Case:
+    """Decoupled momentum: `kw` are the oracle's options and the case's fields."""
+    fields = {k: kw.pop(k) for k in ("seed", "seeds", "tolerance") if k in kw}
+    return Case(config.changed({"inner": ["as_is"], "clip": None}), oracle.DecoupledMomentum, inner, {"period": P, **kw}, period=P, **fields)
+
 
 CASES = {
     "full": Case(preset("full"), oracle.Full, adamw),
+    "local_sgd": Case(preset("local_sgd", period=P, clip=None), oracle.Averaging, sgd, {"period": P}, period=P),
+    "local_adam": Case(
+        preset("local_adam", period=P, clip=None),
+        oracle.Averaging,
+        adamw,
+        {"period": P, "states": {"exp_avg": P, "exp_avg_sq": P}},
+        period=P,
+    ),
+    "desloc": Case(
+        preset("desloc", period=P, clip=None), oracle.Averaging, adamw, {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}, period=P
+    ),
+    "diloco": Case(preset("diloco", period=P, clip=None), oracle.DiLoCo, adamw, {"period": P}, period=P),
+    "diloco-warmup": Case(
+        preset("diloco", period=P, momentum_warmup=3, clip=None), oracle.DiLoCo, adamw, {"period": P, "warmup": 3}, period=P
+    ),
+    "streaming_diloco": Case(
+        preset("streaming_diloco", clip=None, **STREAM),
+        oracle.Streaming,
+        adamw,
+        {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided")},
+        model=LAYERED,
+    ),
+    "streaming-sequential": Case(
+        preset("streaming_diloco", clip=None, **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0}),
+        oracle.Streaming,
+        adamw,
+        {"period": 6, "parts": parts(3, "sequential")},
+        model=LAYERED,
+    ),
     "demo": Case(preset("demo", code="fp32", clip=None), oracle.Demo, options={"coding": coding()}, seed=6),
-    "demo-identity": Case(
-        preset("demo", code="fp32", sign=False, topk=16, beta=0.9, clip=None).changed({"accumulator.gain": 0.1, "accumulator.alpha": 0.5}),
+    "demo-v2": Case(
+        preset("demo", code="fp32", version=2, beta=0.95, topk=16, clip=None),
         oracle.Demo,
-        options={"sign": False, "beta": 0.9, "gain": 0.1, "alpha": 0.5, "coding": coding(k=16)},
+        options={"sign": False, "beta": 0.95, "gain": 0.05, "alpha": 0.2, "coding": coding(k=16)},
+        seed=11,
+    ),
+    "demo-adamw": Case(
+        preset("demo", code="fp32", inner="adamw", clip=None),
+        oracle.Demo,
+        adamw,
+        {"sign": False, "coding": coding()},
+        tolerance=1e-4,  # AdamW divides by its own second moment, which is small where little arrives
         seed=11,
     ),
     "demo-no-transform": Case(
         preset("demo", code="fp32", transform=False, clip=None), oracle.Demo, options={"coding": coding(transform=False)}, seed=3
     ),
-    "diloco": Case(preset("diloco", period=P, clip=None), oracle.DiLoCo, adamw, {"period": P}, period=P),
-    "consensus": Case(
-        preset("decoupled_momentum", period=P, code="fp32", clip=None, inner="as_is"),
-        oracle.DecoupledMomentum,
-        sgd,
-        {"period": P, "coding": coding()},
-        period=P,
-        seed=4,
-    ),
-    "consensus-replicas-no-transform": Case(
-        preset("decoupled_momentum", period=P, code="fp32", transform=False, reducer="replicas", clip=None, inner="as_is"),
-        oracle.DecoupledMomentum,
-        sgd,
-        {"period": P, "coding": coding(transform=False, senders=False)},
-        period=P,
+    "random": Case(RANDOM, seeded_oracle, options={"config": RANDOM}),
+    "stride": Case(STRIDE, seeded_oracle, options={"config": STRIDE, "sign": False, "beta": 0.9}),
+    "consensus": delta_case(preset("decoupled_momentum", period=P, code="fp32"), coding=coding(), seed=4),
+    "consensus-replicas-no-transform": delta_case(
+        preset("decoupled_momentum", period=P, code="fp32", transform=False, reducer="replicas"),
+        coding=coding(transform=False, senders=False),
         seed=3,
     ),
-    "released": Case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32", clip=None, inner="as_is"),
-        oracle.DecoupledMomentum,
-        sgd,
-        {"rule": "released", "period": P, "coding": coding(senders=False)},
-        period=P,
-        seed=0,
+    "released": delta_case(
+        preset("decoupled_momentum", rule="released", period=P, code="fp32"), rule="released", coding=coding(senders=False)
     ),
-    "released-senders": Case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32", reducer="senders", clip=None, inner="as_is"),
-        oracle.DecoupledMomentum,
-        sgd,
-        {"rule": "released", "period": P, "coding": coding()},
+    "released-average": delta_case(
+        preset("decoupled_momentum", rule="released", period=P, code="fp32", average_every=3),
+        adamw,
+        rule="released",
+        coding=coding(senders=False),
+        average_every=3,
+    ),
+    "released-senders": delta_case(
+        preset("decoupled_momentum", rule="released", period=P, code="fp32", reducer="senders"),
+        rule="released",
+        coding=coding(),
         tolerance=1e-4,  # the momentum grows at every exchange, and rounding with it
+        seed=3,
+    ),
+    "sparse_loco": Case(
+        preset("sparse_loco", period=P, code="fp32", clip=None, inner="as_is"),
+        oracle.SparseLoCo,
+        sgd,
+        {"period": P, "code": "fp32"},
         period=P,
         seed=3,
     ),
@@ -109,19 +204,26 @@ class Expected:
 
 
 def start(case_seed: int) -> dict[str, torch.Tensor]:
-    """The initial parameters that are not frozen."""
-    return {n: p.detach().clone() for n, p in probe.Probe(case_seed).named_parameters() if n != "frozen"}
+    """The initial parameters of the probe that are not frozen."""
+    return PROBE.start(case_seed)
 
 
-@cache
-def expected(name: str, replicas: int, shards: int) -> Expected:
-    case = CASES[name]
-    shape = {"shards": shards} if issubclass(case.make, oracle.Sparse) else {}
-    method = case.make(start(case.seed), replicas, case.inner, **shape, **case.options)
-    history = follow(method, case.seed, STEPS)
+def expected(case: Case, replicas: int, shards: int, seed: int, steps: int = STEPS) -> Expected:
+    method = case.make(case.model.start(seed), replicas, case.inner, shards=shards, **case.options)
+    grads = [[case.model.island_gradient(seed, t, r) for r in range(replicas)] for t in range(steps)]
+    history = followed(method, grads)
     signed = isinstance(method, oracle.Demo) and method.sign
     doubtful = {n: (method.smallest[n] < 1e-4) if signed else torch.zeros(p.shape, dtype=torch.bool) for n, p in method.theta[0].items()}
     return Expected(history, method.margin, doubtful)
+
+
+def followed(method: oracle.Replicas, grads: Iterable[list[dict[str, torch.Tensor]]]) -> list[list[dict[str, torch.Tensor]]]:
+    """The parameters of an oracle after each step: [step][replica]."""
+    history = []
+    for every in grads:
+        method.step(every)
+        history.append([{n: p.detach().float().clone() for n, p in theta.items()} for theta in method.theta])
+    return history
 
 
 def follow(
@@ -133,8 +235,7 @@ def follow(
         left_out = [r for s, r in skips if s == t]
         if isinstance(method, oracle.Full):
             method.weights = [0.0 if r in left_out else w for r, w in enumerate(weights)]
-        method.step([{} if r in left_out else probe.island_gradient(seed, t, r, names) for r in range(method.R)])
-        history.append([{n: p.detach().float().clone() for n, p in theta.items()} for theta in method.theta])
+        history += followed(method, [[{} if r in left_out else probe.island_gradient(seed, t, r, names) for r in range(method.R)]])
     return history
 
 
@@ -158,55 +259,41 @@ def worst_of(
     return worst(real, replica, Expected(truth, 0.0, doubtful))
 
 
-PRESETS = ("full", "demo", "diloco", "consensus", "released")
-COMBINATIONS = [(n, i) for n in CASES for i in ISLANDS if n in PRESETS or i == "2x2"]
+def trainer(case: Case, seed: int, steps: int, sharded: bool = True, **kw: Any) -> Callable[[Any], Any]:
+    """What each rank runs; only the first process of an island hands its parameters back."""
+
+    def run(me: Any) -> Any:
+        feed, model = case.model.feed(seed), case.model.make(seed)
+
+        def inner(named: Any) -> torch.optim.Optimizer:
+            return case.inner([p for _, p in named])
+
+        out = layered.train(me, model, case.config, inner, feed, steps, sharded, micro=case.micro, **kw)
+        return out["equal"], out["params"] if me.proc == 0 else None
+
+    return run
+
+
+BOTH = ("2x2", "4x1")
+FIRST = ("full", "demo", "diloco", "consensus", "released")  # these also on other islands
+VARIANTS = ("demo-no-transform", "consensus-replicas-no-transform", "released-senders", "diloco-warmup", "streaming-sequential")
+COMBINATIONS = [(n, i) for n in CASES for i in ISLANDS if n in FIRST or i == "2x2" or (i == "4x1" and n not in VARIANTS)]
 
 
 @pytest.mark.parametrize("name, islands", COMBINATIONS, ids=[f"{n}-{i}" for n, i in COMBINATIONS])
 def test_follows_the_oracle(run_ranks, name, islands):
     case, (count, procs, sharded) = CASES[name], ISLANDS[islands]
-
-    def run(me):
-        out = probe.train(me, case.config, case.inner, STEPS, sharded, case.seed)
-        return out["equal"], out["params"] if me.proc == 0 else None
-
-    results = run_ranks(run, count, procs)
-    truth = expected(name, count, procs if sharded else 1)
+    steps, seed = STEPS if islands in BOTH else 10, case.seed_for(islands)
+    results = run_ranks(trainer(case, seed, steps, sharded), count, procs)
+    truth = expected(case, count, procs if sharded else 1, seed, steps)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
     total = sum(m.numel() for m in truth.open.values())
     assert sum(int(m.sum()) for m in truth.open.values()) < 0.01 * total
     for r, (equal, params) in enumerate(results):
         if params is not None:
             assert worst(params, r // procs, truth) <= case.tolerance
-        exchanged = [(t + 1) % case.period == 0 for t in range(STEPS)]
-        assert equal == (exchanged if case.config.consensus else [False] * STEPS)
-
-
-CODED = {
-    "diloco-bf16": (preset("diloco", period=P, code="bf16", clip=None), oracle.DiLoCo, {"period": P, "code": "bf16"}),
-    "demo-bf16": (
-        preset("demo", code="bf16", transform=False, sign=False, clip=None),
-        oracle.Demo,
-        {"sign": False, "coding": coding(code="bf16", transform=False)},
-    ),
-    "consensus-int8": (
-        preset("decoupled_momentum", period=P, transform=False, clip=None),
-        oracle.DecoupledMomentum,
-        {"period": P, "coding": coding(code="int8", transform=False)},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CODED)
-def test_coded_values_follow_the_oracle(run_ranks, name):
-    """Rounding turns a difference of 1e-7 into one of a code now and then: nearly all elements must agree as closely as in fp32."""
-    config, make, options = CODED[name]
-
-    def run(me):
-        return probe.train(me, config.changed({"inner": ["as_is"]}), sgd, 12, seed=3)["params"]
-
-    truth = follow(make(start(3), 2, sgd, **options), 3, 12)
-    for r, params in enumerate(run_ranks(run, 2, 1)):
-        difference = torch.cat([(params[-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()])
-        assert float((difference > 2e-6).float().mean()) < 0.02
-        assert float(difference.max()) < 0.05
+        every = case.period * (3 if name == "released-average" else 1)
+        if case.config.consensus or name == "released-average":
+            assert equal == [(t + 1) % every == 0 for t in range(steps)]
+        else:
+            assert equal == [False] * steps

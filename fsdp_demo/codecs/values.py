@@ -160,9 +160,9 @@ def _nearest(code: str, v: Tensor, size: Tensor) -> Tensor:
 
     From magnitude to magnitude the code rises by one, by less and less per unit: so it is the least of some straight lines, each rounded.
     """
-    nearest = torch.full_like(size, 7)
+    nearest, line = torch.full_like(size, 7), torch.empty_like(size)
     for slope, start in LINES[code]:
-        torch.minimum(nearest, (size * slope).round_().add_(start), out=nearest)
+        torch.minimum(nearest, torch.mul(size, slope, out=line).round_().add_(start), out=nearest)
     return nearest.nan_to_num_(0.0).to(torch.uint8).bitwise_or_((v.view(torch.int32) >> 28 & 8).to(torch.uint8))
 
 
@@ -198,6 +198,8 @@ def _decode(code: str, scales: Tensor, q: Tensor) -> Tensor:
     if code in ("int8", "int4"):
         signed = q if code == "int8" else (q ^ 8) - 8
         return signed.view(torch.int8).float().mul_(scales)
-    levels = torch.cat([scales, -scales], -1) if code == "2bit" else scales * _table(code, q.device)  # of each group, by code
-    start = torch.arange(0, levels.numel(), levels.shape[-1], dtype=torch.int32, device=q.device).view(*q.shape[:2], 1)
+    if code in MAGNITUDES:
+        return _table(code, q.device).index_select(0, q.int().view(-1)).view(q.shape).mul_(scales)
+    levels = torch.cat([scales, -scales], -1)  # of each group, by code
+    start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(*q.shape[:2], 1)
     return levels.view(-1).index_select(0, (q + start).view(-1)).view(q.shape)

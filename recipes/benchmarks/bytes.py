@@ -202,8 +202,8 @@ def notes(small: int, large: int) -> list[str]:
         "bytes ours sends than the published format.",
         "[1] arXiv 2411.19870, MB per step (as summarised at en.papernotes.org, ICLR 2026): 12 bytes per coefficient (int64 position, "
         "fp32 value), one rank's own upload, digits cut, not rounded. Ours sends int8 values, 12-bit positions, a bf16 scale per block. "
-        "The four payloads give the shapes: at 12 k / 4096 bytes per parameter they fit OLMo's 16 layers of width 1024 and 2048 with "
-        f"50304 tied embeddings in every digit. The two gradients do not: at 2 bytes they are {adamw[0] / 1e6:.2f} and "
+        "The four payloads give the shapes: at 12 k / 4096 bytes per parameter they fit 16 layers of OLMo's form, width 1024 and 2048, "
+        f"with 50304 tied embeddings, in every digit. The two gradients do not: at 2 bytes they are {adamw[0] / 1e6:.2f} and "
         f"{adamw[1] / 1e6:.1f} M parameters, {off[0]:+.1%} and {off[1]:+.1%} off, and with so many parameters the payloads would be "
         "others.",
         "[2] arXiv 2505.22549, abstract: periods 256, 768, 1536 for parameters and both moments, all fp32: 1 / (1/256 + 1/768 + 1/1536).",
@@ -337,7 +337,8 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry]) -> str:
     shape = f"{facts['islands']} islands" + (f" of {facts['shards']} shards" if facts["shards"] > 1 else "")
     title = f"{facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), {shape}, link {facts['link'] or 'not given'}"
     texts = (
-        "Bytes of one island (island 0), all its ranks together: of its largest exchange, and per step on average. ratio: times fewer "
+        "Bytes of one island (island 0), all its ranks together: of its largest exchange (of fragments: the largest one), and per step on "
+        "average. ratio: times fewer "
         "bytes sent than a bf16 ring all-reduce of the gradients (first row), per exchange and per step. R<=: up to how many islands one "
         "exchange sends less than that all-reduce. A gather of sparse payloads grows with the number of islands and loses from R = 2 x "
         "payload ratio on; what is reduced keeps its ratio at any R; none: fp32 loses to bf16 per exchange, the saving is in the period "
