@@ -78,6 +78,7 @@ def streaming_diloco(
     delay: int = 5,
     mix: float = 0.5,
     code: str = "fp4_e3m0",
+    momentum_warmup: int = 0,
 ) -> ExchangeConfig:
     """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): DiLoCo by fragments of layers, in 4 bits, while training goes on.
 
@@ -90,7 +91,7 @@ def streaming_diloco(
         "delta",
         Clock(period, delay=delay),
         codec=Codec(code=code),
-        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, mix=mix),
+        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, mix=mix, momentum_warmup=momentum_warmup),
         fragments=Fragments(layers, order) if layers else None,
     )
     return ExchangeConfig("streaming_diloco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
@@ -212,7 +213,9 @@ def sparse_loco(
     return ExchangeConfig("sparse_loco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
 
 
-def muloco(period: int = 30, lr: float = 0.8, momentum: float = 0.9, beta: float = 0.9, code: str = "2bit") -> ExchangeConfig:
+def muloco(
+    period: int = 30, lr: float = 0.8, momentum: float = 0.9, beta: float = 0.9, code: str = "2bit", momentum_warmup: int = 0
+) -> ExchangeConfig:
     """MuLoCo (Therien et al., arXiv 2505.23725): DiLoCo with Muon inside, whose pseudo-gradients bear 2 or 4 bits with error feedback.
 
     Inner Muon for matrices, AdamW for embeddings, heads and vectors: `base_optimizer(config, model.named_parameters())` makes one
@@ -226,7 +229,7 @@ def muloco(period: int = 30, lr: float = 0.8, momentum: float = 0.9, beta: float
         Accumulator(beta=beta) if code not in ("fp32", "bf16") else None,
         Codec(code=code),
         residual="subtract" if code not in ("fp32", "bf16") else "keep",
-        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0),
+        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup),
     )
     return ExchangeConfig("muloco", (channel,), inner=("muonadamw", "muon", "adamw"), lr=0.0224, clip=1.0)
 

@@ -106,7 +106,9 @@ def parts(layers: int, order: str) -> list[list[str]]:
 def delta_case(config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw: Any) -> Case:
     """Decoupled momentum: `kw` are the oracle's options and the case's fields."""
     fields = {k: kw.pop(k) for k in ("seed", "seeds", "tolerance") if k in kw}
-    return Case(config.changed({"inner": ["as_is"], "clip": None}), oracle.DecoupledMomentum, inner, {"period": P, **kw}, period=P, **fields)
+    return Case(
+        config.changed({"inner": ["as_is"], "clip": None}), oracle.DecoupledMomentum, inner, {"period": P, **kw}, period=P, **fields
+    )
 
 
 CASES = {
@@ -274,9 +276,9 @@ def trainer(case: Case, seed: int, steps: int, sharded: bool = True, **kw: Any) 
 
 
 BOTH = ("2x2", "4x1")
-FIRST = ("full", "demo", "diloco", "consensus", "released")  # these also on other islands
+FIRST = ("full", "demo", "diloco", "consensus", "released")  # these also on islands that are not sharded
 VARIANTS = ("demo-no-transform", "consensus-replicas-no-transform", "released-senders", "diloco-warmup", "streaming-sequential")
-COMBINATIONS = [(n, i) for n in CASES for i in ISLANDS if n in FIRST or i == "2x2" or (i == "4x1" and n not in VARIANTS)]
+COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VARIANTS] + [(n, "2x2-unsharded") for n in FIRST]
 
 
 @pytest.mark.parametrize("name, islands", COMBINATIONS, ids=[f"{n}-{i}" for n, i in COMBINATIONS])
@@ -292,7 +294,7 @@ def test_follows_the_oracle(run_ranks, name, islands):
         if params is not None:
             assert worst(params, r // procs, truth) <= case.tolerance
         every = case.period * (3 if name == "released-average" else 1)
-        if case.config.consensus or name == "released-average":
+        if (case.config.consensus or name == "released-average") and case.model is PROBE:  # fragments are equal one after the other
             assert equal == [(t + 1) % every == 0 for t in range(steps)]
         else:
             assert equal == [False] * steps
@@ -308,28 +310,31 @@ def warm_then_cosine(t: int) -> float:
 
 ALL_FOUR = ("full", "local_sgd", "local_adam", "desloc", "diloco", "streaming_diloco", "demo", "demo-v2", "demo-adamw", "random")
 ALL_FOUR += ("stride", "consensus", "released", "released-average", "sparse_loco")
-SEEDS: dict[str, int] = {}
+SEEDS = {"demo": 1, "demo-adamw": 1, "consensus": 1, "sparse_loco": 1}
+CLIPS = {"demo-v2": 0.5, "stride": 5.0}  # of means of which little is sent at a step
 
 
-def all_four(name: str) -> tuple[Case, dict[str, Any]]:
-    """The case with clipping (norms are about 200), weight decay and two micro-batches, and the oracle's options beside."""
-    case = CASES[name]
-    config = case.config.changed({"clip": 100.0})
-    options = {**case.options, "clip": 100.0, "schedule": warm_then_cosine}
+def all_four(name: str) -> Case:
+    """The case with clipping (the norms of the probe's gradients are about 200), a schedule, weight decay and two micro-batches.
+
+    AdamW hardly minds a factor that is the same at all steps, so it is used only where the method needs it."""
+    case, clip = CASES[name], CLIPS.get(name, 100.0)
+    config = case.config.changed({"clip": clip, "inner": ["as_is"]})
+    options = {**case.options, "clip": clip, "schedule": warm_then_cosine}
     if "config" in options:
         options["config"] = config
-    inner = decayed if case.inner is sgd else adamw
-    return replace(case, config=config, options=options, inner=inner, micro=2, seed=SEEDS.get(name, 0), seeds={}), options
+    inner = adamw if name in ("local_adam", "desloc", "demo-adamw") else decayed
+    return replace(case, config=config, options=options, inner=inner, micro=2, seed=SEEDS.get(name, 0), seeds={})
 
 
 @pytest.mark.parametrize("name", ALL_FOUR)
 def test_schedule_clipping_accumulation_and_weight_decay(run_ranks, name):
-    case, _ = all_four(name)
+    case = all_four(name)
     results = run_ranks(trainer(case, case.seed, 13, schedule=warm_then_cosine), 2, 2)
     truth = expected(case, 2, 2, case.seed, 13)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
     free = expected(replace(case, options={**case.options, "clip": None}), 2, 2, case.seed, 13)
-    assert max(float((free.params[-1][0][n] - p).abs().max()) for n, p in truth.params[-1][0].items()) > 1e-4  # clipping did something
+    assert max(float((free.params[-1][0][n] - p).abs().max()) for n, p in truth.params[-1][0].items()) > 5e-5  # clipping did something
     for rank, (_, params) in enumerate(results):
         if params is not None:
             assert worst(params, rank // 2, truth) <= case.tolerance
@@ -385,6 +390,7 @@ CODED_AT += [(n, "4x1") for n in ("diloco-int8", "streaming-fp4", "sparse_loco-2
 def test_coded_values_follow_the_oracle(run_ranks, name, islands):
     """Rounding turns a difference of 1e-7 into one of a code now and then: nearly all elements must agree as closely as in fp32."""
     case, (count, procs, _) = CODED[name], ISLANDS[islands]
+    case = replace(case, options={**case.options, "dtype": torch.float32})  # so that hardly a scale or level is rounded another way
     truth = expected(case, count, procs, 3, 13).params
     for rank, (_, params) in enumerate(run_ranks(trainer(case, 3, 13), count, procs)):
         if params is None:
@@ -409,9 +415,7 @@ REAL: dict[str, Case] = {
         {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)},
     ),
     "consensus": delta_case(preset("decoupled_momentum", period=P, code="fp32"), adamw, coding=coding()),
-    "sparse_loco": Case(
-        preset("sparse_loco", period=P, code="fp32", clip=None), oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}
-    ),
+    "sparse_loco": Case(preset("sparse_loco", period=P, code="fp32", clip=None), oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}),
 }
 
 
@@ -457,9 +461,11 @@ def test_muloco_on_measured_updates(run_ranks, islands, code):
         return out if me.proc == 0 else None
 
     results = [out for out in run_ranks(run, count, procs) if out is not None]
-    first = {n: p.detach() for n, p in layered.Small().named_parameters()}
+    model = layered.Small()
+    order = [n for g in MuonAdamW(model.named_parameters()).param_groups for n in g["param_names"]]
+    first = {n: model.get_parameter(n).detach() for n in order}  # groups of values with a common level cross tensors in this order
     beta = None if code == "fp32" else 0.9
-    method = oracle.MuLoCo(first, count, sgd, shards=procs, period=P, lr=0.8, momentum=0.9, beta=beta, code=code)
+    method = oracle.MuLoCo(first, count, sgd, shards=procs, period=P, lr=0.8, momentum=0.9, beta=beta, code=code, dtype=torch.float32)
     updates = [[{n: out["after"][t][n] - p for n, p in out["before"][t].items()} for out in results] for t in range(STEPS)]
     truth = followed(method, updates)
     assert float(max(u.abs().max() for u in updates[0][0].values())) > 1e-3

@@ -75,7 +75,7 @@ def load_texts(setting: Setting, replicas: int) -> Texts:
 
 
 def choose(tables: str, only: str) -> dict[str, list[Cell]]:
-    """The cells of the named tables; `only`: parts of cell names, of which one must match.
+    """The cells of the named tables; `only`: names of cells, or parts of names, of which one must match.
 
     Raises:
         ValueError: no such table, or no cell of that name.
@@ -84,11 +84,15 @@ def choose(tables: str, only: str) -> dict[str, list[Cell]]:
     unknown = [name for name in names if name not in TABLES]
     if unknown:
         raise ValueError(f"--table {unknown[0]}: expected {', '.join(TABLES)} or all")
-    wanted = [part.strip() for part in only.split(",")]
-    chosen = {name: [c for c in TABLES[name] if any(part in c.name for part in wanted)] for name in names}
+    every, wanted = {c.name for name in names for c in TABLES[name]}, [part.strip() for part in only.split(",")]
+    chosen = {name: [c for c in TABLES[name] if any(_fits(part, c.name, every) for part in wanted)] for name in names}
     if not any(chosen.values()):
         raise ValueError(f"--only {only}: no such cell; --list shows them")
     return chosen
+
+
+def _fits(part: str, name: str, every: set[str]) -> bool:
+    return part == name if part in every else part in name
 
 
 def row(cell: Cell, result: dict[str, Any], setting: Setting) -> list[str]:
@@ -117,7 +121,7 @@ def show(name: str, cells: list[Cell], results: dict[str, dict[str, Any]], setti
     text = caption(name, [r for _, r in done], setting)
     print(f"\n{text}\n\n{table(rows)}\n", flush=True)
     write(output / f"{name}.md", f"{text}\n\n{table(rows, markdown=True)}\n")
-    whole = {"table": name, "setting": dataclasses.asdict(setting), "cells": [r for _, r in done]}
+    whole = {"table": name, "setting": dataclasses.asdict(setting), "cells": [{**r, "cell": dataclasses.asdict(c)} for c, r in done]}
     write(output / f"{name}.json", json.dumps(whole, indent=2) + "\n")
 
 
@@ -146,7 +150,7 @@ def show_list(tables: dict[str, list[Cell]], keys: dict[str, str], cache: Cache,
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", default="first", help=f"one or more of {', '.join(TABLES)}, comma between, or all")
-    parser.add_argument("--only", default="", help="cells whose name contains one of these texts, comma between")
+    parser.add_argument("--only", default="", help="cells of these names, or whose name contains one of these texts")
     parser.add_argument("--list", action="store_true", help="show the cells, which are cached, and the expected minutes; train nothing")
     parser.add_argument("--steps", type=int, default=Setting.steps, help="for a trial: fewer steps (results of their own)")
     parser.add_argument("--seed", type=int, default=Setting.seed, help="of weights and order of the data (results of their own)")

@@ -61,9 +61,7 @@ class Averaging(Replicas):
                 self.states_flying.append((self.t, state, mean_of(own, list(own[0]), self.S, self.code, self.weights)))
         for flight in [f for f in self.states_flying if f[0] + self.state_delay <= self.t]:
             self.states_flying.remove(flight)
-            for r in range(self.R):
-                for name, value in self.state(r, flight[1]).items():
-                    value.copy_(flight[2][name])
+            self.land_state(flight[1], flight[2])
         self.t += 1
 
     def land(self, sent: Sent) -> None:
@@ -74,10 +72,17 @@ class Averaging(Replicas):
                 for later in self.flying:
                     later.own[r][name] += correction
 
+    def land_state(self, state: str, mean: Tensors) -> None:
+        for r in range(self.R):
+            for name, value in self.state(r, state).items():
+                value.copy_(mean[name])
+
     def flush(self) -> None:
         """Apply what is under way, in order."""
         while self.flying:
             self.land(self.flying.pop(0))
+        while self.states_flying:
+            self.land_state(*self.states_flying.pop(0)[1:])
 
     def state(self, r: int, name: str) -> Tensors:
         """The tensors of one state of replica r's optimizer, by the parameter's name."""
