@@ -273,7 +273,7 @@ class ActiveChannel:
         if mean is not None:
             now = self.pack("parameter")
             assert now is not None
-            if out.own is not None:
+            if out.own is not None and not last:
                 correction = mean - out.own
                 for other in flying:
                     if other.own is not None:

@@ -264,11 +264,12 @@ class Channel:
 
     @property
     def consensus(self) -> bool:
-        """Whether the parameters of all replicas are equal after an exchange of this channel (derived, never set)."""
-        moves_parameters = self.source in SOURCES
+        """Whether the parameters it covers are equal on all replicas after an exchange of this channel (derived, never set); fragments are
+        not, all at once."""
         keeps_local = self.applier.local_delta or self.applier.mix > 0.0
         corrects = self.source == "parameter" and self.clock.delay > 0  # steps taken while the mean was under way are kept
-        return moves_parameters and not keeps_local and not corrects and (self.source != "delta" or self.clock.delay < self.clock.period)
+        queues = self.source == "delta" and self.clock.delay >= self.clock.period  # what is still under way is kept
+        return self.source in SOURCES and self.fragments is None and not (keeps_local or corrects or queues)
 
     @property
     def shared(self) -> bool:

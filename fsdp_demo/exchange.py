@@ -334,7 +334,12 @@ class Exchange:
         self.flush()
         moving = [c for c in self.channels if c.channel.source in ("delta", "parameter")]
         if self.config.shared:
-            late = [c for c in moving if self._mailbox.last[c.channel.name] < self.step]
+            # Parameters that were mixed, or corrected after a delay, are sent once more even if they went out in the last step.
+            late = [
+                c
+                for c in moving
+                if self._mailbox.last[c.channel.name] < self.step or c.channel.source == "parameter" and not c.channel.consensus
+            ]
             self._send(late)
             self._mailbox.land(late, math.inf, now=self.step - 1, last=True)
             for c in moving:

@@ -113,7 +113,8 @@ def demo(
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
     beta 0.999, k = 32, no weight decay. The sum needs no learning rate inside the momentum: under sign it cancels.
 
-    version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign.
+    version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign; the
+    learning rate is then one of SGD with momentum, for which none is published.
     inner "adamw" is FlexDeMo's AdamW form (arXiv 2502.06728): the decoded mean, without sign unless asked for, is AdamW's gradient.
     """
     if version not in (1, 2):
@@ -283,7 +284,8 @@ def _gradient_method(name: str, kept: Accumulator, codec: Codec, reducer: str, s
         applier=Applier("gradient", phi="sign" if sign else "identity"),
         plain=EMBEDDINGS,
     )
-    return ExchangeConfig(name, (channel,), inner=(inner,), lr=1e-3 if inner == "adamw" else 4e-4, clip=1.0)
+    lr = 1e-3 if inner == "adamw" else 4e-4 if sign else None  # without a sign SGD's step has the scale of the gradient
+    return ExchangeConfig(name, (channel,), inner=(inner,), lr=lr, clip=1.0)
 
 
 _PRESETS: tuple[Callable[..., ExchangeConfig], ...] = (

@@ -136,8 +136,8 @@ def shard(model: nn.Module, me: Any, bf16: bool) -> None:
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     mesh = me.mesh()
-    for unit in [*getattr(model, "layers", [])[:2], *(getattr(model, n) for n in ("layer",) if hasattr(model, n))]:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for layer in getattr(model, "layers", [])[:2]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

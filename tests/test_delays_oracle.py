@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +155,7 @@ def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name
 
 def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
     """Parameters averaged late, several under way at once: what differed is corrected once, not once per flight."""
-    case = replace(averaged(9), config=preset("local_sgd", period=P, clip=None, **{"clock.delay": 9}))
+    case = averaged(9)
 
     def run(me):
         def loss(model, me, t, m, micro):

@@ -116,6 +116,7 @@ FIRST = [
     ),
     Cell(f"desloc H={H} : {3 * H} : {6 * H}", "desloc", {"period": H}),
     DEMO,
+    *(Cell(f"demo k=32 lr {lr:g}", "demo", lr=lr) for lr in (2e-3, 4e-3)),
     Cell("demo in AdamW's form k=32", "demo", {"inner": "adamw"}),
     sparse("decoupled_momentum", H, 128, " consensus"),
     sparse("decoupled_momentum", 5, 32, " consensus"),
