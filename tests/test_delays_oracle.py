@@ -19,7 +19,7 @@ FEW = ("muloco-int4", "sparse_loco-2bit")  # coded: a few elements may be rounde
 
 
 def outer(delay: int, mix: float = 0.0, **kw: Any) -> Case:
-    config = preset("diloco", period=P, clip=None, inner="as_is", **{"clock.delay": delay, "applier.mix": mix})
+    config = preset("diloco", momentum_warmup=0, period=P, clip=None, inner="as_is", **{"clock.delay": delay, "applier.mix": mix})
     return Case(config, oracle.Streaming, adamw, {"period": P, "lr": 0.7, "delay": delay, "mix": mix}, **kw)
 
 
@@ -52,7 +52,7 @@ def full(delay: int) -> Case:
 
 
 def streaming(delay: int, mix: float, **kw: Any) -> Case:
-    config = preset("streaming_diloco", period=6, delay=delay, mix=mix, layers=2, code="fp32", clip=None)
+    config = preset("streaming_diloco", momentum_warmup=0, period=6, delay=delay, mix=mix, layers=2, code="fp32", clip=None)
     options = {"period": 6, "delay": delay, "mix": mix, "parts": parts(2, "strided")}
     return Case(config, oracle.Streaming, adamw, options, model=LAYERED, **kw)
 
@@ -76,7 +76,7 @@ CASES = {
         seed=3,
     ),
     "muloco-int4": Case(
-        coded("muloco", period=P, code="int4", **{"clock.delay": 6}),
+        coded("muloco", momentum_warmup=0, period=P, code="int4", **{"clock.delay": 6}),
         oracle.Streaming,
         sgd,
         {"period": P, "lr": 0.8, "beta": 0.9, "code": "int4", "delay": 6, "dtype": torch.float32},

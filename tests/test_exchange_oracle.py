@@ -117,7 +117,7 @@ def test_everything_kept_is_a_dense_method(run_ranks, residual, transformed):
 # -- shards ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [preset("full"), preset("diloco", period=5, clip=None)], ids=lambda c: c.preset)
+@pytest.mark.parametrize("config", [preset("full"), preset("diloco", momentum_warmup=0, period=5, clip=None)], ids=lambda c: c.preset)
 def test_element_wise_presets_do_not_depend_on_the_sharding(run_ranks, config):
     """Bit-equal for one process, two with FSDP2 and two without, on every kind of parameter."""
 
@@ -159,7 +159,7 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_one_world_with_a_mesh(run_ranks, name):
     """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over the other."""
-    config = preset("demo", code="fp32", clip=None) if name == "demo" else preset("diloco", period=2, clip=None)
+    config = preset("demo", code="fp32", clip=None) if name == "demo" else preset("diloco", momentum_warmup=0, period=2, clip=None)
     inner = sgd if name == "demo" else adamw
 
     def run(me):
@@ -220,7 +220,7 @@ def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
     config = {
         "demo": preset("demo", code="fp32", clip=None),
         "full": preset("full"),
-        "diloco": preset("diloco", period=2, clip=None),
+        "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
         "released": preset("decoupled_momentum", rule="released", period=2, code="fp32", clip=None),
     }[name]
     inner = sgd if name == "demo" else adamw
@@ -384,7 +384,7 @@ def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, isla
         message = 32 + 4 * (2 + 32 + 48)  # header, four blocks: scale, values, packed indices
         assert out["sends"] == [0, peers, 0, peers] and out["messages"] == out["exchanges"] == 2
         assert out["bytes_sent"] == out["bytes_received"] == 2 * peers * message
-    dense = preset("diloco", period=2)
+    dense = preset("diloco", momentum_warmup=0, period=2)
 
     def run_dense(me):
         return metered(me, dense, 4, names=ALIGNED)
@@ -398,7 +398,7 @@ def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, isla
         assert 0 <= out["bytes_sent"] / 2 - ideal <= peers * (32 + 2 * 4) + 8 * peers  # header, checksums, uneven parts
 
 
-@pytest.mark.parametrize("config", [preset("demo"), preset("full"), preset("diloco", period=1)], ids=lambda c: c.preset)
+@pytest.mark.parametrize("config", [preset("demo"), preset("full"), preset("diloco", momentum_warmup=0, period=1)], ids=lambda c: c.preset)
 def test_an_island_sends_the_same_bytes_however_it_is_sharded(run_ranks, config):
     """2 x 1, FSDP2 2 x 2 and unsharded 2 x 2, summed over the ranks of an island: equal up to headers, checksums and presence bits."""
 
@@ -479,7 +479,8 @@ def test_optimizer_steps_while_paused_do_not_count(run_ranks):
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
 def test_a_skipped_step_leaves_the_replicas_together(run_ranks, name):
     """Replica 1 drops steps 2 and 3: full takes the mean over the others; demo adds nothing to its momentum; diloco stays where it is."""
-    config = {"full": preset("full"), "demo": preset("demo", code="fp32", clip=None), "diloco": preset("diloco", period=2, clip=None)}[name]
+    diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
+    config = {"full": preset("full"), "demo": preset("demo", code="fp32", clip=None), "diloco": diloco}[name]
     inner = sgd if name == "demo" else adamw
     skips = ((2, 1), (3, 1))
 
@@ -519,7 +520,7 @@ def test_weights_are_honoured(run_ranks, name):
     config = {
         "full": preset("full"),
         "demo": preset("demo", code="fp32", sign=False, clip=None),
-        "diloco": preset("diloco", period=2, clip=None),
+        "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
     }[name]
     config = config.changed({"reducer.weight": "tokens"})
     inner = sgd if name == "demo" else adamw
@@ -543,7 +544,7 @@ def test_weights_are_honoured(run_ranks, name):
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
 def test_clipping(run_ranks, name):
     """full: the mean is clipped; the others clip each replica's gradient, over all its shards."""
-    config = {"full": preset("full"), "demo": preset("demo", code="fp32"), "diloco": preset("diloco", period=2)}[name]
+    config = {"full": preset("full"), "demo": preset("demo", code="fp32"), "diloco": preset("diloco", momentum_warmup=0, period=2)}[name]
     config = config.changed({"clip": 3.0, "inner": ["as_is"]})
 
     def run(me):
@@ -581,7 +582,7 @@ def test_a_delayed_gradient_arrives_in_order(run_ranks):
 
 def test_a_delayed_delta(run_ranks):
     """delay 1 on the outer step: replicas are equal after it was applied, and finish() leaves them equal."""
-    config = preset("diloco", period=3, clip=None).changed({"clock.delay": 1})
+    config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"clock.delay": 1})
 
     def run(me):
         out = probe.train(me, config, adamw, 7, finish=True)
@@ -665,7 +666,7 @@ def test_islands_start_from_the_parameters_of_island_0(run_ranks, procs):
 
 def test_finish_brings_replicas_together(run_ranks):
     """Consensus: a last exchange for the steps since the one before. No consensus: the mean, and the drift is told."""
-    diloco = preset("diloco", period=4, clip=None)
+    diloco = preset("diloco", momentum_warmup=0, period=4, clip=None)
     released = preset("decoupled_momentum", rule="released", period=2, clip=None)
 
     def run(me):
@@ -690,7 +691,7 @@ def test_finish_brings_replicas_together(run_ranks):
 
 
 def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
-    diloco = preset("diloco", period=2, clip=None)
+    diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
     released = preset("decoupled_momentum", rule="released", period=2, clip=None)
 
     def run(me, config):
@@ -728,10 +729,10 @@ RESUMED = {
     "demo": preset("demo", clip=None),
     "random": preset("random", clip=None),
     "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"clock.delay": 1}),
-    "diloco-queue": preset("diloco", period=2, clip=None, **{"clock.delay": 5}),
+    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None, **{"clock.delay": 5}),
     "decoupled_momentum": preset("decoupled_momentum", period=3, clip=None),
     "released": preset("decoupled_momentum", period=2, rule="released", average_every=2, clip=None),
-    "streaming_diloco": preset("streaming_diloco", period=3, clip=None, delay=2, layers=0),
+    "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0),
     "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"clock.delay": 5}),
     "desloc": preset("desloc", period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
@@ -912,7 +913,7 @@ def test_process_groups_end_cleanly(run_ranks):
 
 def test_bf16_parameters_keep_what_rounding_takes(run_ranks):
     """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6."""
-    config = preset("diloco", period=1, lr=0.1, momentum=0.0, clip=None, inner="as_is")
+    config = preset("diloco", momentum_warmup=0, period=1, lr=0.1, momentum=0.0, clip=None, inner="as_is")
 
     def run():
         weight = nn.Parameter(torch.ones(70, 3, dtype=torch.bfloat16))

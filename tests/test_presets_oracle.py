@@ -138,19 +138,19 @@ CASES = {
         {"period": P, "states": {"momentum_buffer": 8}},
         period=P,
     ),
-    "diloco": Case(preset("diloco", period=P, clip=None), oracle.DiLoCo, adamw, {"period": P}, period=P),
+    "diloco": Case(preset("diloco", momentum_warmup=0, period=P, clip=None), oracle.DiLoCo, adamw, {"period": P}, period=P),
     "diloco-warmup": Case(
         preset("diloco", period=P, momentum_warmup=3, clip=None), oracle.DiLoCo, adamw, {"period": P, "warmup": 3}, period=P
     ),
     "streaming_diloco": Case(
-        preset("streaming_diloco", clip=None, **STREAM),
+        preset("streaming_diloco", momentum_warmup=0, clip=None, **STREAM),
         oracle.Streaming,
         adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided")},
         model=LAYERED,
     ),
     "streaming-sequential": Case(
-        preset("streaming_diloco", clip=None, **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0}),
+        preset("streaming_diloco", momentum_warmup=0, clip=None, **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0}),
         oracle.Streaming,
         adamw,
         {"period": 6, "parts": parts(3, "sequential")},
@@ -367,8 +367,8 @@ def coded(name: str, **changes: Any) -> ExchangeConfig:
 RANDOM_BF16 = coded("random", topk=512, code="bf16", sign=False)
 CODED: dict[str, Case] = {
     "full-bf16": Case(coded("full", code="bf16"), oracle.Full, sgd, {"code": "bf16"}),
-    "diloco-bf16": Case(coded("diloco", period=P, code="bf16"), oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}),
-    "diloco-int8": Case(coded("diloco", period=P, code="int8"), oracle.DiLoCo, sgd, {"period": P, "code": "int8"}),
+    "diloco-bf16": Case(coded("diloco", momentum_warmup=0, period=P, code="bf16"), oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}),
+    "diloco-int8": Case(coded("diloco", momentum_warmup=0, period=P, code="int8"), oracle.DiLoCo, sgd, {"period": P, "code": "int8"}),
     "demo-bf16": Case(
         coded("demo", code="bf16", transform=False, sign=False),
         oracle.Demo,
@@ -390,7 +390,7 @@ CODED: dict[str, Case] = {
         {"period": P, "coding": coding(code="int8", transform=False)},
     ),
     "streaming-fp4": Case(
-        coded("streaming_diloco", **{**STREAM, "code": "fp4_e3m0"}),
+        coded("streaming_diloco", momentum_warmup=0, **{**STREAM, "code": "fp4_e3m0"}),
         oracle.Streaming,
         sgd,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided"), "code": "fp4_e3m0"},
@@ -398,7 +398,7 @@ CODED: dict[str, Case] = {
     ),
     "sparse_loco-2bit": Case(coded("sparse_loco", period=P), oracle.SparseLoCo, sgd, {"period": P}),
     "muloco-int4": Case(
-        coded("muloco", period=P, code="int4"),
+        coded("muloco", momentum_warmup=0, period=P, code="int4"),
         oracle.Streaming,
         sgd,
         {"period": P, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4"},
@@ -432,7 +432,7 @@ REAL: dict[str, Case] = {
         preset("desloc", period=P, clip=None), oracle.Averaging, adamw, {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}
     ),
     "streaming_diloco": Case(
-        preset("streaming_diloco", clip=None, **{**STREAM, "layers": 1}),
+        preset("streaming_diloco", momentum_warmup=0, clip=None, **{**STREAM, "layers": 1}),
         oracle.Streaming,
         adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)},
@@ -478,7 +478,7 @@ def test_computing_in_bf16(run_ranks, name, islands):
 def test_muloco_on_measured_updates(run_ranks, islands, code):
     """What each inner step of MuonAdamW did is measured; the outer rule must follow from it."""
     count, procs, _ = ISLANDS[islands]
-    config = preset("muloco", period=P, code=code)
+    config = preset("muloco", momentum_warmup=0, period=P, code=code)
 
     def run(me):
         loss = layered.small_loss(bf16=False)
