@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codecs.wire import WireError
 from .shards import Shard, digest
 from .transport import Line
 
@@ -72,6 +73,20 @@ def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:
     if needs[mine]:
         work.copy_(incoming[donor].view(work.dtype))
     return needs[mine]
+
+
+def mean_of(line: Line, step: int, value: float) -> float:
+    """Mean over the replicas of a number of this step: 16 bytes to each.
+
+    Raises:
+        WireError: a replica is at another step.
+    """
+    mine = torch.tensor([float(step), value], dtype=torch.float64).view(torch.uint8)
+    pairs = [m.clone().view(torch.float64).tolist() for m in line.all_gather(mine)]
+    for j, (theirs, _) in enumerate(pairs):
+        if theirs != step:
+            raise WireError(f"{line.label(j)} is at step {theirs:g}, we are at step {step}: the islands do not take the same steps")
+    return float(sum(v for _, v in pairs) / len(pairs))
 
 
 def all_equal(line: Line, tensors: Sequence[Tensor | None]) -> bool:

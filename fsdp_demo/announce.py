@@ -29,8 +29,9 @@ def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
     log.info("%s: %s", topology.name, "; ".join([config.describe(), inner, _batch(exchange, batch), per, shape, exchange.clips]))
     for c in [c.channel for c in exchange.channels]:
-        if c.source == "delta" and c.clock.delay and not c.applier.mix:
-            log.warning("channel %r: the %d local steps of each delay are dropped, since applier.mix=0", c.name, c.clock.delay)
+        dropped = c.clock.delay % c.clock.period
+        if c.source == "delta" and dropped and not c.applier.mix:
+            log.warning("channel %r: at each exchange the last %d local steps are dropped, since applier.mix=0", c.name, dropped)
     low = [s.name for s in exchange.shards.shards if s.dtype != torch.float32 and not s.frozen]
     if low:
         cure = "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, mixed_precision='bf16')"

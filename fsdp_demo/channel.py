@@ -43,6 +43,11 @@ class Outgoing:
     own: Tensor | None = None
     present: list[bool] | None = None
 
+    def to(self, device: torch.device) -> Outgoing:
+        """The same with its tensors on `device`."""
+        body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
+        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present)
+
 
 class ActiveChannel:
     """A `Channel` bound to the shards of one rank.
@@ -166,11 +171,15 @@ class ActiveChannel:
         return work
 
     @property
+    def queues(self) -> bool:
+        """Whether a delta is sent while earlier ones are under way."""
+        return self.channel.source == "delta" and self.channel.clock.delay >= self.channel.clock.period
+
+    @property
     def _needs_own(self) -> bool:
         """Whether what was sent is needed when its mean arrives."""
-        clock, source = self.channel.clock, self.channel.source
-        late = (source == "delta" and clock.delay >= clock.period) or (source == "parameter" and clock.delay > 0)
-        return late or self.channel.applier.local_delta
+        late = self.channel.source == "parameter" and self.channel.clock.delay > 0
+        return late or self.queues or self.channel.applier.local_delta
 
     def note_gradients(self) -> None:
         """Remember which tensors have a gradient; with an accumulator, which ever had one."""
@@ -314,8 +323,10 @@ class ActiveChannel:
         if target is not None and now is not None:
             target = torch.lerp(target, now, mix)
         self.write(target, self.tensors("parameter"))
-        if self.written is not None and mix == 0:
-            self.written = self.pack("parameter")
+        if self.written is not None and target is not None and anchor is not None:
+            rounded = self.pack("parameter")
+            assert rounded is not None
+            self.written = rounded.sub_(target).add_(anchor)  # the anchor, and what rounding has added to the parameters
 
     def show_anchor(self) -> None:
         """Write the anchor into the parameters."""

@@ -118,8 +118,6 @@ class Codec:
                 f"codec.transform={self.transform!r} with codec.select='all' has no effect, since nothing is dropped: "
                 "use transform='none', or select='topk'"
             )
-        if self.select == "topk" and self.code == "fp32" and self.topk == BLOCK:
-            return  # everything kept: the setting that oracles compare with dense methods
 
     @property
     def sparse(self) -> bool:
@@ -201,7 +199,7 @@ class Applier:
 
     def momentum_in(self, round: int) -> float:
         """The momentum of round 1, 2, ...: the first of a warm-up has none."""
-        return self.momentum * min(1.0, (round - 1) / self.momentum_warmup) if self.momentum_warmup else self.momentum
+        return self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup) if self.momentum_warmup else self.momentum
 
 
 @dataclass(frozen=True)
@@ -328,12 +326,16 @@ class ExchangeConfig:
         if not self.inner:
             raise ValueError("inner=() names no optimizer: name those the method is defined for, or 'any'")
         names = [c.name for c in self.channels]
+        if any("." in name for name in names):
+            raise ValueError(f"channel names are {names}: a name may hold no dot, which would end it in NAME.codec.code")
         if not names or len(set(names)) != len(names):
             raise ValueError(f"channels must be at least one, with distinct names; found {names}")
         for i, c in enumerate(self.channels):
             if c.after and c.after not in names:
                 known = f"{nearest(c.after, names)} (channels: {', '.join(names)})"
                 raise ValueError(f"channel {c.name!r}: after={c.after!r} is no channel{known}")
+            for problem in rules.order_problems(c, next((o for o in self.channels if o.name == c.after), None)):
+                raise ValueError(f"channel {c.name!r}: {problem}")
             for other in self.channels[:i]:
                 pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
                 if pattern and reason:
@@ -358,10 +360,8 @@ class ExchangeConfig:
 
     @property
     def clips_mean(self) -> bool:
-        """Whether `clip` acts on the mean over the islands (else on each replica's own gradient).
-
-        Under phi="sign" a scale after the mean has no effect, so there the replica's gradient is clipped (as published)."""
-        return any(c.source == "gradient" and c.applier.phi == "identity" for c in self.channels)
+        """Whether `clip` acts on the mean gradient over the islands; else, and always before an accumulator, on each replica's own."""
+        return any(c.source == "gradient" and c.accumulator is None and c.applier.phi == "identity" for c in self.channels)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars; the inverse of `from_dict`."""
@@ -378,7 +378,7 @@ class ExchangeConfig:
 
     @classmethod
     def from_yaml(cls, text: str) -> ExchangeConfig:
-        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes: see `presets.load_config`."""
+        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes: see `load_config`."""
         return cls.from_dict(yaml.safe_load(text))
 
     def digest(self) -> int:

@@ -27,7 +27,7 @@ from .config import Applier, Channel, ExchangeConfig
 from .fragments import expand
 from .inner import check_inner, materialise
 from .island import Island
-from .mailbox import SKIPPED, Flown, Mailbox
+from .mailbox import COUNTED, SKIPPED, Flown, Mailbox
 from .meter import Meter
 from .shards import TorchShards
 from .ticks import Ticks
@@ -87,10 +87,11 @@ class Exchange:
         for o in self._optimizers:
             materialise(o)
         self.shards = TorchShards(optimizers, model)
-        channels = expand(config, [s.name for s in self.shards.shards])
+        channels = expand(config, [s.name for s in self.shards.shards if not s.frozen])
+        gradients = any(c.before_step for c in channels)
         self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
         self._tokens = 0
-        self._weighed = (-1, 0.0)  # a step, and the tokens this island counted up to it
+        self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
         self._loss: float | Tensor = math.nan
         self._equal: bool | None = None
         position = self.shards.position(topology.rank, topology.world)
@@ -98,21 +99,19 @@ class Exchange:
         self._line, self._courier = line, Courier(line) if line is not None else None
         self._meter = line.meter if line is not None else Meter()
         self._island = Island(topology, position)
-        gradients = any(c.before_step for c in config.channels)
         self._ticks = Ticks(self._optimizers, self._island, self._before, self._after, closures=not gradients)
-
         self._mailbox = Mailbox([], self._courier, self._island, config.digest(), self.shards.device)
         try:
             self._bind(channels, lanes)
             self._check_covered()
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
-        except Exception:
+            announce(self, self._island, lanes, batch)
+        except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
-        announce(self, self._island, lanes, batch)
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -218,28 +217,30 @@ class Exchange:
         self._island.clip(self.shards.read("gradient"), self.config.clip, across)
 
     def _mean_over_islands(self, value: float) -> float:
-        line = self._line
-        if line is None or line.size == 1:
-            self._mailbox.ask(lambda: None)
-            return self._island.largest(0.0 if self.topology.islands > 1 else value)[0]
-        mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
-        every: list[Tensor] = self._mailbox.ask(lambda: line.all_gather(mine))
-        return self._island.largest(float(torch.cat(every).clone().view(torch.float64).mean()))[0]
+        line, step = self._line, self.step
+        mean = self._mailbox.ask(lambda: value if line is None else agreement.mean_of(line, step, value))
+        return self._island.largest(0.0 if line is None and self.topology.islands > 1 else mean or 0.0)[0]
 
     @torch.no_grad()
     def _after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect on the whole island."""
         mine = [c for c in self.channels if not c.channel.before_step]
         try:
-            for first in (True, False):  # those that come `after` another one see what it has done
-                stage = [c for c in mine if first != bool(c.channel.after)]
-                self._send([c for c in stage if c.channel.clock.due(self.step)])
-                self._settle(self._mailbox.land(stage, self.step))
+            self._exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
         # With payloads under way the wish travels in one of them: all islands stop when it lands, or, if it is in none, once these have.
         if self._island.largest(float(self._mailbox.stop or (self._stop_sent and not self._mailbox.flights)))[0]:
             raise Stopped(f"stopped after step {self.step} on request")
+
+    def _exchange(
+        self, channels: Sequence[ActiveChannel], due: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
+    ) -> None:
+        """Send those that are due and land what is: first the others, then those that come `after` one and see what it has done."""
+        for first in (True, False):
+            stage = [c for c in channels if first != bool(c.channel.after)]
+            self._send([c for c in due if c in stage])
+            self._settle(self._mailbox.land(stage, step, now, last))
 
     def _send(self, channels: Sequence[ActiveChannel]) -> None:
         self._launch({c.channel.name: c.encode(self.step, c.accumulate(self._mailbox.under_way(c))) for c in channels})
@@ -257,12 +258,12 @@ class Exchange:
     def _launch(self, outgoing: dict[str, Any]) -> None:
         if not outgoing:
             return
-        weight = 1.0
+        weight, flags = 1.0, STOP * self._stop_sent | SKIPPED * self._skipping
         if any(c.channel.reducer.weight == "tokens" for c in self.channels):
-            if self._weighed[0] != self.step:  # one weight for all messages of a step
-                self._weighed, self._tokens = (self.step, self._island.total(self._tokens)[0]), 0
-            weight = self._weighed[1]
-        flags = STOP * self._stop_sent | SKIPPED * self._skipping
+            tokens = self._island.total(self._tokens)[0]
+            weight = tokens - min(self._weighed.get(name, 0.0) for name in outgoing)
+            self._weighed.update(dict.fromkeys(outgoing, tokens))
+            flags |= COUNTED * (tokens > 0)
         self._mailbox.launch(outgoing, self.step, weight, float(self._loss), flags)
         self._loss = math.nan
 
@@ -303,7 +304,7 @@ class Exchange:
                 with self._ticks.forced():
                     self.shards.base_step()
             else:
-                self._stop_sent = self._stop_wanted
+                self._before()
                 self._after()
         finally:
             self._skipping = False
@@ -316,7 +317,9 @@ class Exchange:
             first = self._mailbox.flights[0]
             late = [c for c in self.channels if c.channel.name in first.parts]
             gradients = [c for c in late if c.channel.before_step]
-            self._mailbox.land(late, first.step + max(c.channel.clock.delay for c in late), now=self.step - 1)
+            if gradients:  # what another channel left there has had its step
+                self.shards.gradients([False] * len(self.shards.shards))
+            self._settle(self._mailbox.land(late, first.step + max(c.channel.clock.delay for c in late), now=self.step - 1))
             if gradients:
                 self._clip(mean=True)
                 with self.paused():
@@ -331,22 +334,24 @@ class Exchange:
         """
         if self._finished:
             return
-        self.flush()
         moving = [c for c in self.channels if c.channel.source in ("delta", "parameter")]
         if self.config.shared:
+            # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
+            self._send([c for c in moving if c.queues and self._mailbox.last[c.channel.name] < self.step])
+            self.flush()
             # Parameters that were mixed, or corrected after a delay, are sent once more even if they went out in the last step.
             late = [
                 c
                 for c in moving
-                if self._mailbox.last[c.channel.name] < self.step or c.channel.source == "parameter" and not c.channel.consensus
+                if self._mailbox.last[c.channel.name] < self.step or (c.channel.source == "parameter" and not c.channel.consensus)
             ]
-            self._send(late)
-            self._mailbox.land(late, math.inf, now=self.step - 1, last=True)
+            self._exchange(moving, late, math.inf, now=self.step - 1, last=True)
             for c in moving:
                 if c.channel.source == "delta" and not c.channel.consensus:
                     c.show_anchor()
             self._equal = self.digests_equal()
         else:
+            self.flush()
             self.drift = outcome.set_mean(self._parameters, self._mailbox, self._line, self._island)
         if self._line is not None:  # none closes while another still reads
             self._line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
@@ -396,6 +401,7 @@ class Exchange:
             "step": self.step,
             "digest": self.config.digest(),
             "last": dict(self._mailbox.last),
+            "tokens": [self._tokens, dict(self._weighed)],
             "channels": {c.channel.name: c.state() for c in self.channels},
             "in_flight": in_flight,
         }
@@ -414,6 +420,7 @@ class Exchange:
         for c in self.channels:
             c.load(state["channels"][c.channel.name])
         self.step, self._mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
+        self._tokens, self._weighed = state["tokens"][0], dict(state["tokens"][1])
         self._mailbox.load(state["in_flight"])
 
     def detach(self) -> None:

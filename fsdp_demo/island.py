@@ -73,7 +73,7 @@ class Island:
             square = self.total(square)[0] / self.position.copies
         norm = (across(square) if across is not None else square) ** 0.5
         factor = limit / (norm + 1e-6)
-        if factor < 1.0:
+        if factor < 1.0 and present:
             torch._foreach_mul_(present, factor)
         return norm
 

@@ -86,8 +86,8 @@ def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: 
         return
     for c in channels:
         for work in (c.anchor, c.momentum):
-            if work is not None and c.channel.shared:
-                agreement.equalise(line, work, donor)
+            if work is not None and c.channel.shared and agreement.equalise(line, work, donor) and c.written is not None:
+                c.written = c.pack("parameter")
 
 
 def equalise_optimizers(

@@ -28,6 +28,7 @@ from .transport import Arrived, Courier, PeerLost, gather, reduce
 
 log = logging.getLogger("fsdp_demo")
 
+COUNTED = 4  # header flag: this island has counted tokens, if not since the last exchange
 SKIPPED = 2  # header flag: this replica took no step; its plain gradient has no weight
 
 
@@ -46,7 +47,7 @@ class Flight:
 @dataclass(frozen=True)
 class Flown:
     """One exchange that has ended: launched in step `step` and applied in step `applied`, the channels in it, and the seconds
-    (`time.perf_counter`) between which it was on the line; None for a copy without a line."""
+    (`time.perf_counter`) between which it was on the line; None for a copy without a line, and for what a resumed run had in flight."""
 
     step: int
     applied: int
@@ -244,7 +245,7 @@ class Mailbox:
         """Restore `state()`."""
         self.flights = []
         for s in saved:
-            flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v) for k, v in s["parts"].items()}, None)
+            flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items()}, None)
             if s["arrived"] is not None:
                 got, flight.future = s["arrived"], Future()
                 flight.future.set_result(Arrived([Header(**h) for h in got["headers"]], got["bodies"], got["means"]))
@@ -257,10 +258,13 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
     """
-    if channel.reducer.weight == "tokens" and not any(h.weight for h in headers):
+    tokens = channel.reducer.weight == "tokens"
+    if tokens and not any(h.weight for h in headers):
+        if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
+            return [1.0] * len(headers)
         raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
     plain = channel.before_step and channel.accumulator is None
-    return [0.0 if plain and h.flags & SKIPPED else h.weight if channel.reducer.weight == "tokens" else 1.0 for h in headers]
+    return [0.0 if plain and h.flags & SKIPPED else h.weight if tokens else 1.0 for h in headers]
 
 
 def gathered(c: ActiveChannel) -> bool:

@@ -42,6 +42,7 @@ class Section:
             self.spans = [(chosen, self.codec.code), (layout.num_dense, wire.dense_code(self.codec))]
         elif not self.codec.indexed:
             self.spans = [(layout.numel, self.codec.code)]
+        self._known: tuple[int, list[Tensor]] | None = None  # number of an exchange and its positions
         self.gathered = self.codec.indexed or vectors.gathers(self.codec.code, size)
 
     @property
@@ -146,11 +147,15 @@ class Section:
 
     def _positions(self, step: int) -> list[Tensor]:
         """For each group of blocks the workspace positions that the exchange of `step` sends, int64 [count * k]."""
-        number, out = max(self.channel.clock.round(step) - 1, 0), []
+        number = max(self.channel.clock.round(step) - 1, 0)
+        if self._known is not None and self._known[0] == number:
+            return self._known[1]
+        out = []
         for g in self.layout.groups:
             inside = seeded(self.codec.select, g.r * g.s, g.k(self.codec.topk), g.count, number, self.seed)
             slots = inside // g.s * EDGE + inside % g.s
             out.append((slots + torch.arange(g.start, g.stop)[:, None] * BLOCK).view(-1))
+        self._known = (number, out)
         return out
 
     def _vectors(self, work: Tensor, step: int) -> list[Tensor]:

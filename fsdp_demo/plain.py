@@ -48,7 +48,7 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
             if isinstance(node, dict) and key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
                 node[key] = {}
             node = node.get(key) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or (leaf not in node and parents != ["accumulator"]):
+        if not isinstance(node, dict) or (leaf not in node and parents not in (["accumulator"], ["fragments"])):
             known = [*top] + sorted(_paths(target))
             raise ValueError(f"{path!r} is no key of the configuration{nearest(path, known)} (known: {', '.join(known)})")
         node[leaf] = value

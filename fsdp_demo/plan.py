@@ -70,7 +70,8 @@ class Plan:
         return total
 
     def per_step(self) -> float:
-        """Mean bytes sent per step, exact over a cycle: each exchange alone where the cycle is long."""
+        """Mean bytes sent per step, exact over a cycle; where that is longer than 10 000 steps each channel's exchanges alone, each with a
+        header."""
         return self.average()[0]
 
     def average(self) -> tuple[float, float, float]:

@@ -18,7 +18,8 @@ RECOMMENDED = ("demo", "diloco", "decoupled_momentum")
 
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise. Measured (recipes/README.md): with 24 rounds a constant 0.9 ends
-worse than one replica alone, plain averaging well above, a rise over 12 to 24 rounds close to the mean gradient at every step."""
+worse than one replica alone, a rise over 12 to 24 of them close to the mean gradient at every step. Longer runs were not measured; 0 is
+the published constant momentum."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 
@@ -54,8 +55,9 @@ def desloc(period: int = 256, states: dict[str, int] | None = None, code: str = 
     """DES-LOC (Iacob et al., arXiv 2505.22549): parameters and each optimizer state are averaged, every one on a clock of its own.
 
     `states`: name of a state of the optimizer -> its period as a multiple of `period`; the default {exp_avg: 3, exp_avg_sq: 6} is the
-    published 1 : 3 : 6 for AdamW. For another optimizer name its states (SGD with momentum and Muon: {momentum_buffer: 3});
-    `half_life_multiples` derives multiples from decay rates. Published: period 256 (170 times fewer bytes than all-reduce), ADOPT or AdamW.
+    published 1 : 3 : 6 for AdamW (change `period`: `clock.period` would set all to one). For another optimizer name its states (SGD with
+    momentum and Muon: {momentum_buffer: 3}); `half_life_multiples` derives multiples from decay rates. Published: period 256 (170 times
+    fewer bytes than all-reduce), ADOPT or AdamW.
     """
     chosen = states if states is not None else {"exp_avg": 3, "exp_avg_sq": 6}
     return ExchangeConfig("desloc", _with_states(period, chosen, code), lr=4e-4, clip=1.0)
@@ -88,7 +90,8 @@ def streaming_diloco(
 
     Every fragment of `layers` layers has its own offset within the period, so the peak is one fragment; its mean is applied `delay` steps
     later and mixed with the local parameters (`mix` of those is kept). Published: inner AdamW 4e-4, outer 0.4 / 0.9, fragments of 3 layers,
-    strided, period 30 for parity and 100 for few bytes, delay up to 5 steps, mix 0.5, E3M0 values. `layers` 0: no fragments.
+    strided, period 30 for parity and 100 for few bytes, delay up to 5 steps, mix 0.5, E3M0 values. Ours: `momentum_warmup`, see `WARMUP`.
+    `layers` 0: no fragments.
     """
     channel = Channel(
         "delta",
@@ -128,7 +131,7 @@ def demo(
         beta=beta, gain=1.0 - beta if second and beta < 1 else 1.0, alpha=alpha if alpha is not None else 0.2 if second else 1.0
     )
     codec = Codec("dct" if transform else "none", "topk", topk, code)
-    signed = sign if sign is not None else inner == "sgd" and not second
+    signed = sign if sign is not None else inner != "adamw" and not second
     return _gradient_method("demo", kept, codec, "senders", signed, inner)
 
 
@@ -162,17 +165,18 @@ def decoupled_momentum(
     lr: float | None = None,
     reducer: str | None = None,
     code: str = "int8",
-    transform: bool = True,
+    transform: bool = False,
     average_every: int = 0,
 ) -> ExchangeConfig:
-    """Decoupled momentum (Nedelkoski et al., arXiv 2510.03371): the outer momentum travels as its largest DCT coefficients.
+    """Decoupled momentum (Nedelkoski et al., arXiv 2510.03371): the outer momentum travels as its largest coefficients.
 
     rule "consensus" (default): what is sent is averaged (over senders) and applied to the anchor with lr 1, what is not sent stays
     in the local momentum; replicas are equal after every exchange. rule "released", as in the authors' code: each replica applies
     its own delta plus beta times the momentum, into which the mean went back, with lr 0.7; replicas drift. Its reducer "replicas"
     (default) conserves the sum of the momenta, "senders" (as released) inflates it by up to R / |senders| at each exchange;
     `average_every` = J averages the parameters after every J-th exchange and logs the drift. Published: inner AdamW 4e-4, betas
-    0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95.
+    0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default, since on deltas it was worth
+    nothing on MLP matrices and cost much on attention (recipes/README.md).
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"
@@ -203,7 +207,7 @@ def sparse_loco(
 
     No transform and no outer momentum: the decayed feedback is the momentum. `median_clip` scales a replica's values of a block to the
     median norm of all (as in the released code; it guards against outliers). Published: inner AdamW, period 15 to 250 (30), k = 64 of
-    4096, beta 0.95, outer lr 1.0 (0.65 late in Covenant-72B's run).
+    4096, beta 0.95, outer lr 1.0 (0.65 late in Covenant-72B's run). Tensors that are sent whole step with `applier.dense_lr`, 1.0.
     """
     channel = Channel(
         "delta",
@@ -225,7 +229,8 @@ def muloco(
 
     Inner Muon for matrices, AdamW for embeddings, heads and vectors: `base_optimizer(config, model.named_parameters())` makes one
     combined optimizer, `attach([muon, adamw], ...)` takes two. Published: Muon lr 0.0224, momentum 0.9, weight decay 1e-4; outer
-    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; codes "2bit", "int4", or no feedback in full precision (`code` "fp32").
+    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; codes "2bit", "int4", or no feedback in full precision (`code` "fp32"). Ours:
+    `momentum_warmup`, see `WARMUP`.
     """
     channel = Channel(
         "delta",
@@ -272,7 +277,7 @@ def _with_states(period: int, states: dict[str, int], code: str) -> tuple[Channe
 
 def _seeded(select: str, topk: int, beta: float, code: str, sign: bool | None, transform: bool, inner: str) -> ExchangeConfig:
     codec = Codec("dct" if transform else "none", select, topk, code)
-    return _gradient_method(select, Accumulator(beta=beta), codec, "replicas", sign if sign is not None else inner == "sgd", inner)
+    return _gradient_method(select, Accumulator(beta=beta), codec, "replicas", sign if sign is not None else inner != "adamw", inner)
 
 
 def _gradient_method(name: str, kept: Accumulator, codec: Codec, reducer: str, sign: bool, inner: str) -> ExchangeConfig:

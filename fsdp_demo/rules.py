@@ -6,6 +6,8 @@ import math
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from .patterns import matches
+
 if TYPE_CHECKING:
     from .config import Channel
 
@@ -73,6 +75,22 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
     ]
 
 
+def order_problems(c: Channel, first: Channel | None) -> list[str]:
+    """Why `c` cannot come after channel `first`."""
+    if first is None:
+        return []
+    found = []
+    if first.after:
+        found.append(
+            f"after={c.after!r}, which itself comes after {first.after!r}: an order has two places, let both come after {first.after!r}"
+        )
+    if c.source == "gradient" or first.source == "gradient":
+        found.append(f"after={c.after!r}: gradient channels act before the base step and need no order, leave after empty")
+    if c.clock.delay:
+        found.append(f"after={c.after!r} with clock.delay={c.clock.delay}: what it brings would be older than what came first; use delay=0")
+    return found
+
+
 def _targets(c: Channel) -> str:
     """What a channel writes; two that write the same thing need an order."""
     return "parameter" if c.source in ("delta", "parameter") else c.source
@@ -82,7 +100,7 @@ def overlap(a: Channel, b: Channel) -> str | None:
     """A pattern that both channels surely cover, as far as patterns alone can tell (`attach` compares names)."""
     for p in a.include:
         for q in b.include:
-            if p not in b.exclude and q not in a.exclude and (fnmatchcase(p, q) or fnmatchcase(q, p)):
+            if not matches(p, b.exclude) and not matches(q, a.exclude) and (fnmatchcase(p, q) or fnmatchcase(q, p)):
                 return p if fnmatchcase(p, q) else q
     return None
 

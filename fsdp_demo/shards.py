@@ -70,7 +70,7 @@ class TorchShards:
             if id(p) in seen:  # tied weights handed over twice
                 continue
             seen.add(id(p))
-            name = names.get(id(p)) or given or f"optimizer{o}.group{g}.{i}"
+            name = names.get(id(p)) or given or f"optimizer{o}.group{g}.parameter{i}"
             local = local_part(p)
             self._places.append((o, g, i))
             self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))

@@ -22,6 +22,10 @@ LLAMA = [f"model.layers.{i}.{part}.weight" for i in range(8) for part in ("self_
 LLAMA = ["model.embed_tokens.weight", *LLAMA, "model.norm.weight", "lm_head.weight"]
 
 
+def average_after(name: str, first: str, delay: int = 0) -> Channel:
+    return Channel(name, "state:x" if name == "a" else "parameter", Clock(4, delay=delay), applier=Applier("replace"), after=first)
+
+
 # -- fragments ---------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +71,7 @@ def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
 
 
 def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
-    config = preset("decoupled_momentum", rule="released", period=2, average_every=3, clip=None, inner="as_is")
+    config = preset("decoupled_momentum", transform=True, rule="released", period=2, average_every=3, clip=None, inner="as_is")
 
     def run(me):
         def each(t, exchange):
@@ -236,3 +240,144 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
     for part in ("preset diloco: delta every 500", "inner AdamW", batch, "0 B per exchange"):
         assert part in line, line
     assert Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
+
+
+# -- what a careful reader found ---------------------------------------------------------------------------------------------------
+
+
+class Line(nn.Module):
+    """One parameter whose gradient is given: SGD with rate 1 takes steps of -g."""
+
+    def __init__(self, value: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4,), value, dtype=dtype))
+
+
+def walk(config: ExchangeConfig | str, steps: int, g: float = 0.125, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """(value after every step, value after finish()) of one replica that steps by -g."""
+    model = Line(dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exchange = fsdp_demo.attach(optimizer, config, model=model, **options)
+    values = []
+    for _ in range(steps):
+        model.w.grad = torch.full_like(model.w, g)
+        exchange.note(tokens=3)
+        optimizer.step()
+        values.append(float(model.w[0].detach()))
+    exchange.finish()
+    return values, float(model.w[0].detach())
+
+
+PLAIN = {"lr": 1.0, "momentum": 0.0, "inner": "as_is", "clip": None}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+
+
+def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
+    runs = [walk("diloco", 6, dtype=d, period=1, **PLAIN, **{"applier.mix": 0.5})[0] for d in (torch.float32, torch.bfloat16)]
+    assert runs[0] == runs[1]  # all values are exact in bf16
+
+
+def test_finish_keeps_the_order_of_channels(alone) -> None:
+    delta = Channel("delta", "delta", Clock(4), applier=Applier("outer", lr=0.5))
+    config = ExchangeConfig("two", (delta, Channel("average", "parameter", Clock(4), applier=Applier("replace"), after="delta")))
+    assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.5 * 0.375
+
+
+def test_finish_sends_what_a_queue_has_not(alone) -> None:
+    for steps in (7, 8, 9, 11):
+        assert walk("diloco", steps, period=4, **PLAIN, **{"clock.delay": 4})[1] == 1 - 0.125 * steps
+
+
+def test_a_first_exchange_at_the_end_has_no_momentum(alone) -> None:
+    assert walk("diloco", 1, g=0.5, period=100, lr=1.0, inner="as_is", clip=None)[1] == 0.5
+    assert [Applier("outer", momentum=0.9, momentum_warmup=3).momentum_in(n) for n in range(5)] == [0, 0, 0.3, 0.6, 0.9]
+
+
+def test_a_flush_of_gradients_leaves_others_alone(alone) -> None:
+    """Channel b is two steps late: at the end its gradients are applied once, those of a, which have been, not again."""
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    channels = (Channel("a", "gradient", include=("a",)), Channel("b", "gradient", Clock(delay=2), include=("b",)))
+    exchange = fsdp_demo.attach(optimizer, ExchangeConfig("late", channels), model=model)
+    for _ in range(3):
+        for p in model.values():
+            p.grad = torch.ones(2)
+        optimizer.step()
+    exchange.finish()
+    assert float(model["a"][0].detach()) == float(model["b"][0].detach()) == -3
+
+
+def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
+    class Deep(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = preset("streaming_diloco", period=6, delay=0, layers=1, inner="as_is", **{"reducer.weight": "tokens"})
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    sent = []
+    launch = exchange._mailbox.launch
+    exchange._mailbox.launch = lambda outgoing, step, weight, loss, flags: (
+        sent.append((list(outgoing), step, weight)),
+        launch(outgoing, step, weight, loss, flags),
+    )
+    for t in range(14):
+        if t == 9:
+            state = exchange.state_dict()
+            assert state["tokens"][0] == 9 * 5
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        exchange.note(tokens=5)
+        optimizer.step()
+    exchange.finish()
+    assert all(weight == 30 for names, step, weight in sent if step >= 10 and step < 14), sent
+
+
+def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
+    def run(me):
+        model = nn.Linear(6, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3, inner="as_is", clip_over="islands")
+        for t in range(7):
+            model(torch.ones(2, 6)).sum().backward()
+            if (t, me.island) == (1, 1):
+                exchange.skip()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+        return exchange.digests_equal()
+
+    assert run_ranks(run, 2, 1) == [True, True]
+
+
+def test_names_and_forms(alone) -> None:
+    assert preset("demo", inner="as_is").channels[0].applier.phi == "sign" and preset("random", inner="as_is").lr == 4e-4
+    assert not preset("demo", version=2).clips_mean and not preset("random", sign=False).clips_mean and preset("full").clips_mean
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no parameter name holds a layer number"):
+        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco")
+    assert preset("decoupled_momentum", transform=True, **{"fragments.layers": 2}).channels[0].fragments == Fragments(2)
+    body = Channel("body", "delta", Clock(10), applier=Applier("outer"), exclude=("*embed*",))
+    rest = Channel("rest", "delta", Clock(10), applier=Applier("outer"), include=("model.embed_tokens.weight",))
+    assert len(expand(ExchangeConfig("apart", (body, rest)), LLAMA)) == 2
+
+
+@pytest.mark.parametrize(
+    "channels, part",
+    [
+        ((average_after("a", "b"), average_after("b", "a")), "an order has two places"),
+        ((Channel("g", "gradient"), average_after("b", "g")), "gradient channels act before the base step"),
+        ((Channel("d", "delta", Clock(4), applier=Applier("outer")), average_after("b", "d", delay=1)), "use delay=0"),
+        ((Channel("a.b", "gradient"),), "no dot"),
+    ],
+)
+def test_orders_that_cannot_work_are_refused(channels, part) -> None:
+    with pytest.raises(ValueError, match=part):
+        ExchangeConfig("order", channels)

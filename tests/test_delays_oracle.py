@@ -36,7 +36,7 @@ def states(delay: int, of_states: int) -> Case:
 
 
 def sparse(rule: str, delay: int, mix: float = 0.0, **kw: Any) -> Case:
-    config = preset("decoupled_momentum", rule=rule, period=P, code="fp32", clip=None, inner="as_is")
+    config = preset("decoupled_momentum", transform=True, rule=rule, period=P, code="fp32", clip=None, inner="as_is")
     options = {"rule": rule, "period": P, "delay": delay, "mix": mix, "coding": coding(senders=rule == "consensus")}
     return Case(config.changed({"clock.delay": delay, "applier.mix": mix}), oracle.DecoupledMomentum, sgd, options, **kw)
 

@@ -133,8 +133,8 @@ def test_element_wise_presets_do_not_depend_on_the_sharding(run_ranks, config):
     "config",
     [
         preset("demo", clip=None),
-        preset("decoupled_momentum", period=2, clip=None),
-        preset("decoupled_momentum", rule="released", period=2, clip=None),
+        preset("decoupled_momentum", transform=True, period=2, clip=None),
+        preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None),
     ],
     ids=["demo", "consensus", "released"],
 )
@@ -221,7 +221,7 @@ def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
         "demo": preset("demo", code="fp32", clip=None),
         "full": preset("full"),
         "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
-        "released": preset("decoupled_momentum", rule="released", period=2, code="fp32", clip=None),
+        "released": preset("decoupled_momentum", transform=True, rule="released", period=2, code="fp32", clip=None),
     }[name]
     inner = sgd if name == "demo" else adamw
 
@@ -274,7 +274,7 @@ def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
 
 def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
     """Rule released, mean over replicas, int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding."""
-    config = preset("decoupled_momentum", rule="released", period=2, clip=None, inner="as_is")
+    config = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None, inner="as_is")
 
     def run(me):
         kept = []
@@ -373,7 +373,7 @@ def consistent(outs: list[dict[str, Any]]) -> bool:
 @pytest.mark.parametrize("islands", [2, 3])
 def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, islands):
     """Sparse: one message a step. Dense: the header and two legs. Sizes by hand for four full blocks, k = 32, int8."""
-    sparse = preset("decoupled_momentum", period=2)
+    sparse = preset("decoupled_momentum", transform=True, period=2)
 
     def run(me):
         return metered(me, sparse, 4, names=ALIGNED)
@@ -612,7 +612,7 @@ def two_channels(first: Channel, second: Channel) -> ExchangeConfig:
 
 def test_channels_that_are_due_together(run_ranks):
     """A sparse delta channel beside a gradient channel, and two sparse delta channels with different clocks, also at finish()."""
-    full, sparse = preset("full").channels[0], preset("decoupled_momentum", period=2, topk=4096, code="fp32").channels[0]
+    full, sparse = preset("full").channels[0], preset("decoupled_momentum", transform=True, period=2, topk=4096, code="fp32").channels[0]
     gradient = replace(full, name="gradient", include=("aligned*", "bias"))
     delta = replace(sparse, name="delta", exclude=("aligned*", "bias"))
     odd = replace(sparse, name="odd", include=("odd*", "layer*"), clock=Clock(3))
@@ -667,7 +667,7 @@ def test_islands_start_from_the_parameters_of_island_0(run_ranks, procs):
 def test_finish_brings_replicas_together(run_ranks):
     """Consensus: a last exchange for the steps since the one before. No consensus: the mean, and the drift is told."""
     diloco = preset("diloco", momentum_warmup=0, period=4, clip=None)
-    released = preset("decoupled_momentum", rule="released", period=2, clip=None)
+    released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
 
     def run(me):
         first = probe.train(me, diloco, adamw, 6, finish=True)
@@ -692,7 +692,7 @@ def test_finish_brings_replicas_together(run_ranks):
 
 def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
     diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
-    released = preset("decoupled_momentum", rule="released", period=2, clip=None)
+    released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
 
     def run(me, config):
         model = probe.Probe()
@@ -730,8 +730,8 @@ RESUMED = {
     "random": preset("random", clip=None),
     "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"clock.delay": 1}),
     "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None, **{"clock.delay": 5}),
-    "decoupled_momentum": preset("decoupled_momentum", period=3, clip=None),
-    "released": preset("decoupled_momentum", period=2, rule="released", average_every=2, clip=None),
+    "decoupled_momentum": preset("decoupled_momentum", transform=True, period=3, clip=None),
+    "released": preset("decoupled_momentum", transform=True, period=2, rule="released", average_every=2, clip=None),
     "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0),
     "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"clock.delay": 5}),
     "desloc": preset("desloc", period=2, clip=None),
@@ -883,7 +883,7 @@ def test_the_codec_config_is_used(run_ranks):
         out = []
         for code in ("fp32", "bf16", "int8"):
             os.environ["ISLAND_RUN"] += "+"
-            config = preset("decoupled_momentum", period=2, code=code, clip=None, inner="as_is")
+            config = preset("decoupled_momentum", transform=True, period=2, code=code, clip=None, inner="as_is")
             assert config.channels[0].codec == Codec("dct", "topk", 32, code)
             out.append(probe.train(me, config, sgd, 8, seed=4)["params"][-1])
         return out

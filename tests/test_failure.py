@@ -31,7 +31,7 @@ runs = itertools.count()
 
 DEMO = preset("demo", code="fp32")
 DILOCO = preset("diloco", period=2, inner="as_is")
-CONSENSUS = preset("decoupled_momentum", period=2, code="bf16", inner="as_is")
+CONSENSUS = preset("decoupled_momentum", transform=True, period=2, code="bf16", inner="as_is")
 
 
 @pytest.fixture(autouse=True)
@@ -266,8 +266,8 @@ RESUMED = {
     "demo, in flight": preset("demo", **{"clock.delay": 2}),
     "diloco": preset("diloco", period=4, inner="as_is"),
     "diloco, in flight": preset("diloco", period=4, inner="as_is", **{"clock.delay": 2}),
-    "consensus": preset("decoupled_momentum", period=4, inner="as_is"),
-    "released, in flight": preset("decoupled_momentum", rule="released", period=4, inner="as_is", **{"clock.delay": 2}),
+    "consensus": preset("decoupled_momentum", transform=True, period=4, inner="as_is"),
+    "released, in flight": preset("decoupled_momentum", transform=True, rule="released", period=4, inner="as_is", **{"clock.delay": 2}),
 }
 
 
@@ -455,7 +455,7 @@ def test_a_state_of_something_else_is_refused(run_ranks) -> None:
         with pytest.raises(ValueError, match="saved channels"):
             fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
         with pytest.raises(ValueError, match="keeps"):
-            fsdp_demo.attach(optimizer, preset("decoupled_momentum", inner="as_is"), state=states["diloco"])
+            fsdp_demo.attach(optimizer, preset("decoupled_momentum", transform=True, inner="as_is"), state=states["diloco"])
         smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
         with pytest.raises(ValueError, match="elements, here it has"):
             fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])

@@ -176,23 +176,23 @@ CASES = {
     ),
     "random": Case(RANDOM, seeded_oracle, options={"config": RANDOM}),
     "stride": Case(STRIDE, seeded_oracle, options={"config": STRIDE, "sign": False, "beta": 0.9}),
-    "consensus": delta_case(preset("decoupled_momentum", period=P, code="fp32"), coding=coding(), seed=4, seeds={"4x1": 3}),
+    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P, code="fp32"), coding=coding(), seed=4, seeds={"4x1": 3}),
     "consensus-replicas-no-transform": delta_case(
         preset("decoupled_momentum", period=P, code="fp32", transform=False, reducer="replicas"),
         coding=coding(transform=False, senders=False),
     ),
     "released": delta_case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32"), rule="released", coding=coding(senders=False)
+        preset("decoupled_momentum", transform=True, rule="released", period=P, code="fp32"), rule="released", coding=coding(senders=False)
     ),
     "released-average": delta_case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32", average_every=3),
+        preset("decoupled_momentum", transform=True, rule="released", period=P, code="fp32", average_every=3),
         adamw,
         rule="released",
         coding=coding(senders=False),
         average_every=3,
     ),
     "released-senders": delta_case(
-        preset("decoupled_momentum", rule="released", period=P, code="fp32", reducer="senders"),
+        preset("decoupled_momentum", transform=True, rule="released", period=P, code="fp32", reducer="senders"),
         rule="released",
         coding=coding(),
         tolerance=1e-4,  # the momentum grows at every exchange, and rounding with it
@@ -437,7 +437,7 @@ REAL: dict[str, Case] = {
         adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)},
     ),
-    "consensus": delta_case(preset("decoupled_momentum", period=P, code="fp32"), adamw, coding=coding()),
+    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P, code="fp32"), adamw, coding=coding()),
     "sparse_loco": Case(preset("sparse_loco", period=P, code="fp32", clip=None), oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}),
 }
 

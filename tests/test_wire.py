@@ -188,8 +188,8 @@ def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
 SMALL = {"topk": 2, "clip": None}
 CONFIGS = {
     "demo": preset("demo", **SMALL),
-    "consensus": preset("decoupled_momentum", period=2, inner="as_is", **SMALL),
-    "released": preset("decoupled_momentum", rule="released", period=2, inner="as_is", **SMALL),
+    "consensus": preset("decoupled_momentum", transform=True, period=2, inner="as_is", **SMALL),
+    "released": preset("decoupled_momentum", transform=True, rule="released", period=2, inner="as_is", **SMALL),
     "diloco": preset("diloco", period=2, inner="as_is", clip=None),
     "full": preset("full"),
 }
@@ -314,8 +314,8 @@ METERED = {
     "demo": (preset("demo"), 1),
     "diloco-bf16": (preset("diloco", period=3, code="bf16", inner="as_is"), 3),
     "diloco-int8": (preset("diloco", period=3, code="int8", inner="as_is"), 3),
-    "consensus": (preset("decoupled_momentum", period=3, code="bf16", inner="as_is"), 3),
-    "released": (preset("decoupled_momentum", period=3, rule="released", inner="as_is"), 3),
+    "consensus": (preset("decoupled_momentum", transform=True, period=3, code="bf16", inner="as_is"), 3),
+    "released": (preset("decoupled_momentum", transform=True, period=3, rule="released", inner="as_is"), 3),
     "delayed": (preset("demo", **{"clock.delay": 2}), 1),
 }
 

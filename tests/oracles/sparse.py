@@ -191,7 +191,7 @@ class Demo(Sparse):
         self.flying: list[tuple[int, Means, set[str]]] = []
 
     def step(self, grads: list[Gradients]) -> None:
-        for r, own in enumerate(self.clipped_all(grads) if self.sign else grads):
+        for r, own in enumerate(self.clipped_all(grads)):
             self.accumulate(r, self.with_zeros(own))
             self.seen |= {n for n, g in own.items() if g is not None}
         if due(self.t, self.period):
@@ -205,7 +205,7 @@ class Demo(Sparse):
         update = {n: u for n, u in self.back(means).items() if n in names}
         for n, u in update.items():
             self.smallest[n] = torch.minimum(self.smallest[n], torch.where(u == 0, math.inf, u.abs()))
-        gradient = {n: torch.sign(u) for n, u in update.items()} if self.sign else self.clipped(update)
+        gradient = {n: torch.sign(u) for n, u in update.items()} if self.sign else update
         for r in range(self.R):
             self.inner_step(r, gradient)
 
