@@ -86,8 +86,10 @@ fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
     case $1 in full) given codec.code || given code || echo "codec.code=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
     case $1 in
-        local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco | muloco)
+        local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
             given clock.period || given period || echo "period=$period" ;;
+        decoupled_momentum | sparse_loco) # sparser and oftener wins: recipes/README.md
+            given clock.period || given period || echo "period=$((period < 5 ? period : 5))" ;;
     esac
 }
 

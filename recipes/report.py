@@ -123,7 +123,7 @@ class Report:
             "wait_share": values["seconds_waiting"] / seconds,
             "seconds": seconds,
             "validation": self.validation,
-            "in_flight": in_flight(self.exchange.timeline(), steps),
+            "hidden": hidden(metrics),
             **self.facts,
         }
         if self.bar is not None:
@@ -163,14 +163,16 @@ class Report:
             ["ratio", f"{summary['ratio']:.1f} x fewer bytes" if summary["ratio"] else "nothing was sent"],
             ["time spent waiting", f"{summary['wait_share']:.1%}"],
         ]
-        rows += [["exchange in flight", f"{summary['in_flight']:.0%} of the steps"]] if summary["in_flight"] else []
+        if summary["hidden"] and any(flown.applied > flown.step for flown in self.exchange.timeline()):
+            rows.append(["hidden behind training", f"{summary['hidden']:.0%} of the exchanges' time"])
         rows += [["islands agree", agree]] if summary["islands"] > 1 else []
         return rows if summary["drift"] is None else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
 
 
-def in_flight(timeline: list[Any], steps: int) -> float:
-    """Share of the steps that were taken while an exchange was under way: those after its launch up to the one it was applied at."""
-    return len({t for flown in timeline for t in range(flown.step + 1, flown.applied + 1)}) / max(steps, 1)
+def hidden(metrics: dict[str, Any]) -> float | None:
+    """Share of the seconds of all exchanges in which training went on."""
+    exchanging = metrics["seconds_exchanging"]
+    return max(0.0, 1.0 - metrics["seconds_waiting"] / exchanging) if exchanging else None
 
 
 def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any], timeline: list[Any]) -> None:

@@ -119,11 +119,12 @@ FIRST = [
     *(Cell(f"demo k=32 lr {lr:g}", "demo", lr=lr) for lr in (1e-3, DEMO_LR, 4e-3)),
     Cell("demo in AdamW's form k=32", "demo", {"inner": "adamw", "sign": False}),
     Cell("demo in AdamW's form k=32 with sign", "demo", {"inner": "adamw", "sign": True}),
-    sparse("decoupled_momentum", H, 128, " consensus"),
     sparse("decoupled_momentum", 5, 32, " consensus"),
-    sparse("decoupled_momentum", H, 128, " released replicas", rule="released"),
-    sparse("decoupled_momentum", H, 128, " released senders", rule="released", reducer="senders"),
-    sparse("decoupled_momentum", H, 128, " released replicas", " beta 0.5", rule="released", beta=0.5),
+    sparse("decoupled_momentum", 5, 32, " consensus", " with DCT", transform=True),
+    sparse("decoupled_momentum", H, 128, " consensus", " with DCT", transform=True),
+    sparse("decoupled_momentum", H, 128, " released replicas", " with DCT", rule="released", transform=True),
+    sparse("decoupled_momentum", H, 128, " released senders", " with DCT", rule="released", reducer="senders", transform=True),
+    sparse("decoupled_momentum", H, 128, " released replicas", " with DCT beta 0.5", rule="released", beta=0.5, transform=True),
     sparse("sparse_loco", H, 128),
     sparse("sparse_loco", 5, 32),
 ]
@@ -141,7 +142,7 @@ WHERE = {
 def transformed(where: str, source: str) -> Cell:
     plain = WHERE[where]
     channel = {"delta": "delta", "gradient": "momentum"}[source]
-    only: dict[str, Any] = {"transform": False} if plain is None else {f"{channel}.plain": plain}
+    only: dict[str, Any] = {"transform": False} if plain is None else {"transform": True, f"{channel}.plain": plain}
     if source == "gradient":
         return Cell(f"demo k=32 lr {DEMO_LR:g} DCT on {where}", "demo", only, lr=DEMO_LR)
     return sparse("decoupled_momentum", 5, 32, " consensus", f" DCT on {where}", **only)
