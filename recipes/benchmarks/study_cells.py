@@ -155,11 +155,13 @@ NESTEROV = {"lr": 0.7, "applier.momentum": 0.9, "applier.nesterov": True, "appli
 
 ROUNDS_TABLE = [
     LOCAL,
+    diloco("0.7 / 0", momentum=0.0, momentum_warmup=0),
     DILOCO_FITTED,
     DILOCO,
     diloco("0.7 / 0.9 warm-up over a quarter of the rounds", momentum_warmup=ROUNDS // 4),
     DILOCO_HALF,
     diloco("0.7 / 0.9 warm-up over all rounds", momentum_warmup=ROUNDS),
+    diloco("H=5 0.7 / 0.9 warm-up over 20 of 96 rounds", period=5, momentum_warmup=20),
     *(
         sparse("sparse_loco", 5, 32, "", f" outer 0.7 / 0.9 warm-up over {share} rounds", **{**NESTEROV, "applier.momentum_warmup": rounds})
         for share, rounds in (("half the", 48), ("all", 96))
