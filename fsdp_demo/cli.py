@@ -78,7 +78,7 @@ def presets(args: argparse.Namespace) -> int:
     if args.name is None:
         width = max(map(len, known))
         for name in sorted(known, key=lambda name: name not in RECOMMENDED):
-            group = "recommended" if name in RECOMMENDED else "papers"
+            group = "recommended" if name in RECOMMENDED else "baseline" if name == "full" else "paper"
             print(f"{name:{width}}  {group:11}  {(inspect.getdoc(known[name]) or '').partition(chr(10))[0]}")
         return 0
     config = fsdp_demo.preset(args.name)  # a wrong name: ValueError with the nearest right one

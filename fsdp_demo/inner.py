@@ -39,7 +39,7 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
     """
     rate = lr if lr is not None else config.lr
     if rate is None:
-        raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr=")
+        raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr= (the recipes: --lr)")
     if config.inner[0] == "sgd":
         return torch.optim.SGD(params, lr=rate, **options)
     if config.inner[0] == "muonadamw":
