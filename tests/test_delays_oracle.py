@@ -9,7 +9,7 @@ import torch
 
 from fsdp_demo import preset
 
-from . import layered
+from . import layered, probe
 from .layered import LAYERED
 from .oracles import presets as oracle
 from .test_presets_oracle import ISLANDS, Case, P, adamw, coded, coding, followed, parts, sgd
@@ -42,7 +42,9 @@ def sparse(rule: str, delay: int, mix: float = 0.0, **kw: Any) -> Case:
 
 
 def gathered(period: int, delay: int, sign: bool = False, **kw: Any) -> Case:
-    config = preset("demo", code="fp32", sign=sign, beta=0.9, clip=None).changed({"clock.period": period, "clock.delay": delay})
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", sign=sign, beta=0.9, clip=None).changed(
+        {"clock.period": period, "clock.delay": delay}
+    )
     options = {"sign": sign, "beta": 0.9, "period": period, "delay": delay, "coding": coding()}
     return Case(config, oracle.Demo, sgd, options, **kw)
 

@@ -100,7 +100,7 @@ def test_full_is_large_batch_training(run_ranks, clip):
 @pytest.mark.parametrize("residual", ["subtract", "keep"])
 def test_everything_kept_is_a_dense_method(run_ranks, residual, transformed):
     """k = block, no sign, divisor R. subtract: nothing stays, plain SGD on the mean gradient; keep: dense momentum SGD."""
-    config = preset("demo", topk=4096, code="fp32", sign=False, beta=0.9, transform=transformed, clip=None)
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, topk=4096, code="fp32", sign=False, beta=0.9, transform=transformed, clip=None)
     config = config.changed({"residual": residual, "reducer.kind": "replicas"})  # over senders an exact zero would not count
 
     def run(me):
@@ -132,7 +132,7 @@ def test_element_wise_presets_do_not_depend_on_the_sharding(run_ranks, config):
 @pytest.mark.parametrize(
     "config",
     [
-        preset("demo", clip=None),
+        preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
         preset("decoupled_momentum", transform=True, period=2, clip=None),
         preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None),
     ],
@@ -159,7 +159,11 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_one_world_with_a_mesh(run_ranks, name):
     """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over the other."""
-    config = preset("demo", code="fp32", clip=None) if name == "demo" else preset("diloco", momentum_warmup=0, period=2, clip=None)
+    config = (
+        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None)
+        if name == "demo"
+        else preset("diloco", momentum_warmup=0, period=2, clip=None)
+    )
     inner = sgd if name == "demo" else adamw
 
     def run(me):
@@ -188,7 +192,7 @@ def test_one_world_with_a_mesh(run_ranks, name):
 
 def test_hsdp_inside_one_island(run_ranks):
     """Two shards in two copies each: the lanes of a shard complete each other inside the island (R = 1 here)."""
-    config = preset("demo", code="fp32", clip=None)
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None)
 
     def run(me):
         mesh = mesh_of_islands(me, ("copy", "shard"))
@@ -218,7 +222,7 @@ def test_hsdp_inside_one_island(run_ranks):
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "released"])
 def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
     config = {
-        "demo": preset("demo", code="fp32", clip=None),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None),
         "full": preset("full"),
         "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
         "released": preset("decoupled_momentum", transform=True, rule="released", period=2, code="fp32", clip=None),
@@ -257,7 +261,7 @@ def test_scalar_parameters_are_exchanged(run_ranks):
 
 
 def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
-    config = preset("demo", code="fp32", clip=None)
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None)
 
     def run(me):
         out = probe.train(me, config, sgd, 6, seed=6, finish=True)
@@ -480,7 +484,7 @@ def test_optimizer_steps_while_paused_do_not_count(run_ranks):
 def test_a_skipped_step_leaves_the_replicas_together(run_ranks, name):
     """Replica 1 drops steps 2 and 3: full takes the mean over the others; demo adds nothing to its momentum; diloco stays where it is."""
     diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
-    config = {"full": preset("full"), "demo": preset("demo", code="fp32", clip=None), "diloco": diloco}[name]
+    config = {"full": preset("full"), "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None), "diloco": diloco}[name]
     inner = sgd if name == "demo" else adamw
     skips = ((2, 1), (3, 1))
 
@@ -519,7 +523,7 @@ def test_weights_are_honoured(run_ranks, name):
     """Island 0 saw one token for each three of island 1; two processes of an island add up."""
     config = {
         "full": preset("full"),
-        "demo": preset("demo", code="fp32", sign=False, clip=None),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", sign=False, clip=None),
         "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
     }[name]
     config = config.changed({"reducer.weight": "tokens"})
@@ -544,7 +548,11 @@ def test_weights_are_honoured(run_ranks, name):
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
 def test_clipping(run_ranks, name):
     """full: the mean is clipped; the others clip each replica's gradient, over all its shards."""
-    config = {"full": preset("full"), "demo": preset("demo", code="fp32"), "diloco": preset("diloco", momentum_warmup=0, period=2)}[name]
+    config = {
+        "full": preset("full"),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32"),
+        "diloco": preset("diloco", momentum_warmup=0, period=2),
+    }[name]
     config = config.changed({"clip": 3.0, "inner": ["as_is"]})
 
     def run(me):
@@ -594,7 +602,7 @@ def test_a_delayed_delta(run_ranks):
 
 def test_a_gradient_channel_with_a_period_accumulates(run_ranks):
     """Every third step the base optimizer steps with what gathered; in between it does nothing."""
-    config = preset("demo", sign=False, code="fp32", topk=4096, beta=1.0, clip=None).changed({"clock.period": 3})
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, sign=False, code="fp32", topk=4096, beta=1.0, clip=None).changed({"clock.period": 3})
 
     def run(me):
         return probe.train(me, config, sgd, 6)["params"]
@@ -726,7 +734,7 @@ def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
 
 
 RESUMED = {
-    "demo": preset("demo", clip=None),
+    "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
     "random": preset("random", clip=None),
     "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"clock.delay": 1}),
     "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None, **{"clock.delay": 5}),

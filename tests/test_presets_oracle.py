@@ -156,15 +156,15 @@ CASES = {
         {"period": 6, "parts": parts(3, "sequential")},
         model=LAYERED,
     ),
-    "demo": Case(preset("demo", code="fp32", clip=None), oracle.Demo, options={"coding": coding()}, seed=6),
+    "demo": Case(preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None), oracle.Demo, options={"coding": coding()}, seed=6),
     "demo-v2": Case(
-        preset("demo", code="fp32", version=2, beta=0.95, topk=16, clip=None),
+        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", version=2, beta=0.95, topk=16, clip=None),
         oracle.Demo,
         options={"sign": False, "beta": 0.95, "gain": 0.05, "alpha": 0.2, "coding": coding(k=16)},
         seeds={"2x2": 0, "4x1": 6},
     ),
     "demo-adamw": Case(
-        preset("demo", code="fp32", inner="adamw", clip=None),
+        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", inner="adamw", clip=None),
         oracle.Demo,
         adamw,
         {"sign": False, "coding": coding()},
@@ -172,7 +172,10 @@ CASES = {
         seeds={"2x2": 11, "4x1": 6},
     ),
     "demo-no-transform": Case(
-        preset("demo", code="fp32", transform=False, clip=None), oracle.Demo, options={"coding": coding(transform=False)}, seed=3
+        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", transform=False, clip=None),
+        oracle.Demo,
+        options={"coding": coding(transform=False)},
+        seed=3,
     ),
     "random": Case(RANDOM, seeded_oracle, options={"config": RANDOM}),
     "stride": Case(STRIDE, seeded_oracle, options={"config": STRIDE, "sign": False, "beta": 0.9}),
@@ -370,12 +373,14 @@ CODED: dict[str, Case] = {
     "diloco-bf16": Case(coded("diloco", momentum_warmup=0, period=P, code="bf16"), oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}),
     "diloco-int8": Case(coded("diloco", momentum_warmup=0, period=P, code="int8"), oracle.DiLoCo, sgd, {"period": P, "code": "int8"}),
     "demo-bf16": Case(
-        coded("demo", code="bf16", transform=False, sign=False),
+        coded("demo", **probe.PLAIN_EMBEDDINGS, code="bf16", transform=False, sign=False),
         oracle.Demo,
         sgd,
         {"sign": False, "coding": coding(code="bf16", transform=False)},
     ),
-    "demo-int8": Case(coded("demo", sign=False), oracle.Demo, sgd, {"sign": False, "coding": coding(code="int8")}),
+    "demo-int8": Case(
+        coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False), oracle.Demo, sgd, {"sign": False, "coding": coding(code="int8")}
+    ),
     "desloc-bf16": Case(
         coded("desloc", period=3, code="bf16"),
         oracle.Averaging,

@@ -129,7 +129,11 @@ class Streaming(Replicas):
             self.land(min((f for f in self.fragments if f.flying), key=lambda f: f.flying[0][0]), self.mix)
 
     def finish(self) -> None:
-        """Drain, then exchange what has changed since; the replicas end at the anchors."""
+        """Drain, then exchange what has changed since; the replicas end at the anchors. A queue is lengthened before it is drained: landing
+        takes the parameters to the anchor less what is under way."""
+        for f in self.fragments:
+            if self.delay >= self.period and f.last < self.t:
+                self.send(f)
         self.flush()
         for f in self.fragments:
             if f.last < self.t:
