@@ -18,8 +18,8 @@ RECOMMENDED = ("demo", "diloco", "decoupled_momentum")
 
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant momentum. Measured (recipes/README.md):
-constant over 24 rounds of 20 steps ended worse than one replica alone, a rise over 12 to 24 of them close to the mean gradient at every
-step. It seems to be steps that count, the time while deltas still point one way: with rounds of 5 steps let it rise over more."""
+constant over 24 rounds ended worse than one replica alone, a rise over 12 to 24 of them close to the mean gradient at every step. Longer
+runs were not measured, nor whether rounds, steps or the share of the run decide."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 
@@ -68,7 +68,7 @@ def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str 
 
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and fp16 or int8 without loss in later work
     (OpenDiLoCo, INTELLECT-1). Not published, ours: the outer momentum rises over the first `momentum_warmup` rounds (0: constant), since
-    early deltas all point one way and the full gain lr (1 + momentum / (1 - momentum)) = 7 overshoots; see `WARMUP`.
+    a constant one did harm in runs of few rounds, perhaps by its gain lr (1 + momentum / (1 - momentum)) = 7; see `WARMUP`.
     """
     outer = Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup)
     channel = Channel("delta", "delta", Clock(period), codec=Codec(code=code), applier=outer)
@@ -119,7 +119,7 @@ def demo(
     Every step the gradient joins a momentum of decay `beta`; the `topk` largest DCT coefficients of each 64 x 64 block are
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
     beta 0.999, k = 32, no weight decay. The sum needs no learning rate inside the momentum: under sign it cancels. All matrices are
-    transformed, embeddings and heads too: what is not sent has no sign, so without the transform a step moves k of 4096 elements only.
+    transformed, embeddings and heads too: measured, it pays most there under sign (recipes/README.md).
 
     version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign; the
     learning rate is then one of SGD with momentum, for which none is published.
@@ -177,7 +177,7 @@ def decoupled_momentum(
     (default) conserves the sum of the momenta, "senders" (as released) inflates it by up to R / |senders| at each exchange;
     `average_every` = J averages the parameters after every J-th exchange and logs the drift. Published: inner AdamW 4e-4, betas
     0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default, since on deltas it was worth
-    nothing on MLP matrices and cost much on attention (recipes/README.md).
+    nothing and cost much on attention matrices (recipes/README.md).
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"
