@@ -118,8 +118,8 @@ def demo(
 
     Every step the gradient joins a momentum of decay `beta`; the `topk` largest DCT coefficients of each 64 x 64 block are
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
-    beta 0.999, k = 32, no weight decay. The sum needs no learning rate inside the momentum: under sign it cancels. All matrices are
-    transformed, embeddings and heads too: measured, it pays most there under sign (recipes/README.md).
+    beta 0.999, k = 32, no weight decay. The sum needs no learning rate inside the momentum: under sign it cancels. The paper
+    transforms all tensors; here embeddings and heads are left out by default (`momentum.plain`), see recipes/README.md for both.
 
     version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign; the
     learning rate is then one of SGD with momentum, for which none is published.
@@ -292,6 +292,7 @@ def _gradient_method(name: str, kept: Accumulator, codec: Codec, reducer: str, s
         residual="subtract",
         reducer=Reducer(reducer),
         applier=Applier("gradient", phi="sign" if sign else "identity"),
+        plain=EMBEDDINGS,
     )
     lr = 1e-3 if inner == "adamw" else 4e-4 if sign else None  # without a sign SGD's step has the scale of the gradient
     return ExchangeConfig(name, (channel,), inner=(inner,), lr=lr, clip=1.0)
