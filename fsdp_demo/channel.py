@@ -297,7 +297,7 @@ class ActiveChannel:
         return 0.0 if last else self.channel.applier.mix
 
     def _apply_outer(self, mean: Tensor | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
-        applier, layout, indexed = self.channel.applier, self.layout, self.channel.codec.sparse
+        applier, layout, sparse = self.channel.applier, self.layout, self.channel.codec.sparse
         anchor = self._fetch(self.anchor)
         if mean is not None:
             assert layout is not None and anchor is not None
@@ -307,11 +307,11 @@ class ActiveChannel:
             if applier.local_delta:
                 assert self.accumulator is not None and self.channel.accumulator is not None and out.own is not None
                 momentum = transform(layout, self.accumulator.clone(), inverse=True)
-                local_step(anchor, out.own, momentum, self.channel.accumulator.beta, layout, applier, indexed)
+                local_step(anchor, out.own, momentum, self.channel.accumulator.beta, layout, applier, sparse)
             else:
                 momentum_ = self._fetch(self.momentum)
                 mu = applier.momentum_in(self.channel.clock.round(out.step))
-                outer_step(anchor, momentum_, transform(layout, mean, inverse=True), mu, layout, applier, indexed)
+                outer_step(anchor, momentum_, transform(layout, mean, inverse=True), mu, layout, applier, sparse)
                 self._store(self.momentum, momentum_)
             self._store(self.anchor, anchor)
         self._rewind(anchor, flying, self._mix(last))
