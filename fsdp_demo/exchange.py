@@ -24,6 +24,7 @@ from .announce import announce
 from .channel import ActiveChannel
 from .codecs.wire import STOP
 from .config import Applier, Channel, ExchangeConfig
+from .council import Council
 from .fragments import expand
 from .inner import check_inner, materialise
 from .island import Island
@@ -38,7 +39,7 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Stopped(RuntimeError):
-    """An island asked to stop (SIGTERM); all ranks of this island stand after the same step.
+    """An island asked to stop (`request_stop`, SIGTERM); all ranks of this island stand after the same step.
 
     Example:
         >>> from fsdp_demo import Stopped
@@ -56,6 +57,8 @@ class Exchange:
         channels: the channels at work (`channel.ActiveChannel`).
         drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
             rule); None where replicas are equal by construction.
+        stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
+            `raises_stopped` is False, for a host that ends its loop by itself.
 
     Example:
         >>> import torch, fsdp_demo
@@ -90,6 +93,8 @@ class Exchange:
         channels = expand(config, [s.name for s in self.shards.shards if not s.frozen])
         gradients = any(c.before_step for c in channels)
         self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
+        self._stop_together = self.stopped = False
+        self.raises_stopped = True
         self._tokens = 0
         self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
         self._loss: float | Tensor = math.nan
@@ -161,6 +166,11 @@ class Exchange:
         return list(self._optimizers)
 
     @property
+    def finished(self) -> bool:
+        """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
+        return self._finished
+
+    @property
     def clips(self) -> str:
         """Which gradient clipping is in force, as a sentence."""
         if self.config.clip is None:
@@ -229,8 +239,10 @@ class Exchange:
             self._exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
-        # With payloads under way the wish travels in one of them: all islands stop when it lands, or, if it is in none, once these have.
-        if self._island.largest(float(self._mailbox.stop or (self._stop_sent and not self._mailbox.flights)))[0]:
+        # The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way.
+        alone = self._stop_sent and not self._mailbox.flights and (not self._stop_together or self.topology.islands == 1)
+        self.stopped = bool(self._island.largest(float(self._mailbox.stop or alone))[0])
+        if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
 
     def _exchange(
@@ -276,9 +288,16 @@ class Exchange:
         if loss is not None:
             self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
-    def request_stop(self) -> None:
-        """Ask to stop. Where every step has an exchange, all islands stop after a common step; with longer periods this island stops after
-        its next step and the others find it gone at their next exchange. Safe in a signal handler."""
+    def request_stop(self, together: bool = False) -> None:
+        """Ask to stop. Safe in a signal handler.
+
+        The wish travels in the next payload, and all islands stop after the step in which that is applied.
+
+        Args:
+            together: wait for that, however long the period. False: where no payload leaves in the next step, this island stops after
+                it, and the others find it gone at their next exchange.
+        """
+        self._stop_together = together and (self._stop_together or not self._stop_wanted)
         self._stop_wanted = True
 
     @contextmanager
@@ -357,6 +376,12 @@ class Exchange:
             self._line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
         self._close()
 
+    @property
+    def council(self) -> Council:
+        """Small questions to all islands at one step (`council.Council`); not after the exchange has ended."""
+        self._usable()
+        return Council(self._mailbox, self._island)
+
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
 
@@ -367,6 +392,15 @@ class Exchange:
         same = self._mailbox.ask(lambda: line is None or agreement.all_equal(line, tensors))
         return not self._island.largest(float(same is False))[0]
 
+    @property
+    def shows(self) -> str:
+        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep them equal), "anchor" (the outer
+        parameters, known to every replica) or "mean" (over the replicas: a round of communication)."""
+        moving = [c.channel for c in self.channels if c.channel.source in ("delta", "parameter")]
+        if not moving or self.topology.islands == 1 and not any(c.source == "delta" for c in moving):
+            return "parameters"
+        return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
+
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
         """Within this context `model` holds the parameters that the method calls its result: the anchor, or the mean over the replicas.
@@ -374,11 +408,12 @@ class Exchange:
         Use it to evaluate and export. All replicas enter at the same step (presets without consensus communicate here). Gradient
         presets hold them anyway. Local parameters come back at the end.
         """
-        if self._finished or self._mailbox.broken or self._gradients_only:
+        if self._finished or self._mailbox.broken or self.shows == "parameters":
             with self.paused():
                 yield
             return
-        with self.paused(), outcome.shown(model, self.channels, self._parameters, self._mailbox, self._line):
+        anchors = self.shows == "anchor"
+        with self.paused(), outcome.shown(model, self.channels, self._parameters, self._mailbox, self._line, anchors):
             yield
 
     def timeline(self) -> list[Flown]:
@@ -389,6 +424,18 @@ class Exchange:
         """Counts of this rank (see `Meter`), the step, the mean loss over the islands in the last headers, the drift at the end."""
         loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
         return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift}
+
+    def totals(self) -> dict[str, float]:
+        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the last mean loss over the islands.
+
+        All ranks of the island call it together."""
+        m = self._meter
+        sent, received = self._island.total(m.bytes_sent, m.bytes_received)
+        waited, count = self._island.largest(m.seconds_waiting, m.exchanges)
+        out = {"bytes_sent": sent, "bytes_received": received, "exchanges": count, "seconds_waiting": waited}
+        if not math.isnan(self._mailbox.loss):
+            out["loss"] = self._mailbox.loss
+        return out | ({} if self.drift is None else {"drift": self.drift})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.

@@ -248,7 +248,8 @@ class Mailbox:
             flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items()}, None)
             if s["arrived"] is not None:
                 got, flight.future = s["arrived"], Future()
-                flight.future.set_result(Arrived([Header(**h) for h in got["headers"]], got["bodies"], got["means"]))
+                headers = [Header(**{**h, "flags": h["flags"] & ~STOP}) for h in got["headers"]]  # that stop has happened
+                flight.future.set_result(Arrived(headers, got["bodies"], got["means"]))
             self.flights.append(flight)
 
 

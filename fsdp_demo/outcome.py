@@ -50,14 +50,14 @@ def shown(
     parameters: ActiveChannel,
     mailbox: Mailbox,
     line: Line | None,
+    anchors: bool,
 ) -> Iterator[None]:
-    """Within this context `model` holds the anchors, if every channel that moves parameters shares its anchor, else the mean."""
-    moving = [c for c in channels if c.channel.source in ("delta", "parameter")]
+    """Within this context `model` holds the anchors of its delta channels, or the mean over the replicas."""
     tensors = [t for t in parameters.shards.read("parameter") if t is not None]
     kept = [t.clone() for t in tensors]
     with torch.no_grad():
-        if all(c.channel.source == "delta" and c.channel.shared for c in moving):
-            for c in moving:
+        if anchors:
+            for c in (c for c in channels if c.channel.source == "delta"):
                 c.show_anchor()
         else:
             parameters.write(mean_parameters(parameters, mailbox, line), parameters.tensors("parameter"))

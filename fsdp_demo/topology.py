@@ -207,6 +207,9 @@ class Topology:
                 )
             time.sleep(0.02)
         ordered = [infos[i] for i in range(self.islands)]
+        same = [i for i, other in enumerate(ordered) if other["name"] == self.name]
+        if len(same) > 1:
+            raise ValueError(f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each other's files: give each its own")
         for i, other in enumerate(ordered):
             if other["shards"] != position.shards:
                 raise ValueError(

@@ -174,8 +174,8 @@ def test_moved_internals_are_named(run_ranks):
         del AcceleratorState._shared_state["device_mesh"]
         with pytest.raises(RuntimeError, match="needs device_mesh, which Accelerate no longer has"):
             integration.turn_fsdp_on_for_cpu(accelerator, integration._plugin(None, True, None))
-        with pytest.raises(RuntimeError, match="left model.embed_tokens.weight unsharded"):
-            integration._check_sharded(llama(), 2)
+        with pytest.raises(RuntimeError, match="model.embed_tokens.weight is not sharded"):
+            integration.check_axes(llama(), 2)
         return os.environ["ACCELERATE_USE_FSDP"]
 
     assert run_ranks(moved, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == ["false", "false"]

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin, ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+
+from .mesh import ExchangeParallelismConfig, check_axes, refuse_hsdp
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +49,11 @@ def accelerator(
             `_no_split_modules`, which every transformers model has; a model without it is one unit.
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: None: CPU if the machine has no accelerator or `ACCELERATE_USE_CPU` is set.
-        kwargs: handed to `accelerate.Accelerator` (`fsdp_plugin`, `dataloader_config`, `kwargs_handlers`...).
+        kwargs: handed to `accelerate.Accelerator` (`fsdp_plugin`, `dataloader_config`, `kwargs_handlers`...). With
+            `parallelism_config=ExchangeParallelismConfig(...)` the world is a mesh of several replicas (see `mesh.py`).
 
     Raises:
-        ValueError: fp16; more processes than GPUs on this machine; an FSDP1 plugin.
+        ValueError: fp16; more processes than GPUs on this machine; an FSDP1 plugin; a plain HSDP mesh; a mesh without FSDP2.
         RuntimeError: Accelerate did not shard although it was asked to (its internals moved).
 
     Example:
@@ -62,7 +65,10 @@ def accelerator(
     cpu = _use_cpu() if cpu is None else cpu
     mixed_precision = _precision(mixed_precision)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    plugin = kwargs.pop("fsdp_plugin", None)
+    plugin, axes = kwargs.pop("fsdp_plugin", None), kwargs.pop("parallelism_config", None)
+    refuse_hsdp(axes)
+    if axes is not None and (not shard or world == 1):
+        raise ValueError(f"{type(axes).__name__} with shard={shard} and {world} process(es): a mesh needs FSDP2 on its shard axis")
     if shard and world > 1:
         plugin = plugin or _plugin(mixed_precision, reshard_after_forward, fsdp_transformer_layer_cls_to_wrap)
         if plugin.fsdp_version != 2:
@@ -75,17 +81,19 @@ def accelerator(
         kwargs["gradient_accumulation_plugin"] = GradientAccumulationPlugin(gradient_accumulation_steps, sync_with_dataloader=False)
     kwargs.setdefault("step_scheduler_with_optimizer", False)
     kwargs.setdefault("dataloader_config", DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True))
-    made = _IslandAccelerator(cpu=cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin, **kwargs)
+    # On CPU Accelerate refuses a ParallelismConfig, since FSDP is not on yet.
+    early = {"parallelism_config": axes} if axes is not None and not cpu else {}
+    made = _IslandAccelerator(cpu=cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin, **early, **kwargs)
     if made.num_processes != world:
         raise RuntimeError(f"Accelerate sees {made.num_processes} process(es), the launcher started {world}: {_versions()}")
     if plugin is not None and made.device.type == "cpu":
-        turn_fsdp_on_for_cpu(made, plugin)
+        turn_fsdp_on_for_cpu(made, plugin, axes)
     if plugin is not None and not made.is_fsdp2:
         raise RuntimeError(f"Accelerate did not turn FSDP2 on ({made.distributed_type}): its internals moved. {_versions()}")
     return made
 
 
-def turn_fsdp_on_for_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+def turn_fsdp_on_for_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlugin, axes: ExchangeParallelismConfig | None = None) -> None:
     """Do for CPU ranks what `AcceleratorState.__init__` does for GPU ranks: distributed type FSDP, and the plugin.
 
     `AcceleratorState` turns FSDP on for MULTI_GPU, MULTI_XPU... but not for MULTI_CPU: with a plugin one silently gets DDP.
@@ -107,16 +115,10 @@ def turn_fsdp_on_for_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlug
     state.fsdp_plugin = plugin
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    state.parallelism_config = _ShardAxis(dp_shard_size=made.num_processes)
+    state.parallelism_config = axes or ExchangeParallelismConfig(dp_replicate_size=1, dp_shard_size=made.num_processes)
+    if state.parallelism_config.total_size != made.num_processes:
+        raise ValueError(f"{state.parallelism_config} needs {state.parallelism_config.total_size} processes, found {made.num_processes}")
     state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
-
-
-class _ShardAxis(ParallelismConfig):
-    """The shard axis by its own name; the stock class slices a flattened copy of it, which torch deprecates (UserWarning)."""
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        return ["dp_shard"]
 
 
 class _IslandAccelerator(Accelerator):
@@ -127,21 +129,8 @@ class _IslandAccelerator(Accelerator):
         if self.is_fsdp2:
             for item in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(item, torch.nn.Module):
-                    _check_sharded(item, self.num_processes)
+                    check_axes(item, self.parallelism_config.dp_shard_size if self.parallelism_config else self.num_processes)
         return result
-
-
-def _check_sharded(model: torch.nn.Module, world: int) -> None:
-    """Every trainable parameter is a DTensor on a 1-D mesh over the island's ranks, else RuntimeError."""
-    from torch.distributed.tensor import DTensor
-
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        if not isinstance(param, DTensor):
-            raise RuntimeError(f"Accelerate left {name} unsharded although FSDP2 is on: its internals moved ({_versions()})")
-        if param.device_mesh.ndim != 1 or param.device_mesh.size() != world:
-            raise RuntimeError(f"{name} is sharded on {param.device_mesh}, expected one axis over the {world} ranks of this island")
 
 
 def _plugin(mixed_precision: str | None, reshard: bool, layers: str | Sequence[str] | None) -> FullyShardedDataParallelPlugin:

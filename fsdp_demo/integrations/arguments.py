@@ -1,0 +1,51 @@
+"""The exchange as command-line flags, beside `TrainingArguments` in an `HfArgumentParser`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import ExchangeConfig
+from ..loading import load_config
+
+
+@dataclass
+class ExchangeArguments:
+    """`--exchange diloco --set clock.period=100 codec.code=int8`; nothing is exchanged without `--exchange`.
+
+    Example:
+        >>> from transformers import HfArgumentParser
+        >>> from fsdp_demo.integrations.arguments import ExchangeArguments
+        >>> (exchange,) = HfArgumentParser(ExchangeArguments).parse_args_into_dataclasses(["--exchange", "diloco", "--set", "period=50"])
+        >>> exchange.config().channels[0].clock.period
+        50
+    """
+
+    exchange: str | None = field(default=None, metadata={"help": "preset name or yaml file; without it nothing is exchanged"})
+    set: list[str] = field(default_factory=list, metadata={"help": "changes to it, as in --set codec.topk=16 clock.period=50"})
+
+    def config(self) -> ExchangeConfig | None:
+        """What was asked for, or None.
+
+        Raises:
+            ValueError: `--set` without `--exchange`, unknown names or values.
+        """
+        if self.exchange is None:
+            if self.set:
+                raise ValueError(f"--set {' '.join(self.set)} changes an exchange, but there is none: give --exchange PRESET too")
+            return None
+        return load_config(self.exchange, self.set)
+
+    def trainer(self, lr: float | None = None) -> dict[str, Any]:
+        """Keywords for `Trainer(...)`: the callback and, for presets with an optimizer of their own, `optimizer_cls_and_kwargs`.
+
+        Args:
+            lr: learning rate of that optimizer (`training_args.learning_rate`); default the preset's published one.
+        """
+        from .trainer import ExchangeCallback, exchange_optimizer, has_own_optimizer
+
+        config = self.config()
+        if config is None:
+            return {}
+        keywords: dict[str, Any] = {"callbacks": [ExchangeCallback(config)]}
+        return keywords | ({"optimizer_cls_and_kwargs": exchange_optimizer(config, lr=lr)} if has_own_optimizer(config) else {})

@@ -1,0 +1,318 @@
+"""One line for a script that uses `transformers.Trainer`.
+
+    Trainer(..., callbacks=[ExchangeCallback("diloco", period=100)])
+
+Launched as islands (ISLAND_* variables) or as a mesh (`ExchangeParallelismConfig`), the Trainer then trains one model on all of them.
+Alone, a preset that keeps the user's optimizer leaves the Trainer as if the line were not there; a preset with an optimizer of its own
+acts as its method does with one replica.
+
+The callback finds its Trainer and wraps five of its methods on that one object (`train`, `training_step`, `evaluation_loop`, `log`,
+`push_to_hub`): what it must see or show there passes through no event. Facts: transformers 5.23, `Trainer._run_epoch`,
+`_maybe_log_save_evaluate`, `_finalize_training`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..attaching import attach
+from ..config import ExchangeConfig
+from ..exchange import Exchange
+from ..inner import base_optimizer
+from ..loading import load_config
+from ..topology import Topology
+from .trainer_batches import FirstBatches, tokens_in
+from .trainer_evaluation import Evaluations
+from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
+from .trainer_state import load_state, save_state
+
+log = logging.getLogger("fsdp_demo")
+
+__all__ = ["ExchangeCallback", "exchange_optimizer", "has_own_optimizer"]
+
+
+class ExchangeCallback(TrainerCallback):
+    """Joins the Trainers of all islands.
+
+    It attaches to the optimizer when training begins, logs `exchange/*` with the Trainer's training logs, evaluates under the parameters
+    that the method calls its model, keeps islands apart in folders and trackers, saves and loads its state with every checkpoint, and lets
+    a wish to stop take effect on all islands at the same step. Gradients are clipped by `max_grad_norm`.
+
+    Args:
+        config: preset name, yaml file or `ExchangeConfig`.
+        fresh: when resuming from a checkpoint without the exchange's state, start that state anew instead of refusing.
+        changes: of the preset, as in `fsdp_demo.preset(name, **changes)`.
+
+    Attributes:
+        exchange: the `Exchange` of the last training, None before it and where there was none.
+
+    Raises:
+        ValueError: at `Trainer(...)` or `train()`, for what cannot work; the sentence says what was found and what to do.
+
+    Example:
+        >>> from fsdp_demo.integrations.trainer import ExchangeCallback
+        >>> ExchangeCallback("diloco", period=100).config.channels[0].clock.period
+        100
+    """
+
+    def __init__(self, config: ExchangeConfig | str, *, fresh: bool = False, **changes: Any):
+        self.config = load_config(config, changes) if isinstance(config, str) else config.changed(changes)
+        if "clip" in changes:
+            raise ValueError(f"clip={changes['clip']}: under the Trainer the norm that clips is TrainingArguments(max_grad_norm=...)")
+        self.exchange: Exchange | None = None
+        self._fresh, self._topology = fresh, Topology()
+        self._trainer: Trainer | None = None
+        self._active = False
+        self._limit: float | None = None
+        self._resume: str | bool | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss: Any = 0.0
+        self._numbers: dict[str, float] = {}
+        self._ending = self._asked = False
+        self._steps_in_epoch = 0
+
+    # ---- before training --------------------------------------------------------------------------------------
+
+    def set_trainer(self, trainer: Trainer) -> None:
+        """Bind to a Trainer; happens by itself at the first event."""
+        if self._trainer is trainer:
+            return
+        self._trainer, self._topology = trainer, topology_of(trainer)
+        alone = self._topology.islands == 1
+        self._active = not alone or has_own_optimizer(self.config)
+        if not self._active:
+            log.info("no peers: preset %r has nothing to exchange, the Trainer runs as it would without it", self.config.preset)
+            return
+        refuse(trainer, self.config)
+        if self._topology.kind == "islands":
+            separate(trainer, self._topology)
+        if self._topology.kind == "mesh":
+            quieten(trainer, self.config)
+        for name in ("train", "training_step", "evaluation_loop", "log"):
+            original = getattr(trainer, name)
+            setattr(trainer, name, functools.wraps(original)(functools.partial(getattr(self, f"_{name}"), original)))
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer is built: check it, keep this island's files apart."""
+        self.set_trainer(find_trainer(self))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model and optimizer are sharded and, on resume, loaded: join the other replicas."""
+        self.set_trainer(self._trainer or find_trainer(self))
+        if not self._active:
+            return
+        assert self._trainer is not None
+        self._reset()
+        trainer, self._topology = self._trainer, topology_of(self._trainer)
+        schedule = ("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay")
+        self._limit = args.max_grad_norm
+        config, args.max_grad_norm = clipping(self.config, args.max_grad_norm)
+        facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in schedule}}
+        self.exchange = exchange = attach(
+            trainer.optimizer,
+            config,
+            model=trainer.model,
+            topology=self._topology,
+            agree=facts | Evaluations.facts(args, state),
+            step=state.global_step,
+            state=load_state(self._checkpoint(args, state), args.process_index, self._fresh) if state.global_step else None,
+            batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
+        )
+        if exchange.step != state.global_step:
+            raise ValueError(
+                f"{self._topology.name} resumes at step {state.global_step}, another island at {exchange.step}: resume all from one step"
+            )
+        exchange.raises_stopped = False
+        self._evaluations = Evaluations(exchange, trainer)
+        self._first = FirstBatches(exchange, trainer.train_dataset)
+
+    def _checkpoint(self, args: Any, state: Any) -> str:
+        if isinstance(self._resume, str):
+            return self._resume
+        return get_last_checkpoint(args.output_dir) or f"{args.output_dir}/checkpoint-{state.global_step}"
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> Exchange | None:
+        """The exchange while it runs."""
+        return self.exchange if self.exchange is not None and not self.exchange.finished else None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step's loss goes into the next header."""
+        if (exchange := self._live) is not None:
+            exchange.note(loss=self._loss)
+            self._loss = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the exchange of this step: compare clocks, take part in a stop, gather numbers for the log, end at the last step."""
+        if (exchange := self._live) is None:
+            return
+        if exchange.step != state.global_step:
+            raise RuntimeError(
+                f"the optimizer has stepped {exchange.step} times, the Trainer counts {state.global_step}: replicas would lose each other; "
+                "step the optimizer once per step of the Trainer"
+            )
+        self._steps_in_epoch += 1
+        if control.should_log:
+            self._numbers = {f"exchange/{name}": value for name, value in exchange.totals().items()}
+        if state.global_step >= state.max_steps:
+            self._finish()
+        elif exchange.stopped:
+            self._ending = control.should_training_stop = True
+            control.should_save |= args.save_strategy != "no"
+        self._hold(state, control)
+
+    def _finish(self) -> None:
+        """The last exchange: from here on evaluation, checkpoints and `save_model` have the model that all islands hold."""
+        assert self.exchange is not None
+        self._ending = True
+        self.exchange.finish()
+
+    def _hold(self, state: Any, control: Any) -> None:
+        """A wish to stop (early stopping, a time limit) takes effect when all islands have heard it."""
+        if self._live is None or self._ending or not control.should_training_stop or self._topology.islands == 1:
+            return
+        control.should_training_stop = False
+        self._ask_to_stop("a callback")
+
+    def _ask_to_stop(self, who: str) -> None:
+        if self._live is not None and not self._asked:
+            self._asked = True
+            self._live.request_stop(together=True)
+            log.warning("%s: %s asks to stop; all islands do after the next exchange", self._topology.name, who)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hold(state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hold(state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hold(state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """This rank's part of the exchange, beside the Trainer's own files."""
+        if self.exchange is not None:
+            save_state(f"{args.output_dir}/checkpoint-{state.global_step}", args.process_index, self.exchange)
+        self._hold(state, control)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps_in_epoch = 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After an agreed stop, whose checkpoint is written by now, the islands part with one model."""
+        if self._live is None:
+            return
+        if self._ending:
+            self._finish()
+        elif self._steps_in_epoch:  # an epoch without steps: the data are at their end, nothing will be exchanged any more
+            self._hold(state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._live is not None:
+            where = (self._topology.name, state.global_step, state.max_steps)
+            log.warning("%s: training ended at step %d of %d, the other islands will find it gone", *where)
+            self._live.detach()
+        self._give_back(args)
+
+    def _give_back(self, args: Any) -> None:
+        if self._limit is not None:
+            args.max_grad_norm, self._limit = self._limit, None
+
+    # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
+
+    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        trainer, self._resume = self._trainer, resume_from_checkpoint
+        assert trainer is not None
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.append(callbacks.pop(callbacks.index(self)))  # last: sees what every other callback wishes
+        try:
+            with self._sigterm(trainer.args):
+                return original(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._give_back(trainer.args)
+            if self._live is not None:  # an error: let the others see at once that this island is gone
+                self._live.detach()
+
+    @contextmanager
+    def _sigterm(self, args: Any) -> Iterator[None]:
+        """SIGTERM is a wish to stop; not where the Trainer handles it (`enable_jit_checkpoint`), whose wish comes through its control."""
+        if threading.current_thread() is not threading.main_thread() or getattr(args, "enable_jit_checkpoint", False):
+            yield
+            return
+        old = signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("SIGTERM"))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, old)
+
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if (exchange := self._live) is None:
+            return original(model, inputs, *args, **kwargs)
+        self._first.look(inputs)
+        tokens = tokens_in(inputs)
+        loss = original(model, inputs, *args, **kwargs)
+        self._loss = self._loss + loss.detach() if isinstance(loss, torch.Tensor) else self._loss
+        exchange.note(tokens=tokens)
+        return loss
+
+    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._live is None:
+            return original(*args, **kwargs)
+        return self._evaluations.run(lambda: original(*args, **kwargs))
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs and self._numbers:
+            logs.update(self._numbers)
+        return original(logs, *args, **kwargs)
+
+
+def exchange_optimizer(config: ExchangeConfig | str, lr: float | None = None, **changes: Any) -> tuple[type, dict[str, Any]]:
+    """The optimizer a preset is defined for, as `Trainer(optimizer_cls_and_kwargs=exchange_optimizer("demo", lr=1e-3))`.
+
+    Vectors (biases, norms) get no weight decay, as the Trainer does it; the rate follows the Trainer's schedule.
+
+    Args:
+        config: as for `ExchangeCallback`.
+        lr: default the preset's published one.
+        changes: of the preset; and `weight_decay` of the optimizer, by default that of `fsdp_demo.base_optimizer`.
+
+    Raises:
+        ValueError: no learning rate is given and the preset has none.
+
+    Example:
+        >>> from fsdp_demo.integrations.trainer import exchange_optimizer
+        >>> exchange_optimizer("demo", lr=1e-3)[1]["lr"]
+        0.001
+    """
+    decay = changes.pop("weight_decay", None)
+    config = load_config(config, changes) if isinstance(config, str) else config.changed(changes)
+    if lr is None and config.lr is None:
+        raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr=training_args.learning_rate")
+    return _Factory, {"config": config, "lr": lr if lr is not None else config.lr, "weight_decay": decay}
+
+
+class _Factory:
+    """What the Trainer calls an optimizer factory: `_Factory()(model, **keywords)`."""
+
+    def __call__(self, model: torch.nn.Module, config: ExchangeConfig, lr: float, weight_decay: float | None) -> torch.optim.Optimizer:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        options = {} if weight_decay is None else {"weight_decay": weight_decay}
+        if config.inner[0] == "muonadamw":  # sorts parameters by itself
+            return base_optimizer(config, named, lr, **options)
+        matrices = {"params": [pair for pair in named if pair[1].ndim >= 2]}
+        vectors = {"params": [pair for pair in named if pair[1].ndim < 2], "weight_decay": 0.0}
+        return base_optimizer(config, [group for group in (matrices, vectors) if group["params"]], lr, **options)

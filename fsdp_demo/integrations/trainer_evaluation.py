@@ -1,0 +1,84 @@
+"""Evaluation under the Trainer: which parameters it shows, and metrics that all islands agree on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from transformers import Trainer
+
+from ..exchange import Exchange
+from .trainer_setup import check_best
+
+log = logging.getLogger("fsdp_demo")
+
+
+class Evaluations:
+    """Runs evaluation loops while an exchange is alive.
+
+    They show `Exchange.outer_parameters`. Where these are a mean that costs a round of communication, only evaluations at steps at which
+    all islands evaluate can show them; any other shows this island's own parameters, and says so.
+
+    With `load_best_model_at_end` metrics are averaged over the islands, so that all of them keep the same checkpoint.
+
+    Raises:
+        ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated.
+    """
+
+    def __init__(self, exchange: Exchange, trainer: Trainer):
+        self._exchange, self._trainer = exchange, trainer
+        args: Any = trainer.args
+        state: Any = trainer.state
+        self._best = bool(args.load_best_model_at_end)
+        loader: Any = trainer.callback_handler.train_dataloader
+        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if hasattr(loader, "__len__") else 0
+        self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
+        self._from = args.eval_delay
+        names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
+        if self._best:
+            check_best(exchange, args, range(self._every, state.max_steps, self._every or 1))
+        plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
+        self._together = exchange.council.same(plan) if exchange.shows == "mean" or self._best else True
+        if not self._together:
+            log.warning("islands evaluate at different steps (here: %s): evaluation shows each island's own parameters", plan[:3])
+        self._told = ""
+
+    @staticmethod
+    def facts(args: Any, state: Any) -> dict[str, Any]:
+        """What islands must share where they choose the best checkpoint together; nothing otherwise."""
+        if not args.load_best_model_at_end:
+            return {}
+        same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model", "greater_is_better")
+        return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **{name: str(getattr(args, name)) for name in same}}
+
+    def _due(self) -> bool:
+        """Whether every island evaluates at this step."""
+        state = self._trainer.state
+        if not self._together or not self._trainer.is_in_train:
+            return False
+        if state.global_step == 0:
+            return bool(self._trainer.args.eval_on_start)
+        now = state.epoch if self._trainer.args.eval_strategy == "epoch" else state.global_step
+        return bool(self._every) and state.global_step % self._every == 0 and now >= self._from
+
+    def run(self, loop: Callable[[], Any]) -> Any:
+        """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in the metrics."""
+        outer, model = self._exchange.shows != "mean" or self._due(), self._trainer.model
+        assert model is not None
+        shown = self._exchange.shows if outer else "own parameters of this island"
+        if shown != self._told:
+            self._told = shown
+            log.info("%s: evaluation shows the %s", self._exchange.topology.name, shown)
+        with self._exchange.outer_parameters(model) if outer else nullcontext():
+            output = loop()
+        if output.metrics is None:
+            return output
+        if self._best and self._due():
+            names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
+            output.metrics.update(zip(names, self._exchange.council.mean([output.metrics[k] for k in names]), strict=True))
+        prefix = next((k.removesuffix("_loss") for k in output.metrics if k.endswith("_loss")), "eval")
+        output.metrics[f"{prefix}_outer_parameters"] = float(outer)
+        return output

@@ -1,0 +1,152 @@
+"""What the callback changes in a Trainer before the first step, and what it refuses.
+
+Everything here is done once, on the `Trainer` and its `TrainingArguments`, and only where there are other replicas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from typing import Any
+
+from transformers import Trainer
+
+from ..config import ExchangeConfig
+from ..exchange import Exchange
+from ..topology import Topology
+from .mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
+
+log = logging.getLogger("fsdp_demo")
+
+
+def has_own_optimizer(config: ExchangeConfig) -> bool:
+    """Whether a preset is defined for an optimizer that is not the Trainer's AdamW."""
+    return not {"any", "as_is", "adamw"} & set(config.inner)
+
+
+def find_trainer(callback: Any) -> Trainer:
+    """The Trainer that is calling `callback` right now.
+
+    A callback is told arguments, state and control, never its Trainer; it stands further up on the call stack.
+
+    Raises:
+        RuntimeError: nobody up there is a Trainer with this callback.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and callback in getattr(getattr(found, "callback_handler", None), "callbacks", []):
+            return found
+        frame = frame.f_back
+    raise RuntimeError("ExchangeCallback works inside a transformers.Trainer: pass it as Trainer(callbacks=[...]), or call set_trainer()")
+
+
+def topology_of(trainer: Trainer) -> Topology:
+    """Mesh where the Trainer was given `ExchangeParallelismConfig`, else islands from the environment.
+
+    Raises:
+        ValueError: both at once, or a plain HSDP mesh.
+    """
+    axes = getattr(trainer.accelerator, "parallelism_config", None)
+    refuse_hsdp(axes)
+    islands = Topology.from_env()
+    if not isinstance(axes, ExchangeParallelismConfig) or axes.dp_replicate_size < 2:
+        return islands
+    if islands.islands > 1:
+        raise ValueError(f"ISLAND_COUNT={islands.islands} and {axes} at once: launch islands without a replicate axis, or a mesh alone")
+    return mesh_topology(trainer.accelerator)
+
+
+def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
+    """Raise ValueError for what cannot work, one sentence each."""
+    args, model = trainer.args, trainer.model
+    line = f'optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={args.learning_rate:g})'
+    handed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    native = getattr(model, "is_distributed_loading_by_transformers", False)
+    checks = [
+        (args.fp16, "fp16=True: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
+        (trainer.is_deepspeed_enabled, "a DeepSpeed engine: the exchange does not attach to ZeRO yet; take FSDP2 (fsdp=True)"),
+        (native, "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; load it whole, with fsdp=True"),
+        (args.auto_find_batch_size, "auto_find_batch_size=True: islands would take different steps; set per_device_train_batch_size"),
+        (has_own_optimizer(config) and not handed, f"preset {config.preset!r} has an optimizer of its own: pass Trainer(..., {line}) too"),
+    ]
+    for wrong, text in checks:
+        if wrong:
+            raise ValueError(f"ExchangeCallback found {text}" if not text.startswith("preset") else f"ExchangeCallback: {text}")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ValueError(f"ExchangeCallback found fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 flattens parameters")
+
+
+def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConfig, float]:
+    """(configuration, max_grad_norm left to the Trainer): one norm, `max_grad_norm`, clips once.
+
+    Where the method clips the mean gradient, or by one norm over the islands, the exchange does it; else the Trainer clips each replica's
+    own.
+    """
+    if config.clips_mean or config.clip_over == "islands":
+        return config.changed({"clip": max_grad_norm or None}), 0.0
+    return config.changed({"clip": None}), max_grad_norm
+
+
+def separate(trainer: Trainer, topology: Topology) -> None:
+    """Give each island its own folder, run name, data seed; only island 0 pushes to the hub."""
+    args: Any = trainer.args
+    if getattr(args, "_fsdp_demo_island", None) == topology.name:  # a second Trainer with the same arguments
+        return
+    args._fsdp_demo_island = topology.name
+    base = args.run_name or os.path.basename(os.path.normpath(args.output_dir))
+    args.output_dir = os.path.join(args.output_dir, topology.name)
+    args.run_name = f"{base}-{topology.run}-{topology.name}"
+    os.environ.setdefault("WANDB_RUN_GROUP", topology.run)
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    args.data_seed = trainer.accelerator.dataloader_config.data_seed = seed + topology.island
+    if args.should_save:
+        os.makedirs(args.output_dir, exist_ok=True)
+    if topology.island:
+        args.push_to_hub = False
+        setattr(trainer, "push_to_hub", lambda *_, **__: log.info("%s does not push to the hub: island 0 does", topology.name))  # noqa: B010
+    log.info("%s: output_dir %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
+
+
+def quieten(trainer: Trainer, exchange_config: ExchangeConfig) -> None:
+    """In a mesh, switch off what the Trainer sends between nodes at every step, and report what it goes on sending now and then."""
+    args, loader = trainer.args, trainer.accelerator.dataloader_config
+    if args.average_tokens_across_devices:
+        args.average_tokens_across_devices = False
+        log.info("average_tokens_across_devices=False: its gather over all nodes makes every step wait for the slowest")
+    if loader.dispatch_batches is None:
+        loader.dispatch_batches = False  # an iterable data set would be read by rank 0 and broadcast, batch by batch
+    rest = [
+        f"the loss every {args.logging_steps:g} steps (20 B)",
+        "evaluations (losses; logits unless prediction_loss_only)",
+        "checkpoints",
+    ]
+    if args.include_num_input_tokens_seen not in ("no", False):
+        rest.append(f"tokens at every micro-batch (set include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} to 'no')")
+    log.info("the Trainer itself still gathers over all nodes: %s", "; ".join(rest))
+    if any(not c.before_step for c in exchange_config.channels) and args.save_strategy != "no":
+        log.warning("replicas of preset %r hold different states, a checkpoint of a mesh mixes them: use islands", exchange_config.preset)
+
+
+def check_best(exchange: Exchange, args: Any, steps: range) -> None:
+    """`load_best_model_at_end` needs checkpoints that hold what was evaluated.
+
+    Args:
+        steps: the job's steps (counted from 1) after which the Trainer evaluates.
+
+    Raises:
+        ValueError: at one of these steps replicas hold parameters of their own; says what to set.
+    """
+    moving = [c.channel for c in exchange.channels if c.channel.source in ("delta", "parameter")]
+    for channel in moving:
+        wrong = [s for s in steps if not (channel.consensus and channel.clock.delay == 0 and channel.clock.due(s - 1))]
+        if wrong:
+            cure = f"make eval_steps and save_steps multiples of its period ({channel.clock.period})"
+            if not channel.consensus or channel.clock.delay or channel.clock.offset:
+                cure = "set load_best_model_at_end=False"
+            raise ValueError(
+                f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's own parameters, evaluation shows the "
+                f"{exchange.shows} of channel {channel.name!r}: {cure}"
+            )

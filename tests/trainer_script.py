@@ -1,0 +1,120 @@
+"""A Trainer script as users write them; `extra` is the one line under test. Run in a rank's process by tests/test_trainer*.py."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from fsdp_demo.integrations.data import split_dataset_by_island
+
+WORDS = "the of and to in a is that for it with as was on be by this are from at or an have not".split()
+
+
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>")
+
+
+def texts(rows, seed):
+    """Sentences in which each word follows from the one before, most of the time: something to learn."""
+    draw = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(rows):
+        at, words = int(torch.randint(len(WORDS), (1,), generator=draw)), []
+        for _ in range(12):
+            words.append(WORDS[at])
+            jump = int(torch.randint(10, (1,), generator=draw))
+            at = (at * 3 + 1 + (jump if jump > 7 else 0)) % len(WORDS)
+        out.append(" ".join(words))
+    return out
+
+
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 2, tie_word_embeddings=False, **sizes))
+
+
+def fresh_state():
+    """Accelerate keeps its state in the process; a forked rank would inherit the parent's. A rank alone has no launcher."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    if os.environ.get("WORLD_SIZE") == "1":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+
+
+def fsdp_on_cpu():
+    """Accelerate turns FSDP on for accelerators only: let it take this gloo world for one of XPUs. Before `Trainer(...)`."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axes=None, **changes):
+    """What stands above `trainer.train()` in a script. `extra`: keywords that the exchange adds."""
+    fresh_state()
+    set_seed(1)
+    words = tokenizer()
+    raw = {"train": Dataset.from_dict({"text": texts(rows, 1)}), "eval": Dataset.from_dict({"text": texts(16, 2)})}
+    data = {name: part.map(lambda row: words(row["text"]), remove_columns=["text"]) for name, part in raw.items()}
+    settings = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 5e-3,
+        "max_steps": 8,
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": 4,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    if fsdp:
+        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}}
+    if axes:
+        settings["parallelism_config"] = axes
+    args = TrainingArguments(**{**settings, **changes})
+    if fsdp:
+        fsdp_on_cpu()
+    keywords = dict(extra)
+    added = [*callbacks, *keywords.pop("callbacks", [])]
+    return Trainer(
+        model=model(),
+        args=args,
+        train_dataset=split_dataset_by_island(data["train"]) if split else data["train"],
+        eval_dataset=data["eval"],
+        processing_class=words,
+        data_collator=DataCollatorForLanguageModeling(words, mlm=False),
+        callbacks=added,
+        **keywords,
+    )
+
+
+def parameters(trained):
+    """The whole model as one vector, on every rank."""
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trained.model.parameters()]
+    return torch.cat([p.detach().flatten() for p in parts])
+
+
+def shards(trained):
+    """What this rank holds, from the optimizer."""
+    params = [p for group in trained.optimizer.param_groups for p in group["params"]]
+    return torch.cat([(p.to_local() if hasattr(p, "to_local") else p).detach().flatten().clone() for p in params])
