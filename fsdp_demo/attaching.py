@@ -58,5 +58,6 @@ def attach(
         config = config.changed(changes)
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
+    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
     return Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state, batch or ())

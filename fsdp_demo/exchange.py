@@ -92,7 +92,7 @@ class Exchange:
         self.shards = TorchShards(optimizers, model)
         channels = expand(config, [s.name for s in self.shards.shards if not s.frozen])
         gradients = any(c.before_step for c in channels)
-        self._skipping = self._finished = self._stop_wanted = self._stop_sent = False
+        self._skipping = self._ended = self._finished = self._stop_wanted = self._stop_sent = False
         self._stop_together = self.stopped = False
         self.raises_stopped = True
         self._tokens = 0
@@ -168,6 +168,11 @@ class Exchange:
     @property
     def finished(self) -> bool:
         """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
+        return self._ended or self._finished
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connections to the other replicas are gone."""
         return self._finished
 
     @property
@@ -194,7 +199,7 @@ class Exchange:
     def _usable(self) -> None:
         if self._mailbox.broken:
             raise PeerLost("the exchange has failed before: save, and start again under a new ISLAND_RUN")
-        if self._finished:
+        if self.finished:
             raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
 
     @torch.no_grad()
@@ -345,14 +350,28 @@ class Exchange:
                     self.shards.base_step()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, close: bool = True) -> None:
         """End the exchange: apply what is in flight, exchange once more what changed since, leave all replicas with equal parameters.
 
         Where the preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
         Afterwards the connections are closed; calling it again does nothing. All replicas call it at the same step.
+
+        Args:
+            close: False keeps the connections for questions to the `council`, until `finish()` is called again.
         """
         if self._finished:
             return
+        if not self._ended:
+            self._conclude()
+            self._ended = True
+        if not close:
+            return
+        if self._line is not None:  # none closes while another still reads
+            self._line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+        self._close()
+
+    def _conclude(self) -> None:
+        """The last exchange."""
         moving = [c for c in self.channels if c.channel.source in ("delta", "parameter")]
         if self.config.shared:
             # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
@@ -372,21 +391,19 @@ class Exchange:
         else:
             self.flush()
             self.drift = outcome.set_mean(self._parameters, self._mailbox, self._line, self._island)
-        if self._line is not None:  # none closes while another still reads
-            self._line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
-        self._close()
 
     @property
     def council(self) -> Council:
-        """Small questions to all islands at one step (`council.Council`); not after the exchange has ended."""
-        self._usable()
+        """Small questions to all islands at one step (`council.Council`), while they are connected."""
+        if self._mailbox.broken or self._finished:
+            raise RuntimeError("the islands are connected no more: ask before finish()")
         return Council(self._mailbox, self._island)
 
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
 
         All ranks of all islands call it at the same step."""
-        if self._finished:
+        if self.finished and self._equal is not None or self._finished:
             return self._equal
         tensors, line = self.shards.read("parameter"), self._line
         same = self._mailbox.ask(lambda: line is None or agreement.all_equal(line, tensors))
@@ -408,7 +425,7 @@ class Exchange:
         Use it to evaluate and export. All replicas enter at the same step (presets without consensus communicate here). Gradient
         presets hold them anyway. Local parameters come back at the end.
         """
-        if self._finished or self._mailbox.broken or self.shows == "parameters":
+        if self.finished or self._mailbox.broken or self.shows == "parameters":
             with self.paused():
                 yield
             return

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from .codecs.wire import memory
 from .topology import Position
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -62,7 +64,7 @@ class TorchShards:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
         self._optimizers = optimizers
-        names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
+        names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
         self._places: list[tuple[int, int, int]] = []
         self.shards: list[Shard] = []
         seen: set[int] = set()
@@ -70,7 +72,7 @@ class TorchShards:
             if id(p) in seen:  # tied weights handed over twice
                 continue
             seen.add(id(p))
-            name = names.get(id(p)) or given or f"optimizer{o}.group{g}.parameter{i}"
+            name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
             local = local_part(p)
             self._places.append((o, g, i))
             self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
@@ -146,6 +148,12 @@ class TorchShards:
         """Run the base optimizers once (for a step that the training loop did not take)."""
         for optimizer in self._optimizers:
             optimizer.step()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and torch's activation checkpointing put into it: islands may differ in these, and
+    patterns are written for the model as it was defined."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def local_part(t: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """`ExchangeCallback` in a Trainer script as users write them: with and without the one line, alone, two islands, 2 x 2 with FSDP2."""
 
-import json
 import logging
 import os
 import signal
@@ -106,3 +105,171 @@ def test_presets_with_an_optimizer_of_their_own(run_ranks, preset):
     out = run_ranks(run, islands=2, procs=2, timeout=120)
     assert torch.equal(out[0][0], out[2][0]) and torch.equal(out[1][0], out[3][0]) and out[0][1:3] == ("SGD", 8)
     assert out[0][3][-1] < out[0][3][0]
+
+
+class StopAt(TrainerCallback):
+    """A user's callback: asks to stop on one island."""
+
+    def __init__(self, step, event, wanted):
+        self.step, self.event, self.wanted = step, event, wanted
+
+    def _ask(self, event, state, control):
+        if self.wanted and event == self.event and state.global_step == self.step:
+            control.should_training_stop = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._ask("step", state, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._ask("evaluate", state, control)
+
+    def on_log(self, args, state, control, **kwargs):
+        self._ask("log", state, control)
+
+
+@pytest.mark.parametrize("event, preset, stops", [("step", "demo", 5), ("evaluate", "demo", 5), ("log", "diloco", 6)])
+def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, stops):
+    def run(rank):
+        extra = one_line(preset, **({"period": 3} if preset == "diloco" else {}))
+        if preset == "demo":
+            extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
+        wish = StopAt(4, event, rank.island == 1)
+        trained = script.trainer(rank.folder / "out", extra, callbacks=[wish], max_steps=20)
+        trained.train()
+        checkpoints = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
+        return trained.state.global_step, script.parameters(trained), checkpoints, trained.callback_handler.callbacks[-1].exchange.digests_equal()
+
+    out = run_ranks(run, islands=2, procs=1)
+    assert [o[0] for o in out] == [stops, stops] and torch.equal(out[0][1], out[1][1])
+    assert out[0][2] == out[1][2] == sorted(["checkpoint-4", f"checkpoint-{stops}"]) and out[0][3]
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
+def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, fsdp):
+    class Term(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(rank):
+        settings = {"max_steps": 12, "eval_strategy": "no", "save_steps": 100, "logging_steps": 1}
+        out = {}
+        for name, callbacks, resume in (("whole", [], None), ("cut", [Term()] if rank.rank == 0 else [], None), ("cut", [], True)):
+            where = rank.folder / name
+            trained = script.trainer(where, one_line("diloco", period=3), fsdp=fsdp, callbacks=callbacks, **settings)
+            trained.train(resume_from_checkpoint=resume)
+            losses = [row["loss"] for row in trained.state.log_history if "loss" in row]
+            out[name, resume] = trained.state.global_step, losses, script.shards(trained)
+        return out
+
+    for o in run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120):
+        whole, cut, resumed = o["whole", None], o["cut", None], o["cut", True]
+        assert (whole[0], cut[0], resumed[0]) == (12, 6, 12)  # asked after step 4, heard at the exchange of step 6
+        assert resumed[1] == whole[1] and torch.equal(resumed[2], whole[2])
+
+
+def test_resume_needs_the_exchanges_state(run_ranks):
+    def run(rank):
+        script.trainer(rank.folder / "out", one_line("diloco", period=4)).train()
+        checkpoint = rank.folder / "out" / f"island{rank.island}" / "checkpoint-4"
+        (checkpoint / "exchange" / "rank0.pt").unlink()
+        with pytest.raises(ValueError, match=r"lacks exchange/rank0.pt: it was saved without the exchange.*fresh=True"):
+            script.trainer(rank.folder / "out", one_line("diloco", period=4)).train(resume_from_checkpoint=str(checkpoint))
+        trained = script.trainer(rank.folder / "out", one_line("diloco", period=4, fresh=True))
+        trained.train(resume_from_checkpoint=str(checkpoint))
+        return trained.state.global_step, script.parameters(trained)
+
+    out = run_ranks(run, islands=2, procs=1)
+    assert out[0][0] == 8 and torch.equal(out[0][1], out[1][1])
+
+
+def test_islands_evaluate_log_and_save_at_different_times(run_ranks):
+    """Where the evaluated mean costs a round of communication, too."""
+
+    def run(rank, preset, changes):
+        settings = {"eval_steps": 3 + rank.island, "logging_steps": 1 + rank.island, "save_steps": 2 + 3 * rank.island, "max_steps": 9}
+        trained = script.trainer(rank.folder / preset, one_line(preset, **changes), **settings)
+        trained.train()
+        return script.parameters(trained), history(trained, "eval_outer_parameters")
+
+    for preset, changes, shown in (("local_sgd", {"period": 4}, 0.0), ("diloco", {"period": 4}, 1.0)):
+        out = run_ranks(run, islands=2, procs=1, args=(preset, changes))
+        assert torch.equal(out[0][0], out[1][0])
+        assert out[0][1] == [shown, shown, 1.0][: len(out[0][1])] and len(out[0][1]) == 3 and shown in out[1][1]
+
+
+def test_a_mean_is_shown_where_all_islands_evaluate(run_ranks):
+    def run(rank):
+        trained = script.trainer(rank.folder / "out", one_line("local_sgd", period=3))
+        trained.train()
+        return history(trained, "eval_loss"), history(trained, "eval_outer_parameters"), trained.evaluate()["eval_loss"]
+
+    out = run_ranks(run, islands=2, procs=1)
+    assert out[0] == out[1] and out[0][1] == [1.0, 1.0] and out[0][2] == out[0][0][-1]
+
+
+def test_best_model_is_chosen_together(run_ranks):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+
+    def run(rank):
+        refused = script.trainer(rank.folder / "refused", one_line("diloco", period=3), **best)
+        with pytest.raises(ValueError, match=r"after step 4 a checkpoint holds this island's own.*multiples of its period \(3\)"):
+            refused.train()
+        # No improvement is large enough after step 4: asked for at 8, heard at 10. Islands evaluate different rows.
+        stop = EarlyStoppingCallback(1, early_stopping_threshold=9.0)
+        trained = script.trainer(rank.folder / "out", one_line("diloco", period=2), callbacks=[stop], max_steps=16, **best)
+        trained.eval_dataset = trained.eval_dataset.select(range(rank.island * 8, rank.island * 8 + 8))
+        trained.train()
+        return trained.state.best_global_step, trained.state.best_metric, trained.state.global_step, script.parameters(trained)
+
+    out = run_ranks(run, islands=2, procs=1)
+    assert out[0][:3] == out[1][:3] and torch.equal(out[0][3], out[1][3])
+    assert (out[0][0], out[0][2]) == (8, 10)
+
+
+def test_forgotten_split_is_noticed(run_ranks):
+    def run(rank, split, seed):
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        settings = {"max_steps": 1, "eval_strategy": "no", "train_sampling_strategy": "sequential" if seed else "random"}
+        trained = script.trainer(rank.folder / "out", one_line("diloco"), split=split, **settings)
+        trained.train()
+        return [text for text in records if "split_dataset_by_island" in text], trained.args.data_seed
+
+    same = run_ranks(run, islands=2, procs=1, args=(False, True))
+    assert all("same first batch" in o[0][0] for o in same) and [o[1] for o in same] == [42, 43]
+    order = run_ranks(run, islands=2, procs=1, args=(False, False))
+    assert all("same rows in different order" in o[0][0] for o in order)
+    assert [o[0] for o in run_ranks(run, islands=2, procs=1, args=(True, False))] == [[], []]
+
+
+def test_what_cannot_work_is_refused_in_one_sentence(run_ranks, tmp_path):
+    def run(rank):
+        def build(extra, **settings):
+            return script.trainer(rank.folder / f"island{rank.island}", extra, **settings)
+
+        with pytest.raises(ValueError, match="auto_find_batch_size=True: islands would take different steps"):
+            build(one_line("diloco"), auto_find_batch_size=True)
+        with pytest.raises(ValueError, match=r"exchanges the optimizer state .exp_avg., but no covered parameter has it"):
+            build(one_line("desloc", period=2), optim="adafactor").train()
+        with pytest.raises(ValueError, match=r"max_steps: \d+ here, \d+ there"):
+            build(one_line("diloco"), max_steps=4 + rank.island).train()
+        trained, late = build({}), ExchangeCallback("diloco")
+        trained.model = type("Native", (torch.nn.Module,), {"is_distributed_loading_by_transformers": True})()
+        trained.add_callback(late)
+        with pytest.raises(ValueError, match="sharded at load time"):
+            late.set_trainer(trained)
+
+    run_ranks(run, islands=2, procs=1)
+    with pytest.raises(ValueError, match="the norm that clips is TrainingArguments"):
+        ExchangeCallback("diloco", clip=0.5)
+
+
+def test_islands_of_one_name_are_refused(run_ranks):
+    def run(rank):
+        with pytest.raises(ValueError, match=r"islands \[0, 1\] all have ISLAND_NAME='here'"):
+            script.trainer(rank.folder / "out", one_line("diloco")).train()
+
+    run_ranks(run, islands=2, procs=1, env={"ISLAND_NAME": "here"})

@@ -67,6 +67,12 @@ def accelerator(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     plugin, axes = kwargs.pop("fsdp_plugin", None), kwargs.pop("parallelism_config", None)
     refuse_hsdp(axes)
+    asked = os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
+    if axes is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true" and asked != "1":
+        raise ValueError(
+            f"the launcher's configuration asks for dp_replicate_size={asked}, which Accelerate would make HSDP: pass "
+            "parallelism_config=ExchangeParallelismConfig() (recipes/pretrain.py: --mesh)"
+        )
     if axes is not None and (not shard or world == 1):
         raise ValueError(f"{type(axes).__name__} with shard={shard} and {world} process(es): a mesh needs FSDP2 on its shard axis")
     if shard and world > 1:
@@ -83,6 +89,8 @@ def accelerator(
     kwargs.setdefault("dataloader_config", DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True))
     # On CPU Accelerate refuses a ParallelismConfig, since FSDP is not on yet.
     early = {"parallelism_config": axes} if axes is not None and not cpu else {}
+    if cpu:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     made = _IslandAccelerator(cpu=cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin, **early, **kwargs)
     if made.num_processes != world:
         raise RuntimeError(f"Accelerate sees {made.num_processes} process(es), the launcher started {world}: {_versions()}")

@@ -179,7 +179,7 @@ class ExchangeCallback(TrainerCallback):
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model that all islands hold."""
         assert self.exchange is not None
         self._ending = True
-        self.exchange.finish()
+        self.exchange.finish(close=not self._evaluations.agreed)
 
     def _hold(self, state: Any, control: Any) -> None:
         """A wish to stop (early stopping, a time limit) takes effect when all islands have heard it."""
@@ -226,6 +226,8 @@ class ExchangeCallback(TrainerCallback):
             where = (self._topology.name, state.global_step, state.max_steps)
             log.warning("%s: training ended at step %d of %d, the other islands will find it gone", *where)
             self._live.detach()
+        elif self.exchange is not None:
+            self.exchange.finish()
         self._give_back(args)
 
     def _give_back(self, args: Any) -> None:
@@ -244,8 +246,8 @@ class ExchangeCallback(TrainerCallback):
                 return original(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._give_back(trainer.args)
-            if self._live is not None:  # an error: let the others see at once that this island is gone
-                self._live.detach()
+            if self.exchange is not None and not self.exchange.closed:  # an error: let the others see at once that this island is gone
+                self.exchange.detach()
 
     @contextmanager
     def _sigterm(self, args: Any) -> Iterator[None]:
@@ -270,7 +272,7 @@ class ExchangeCallback(TrainerCallback):
         return loss
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._live is None:
+        if self.exchange is None:
             return original(*args, **kwargs)
         return self._evaluations.run(lambda: original(*args, **kwargs))
 

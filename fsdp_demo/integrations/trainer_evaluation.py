@@ -32,16 +32,16 @@ class Evaluations:
         self._exchange, self._trainer = exchange, trainer
         args: Any = trainer.args
         state: Any = trainer.state
-        self._best = bool(args.load_best_model_at_end)
+        self.agreed = bool(args.load_best_model_at_end)
         loader: Any = trainer.callback_handler.train_dataloader
         epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if hasattr(loader, "__len__") else 0
         self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
         self._from = args.eval_delay
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
-        if self._best:
+        if self.agreed:
             check_best(exchange, args, range(self._every, state.max_steps, self._every or 1))
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
-        self._together = exchange.council.same(plan) if exchange.shows == "mean" or self._best else True
+        self._together = exchange.council.same(plan) if exchange.shows == "mean" or self.agreed else True
         if not self._together:
             log.warning("islands evaluate at different steps (here: %s): evaluation shows each island's own parameters", plan[:3])
         self._told = ""
@@ -59,6 +59,8 @@ class Evaluations:
         state = self._trainer.state
         if not self._together or not self._trainer.is_in_train:
             return False
+        if state.global_step >= state.max_steps:  # the model all replicas end with
+            return True
         if state.global_step == 0:
             return bool(self._trainer.args.eval_on_start)
         now = state.epoch if self._trainer.args.eval_strategy == "epoch" else state.global_step
@@ -66,9 +68,10 @@ class Evaluations:
 
     def run(self, loop: Callable[[], Any]) -> Any:
         """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in the metrics."""
-        outer, model = self._exchange.shows != "mean" or self._due(), self._trainer.model
+        ended, model = self._exchange.finished, self._trainer.model
+        outer = ended or self._exchange.shows != "mean" or self._due()
         assert model is not None
-        shown = self._exchange.shows if outer else "own parameters of this island"
+        shown = ("final model" if ended else self._exchange.shows) if outer else "own parameters of this island"
         if shown != self._told:
             self._told = shown
             log.info("%s: evaluation shows the %s", self._exchange.topology.name, shown)
@@ -76,7 +79,7 @@ class Evaluations:
             output = loop()
         if output.metrics is None:
             return output
-        if self._best and self._due():
+        if self.agreed and self._due() and not self._exchange.closed:
             names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
             output.metrics.update(zip(names, self._exchange.council.mean([output.metrics[k] for k in names]), strict=True))
         prefix = next((k.removesuffix("_loss") for k in output.metrics if k.endswith("_loss")), "eval")
