@@ -36,8 +36,8 @@ class Council:
             ValueError: on every replica, if islands bring different numbers of values.
         """
         everyone = self._ask([float(v) for v in values])
-        if any(len(theirs) != len(values) for theirs in everyone):
-            found = [len(v) for v in everyone]
+        found = [len(theirs) for theirs in everyone]
+        if self._island.largest(float(any(n != len(values) for n in found)))[0]:
             raise ValueError(f"a mean over the islands of {found} values: all must bring the same ones, in the same order")
         means = [math.fsum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
         lost = self._island.largest(*(float(not math.isfinite(m) and bool(everyone)) for m in means))

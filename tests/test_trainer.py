@@ -137,7 +137,8 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
         trained = script.trainer(rank.folder / "out", extra, callbacks=[wish], max_steps=20)
         trained.train()
         checkpoints = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
-        return trained.state.global_step, script.parameters(trained), checkpoints, trained.callback_handler.callbacks[-1].exchange.digests_equal()
+        exchange = trained.callback_handler.callbacks[-1].exchange
+        return trained.state.global_step, script.parameters(trained), checkpoints, exchange.digests_equal()
 
     out = run_ranks(run, islands=2, procs=1)
     assert [o[0] for o in out] == [stops, stops] and torch.equal(out[0][1], out[1][1])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
     set_seed,
 )
 
+from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
 
 WORDS = "the of and to in a is that for it with as was on be by this are from at or an have not".split()
@@ -60,12 +60,6 @@ def fresh_state():
             os.environ.pop(name, None)
 
 
-def fsdp_on_cpu():
-    """Accelerate turns FSDP on for accelerators only: let it take this gloo world for one of XPUs. Before `Trainer(...)`."""
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-
-
 def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axes=None, **changes):
     """What stands above `trainer.train()` in a script. `extra`: keywords that the exchange adds."""
     fresh_state()
@@ -93,7 +87,7 @@ def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axe
         settings["parallelism_config"] = axes
     args = TrainingArguments(**{**settings, **changes})
     if fsdp:
-        fsdp_on_cpu()
+        allow_fsdp_on_cpu()
     keywords = dict(extra)
     added = [*callbacks, *keywords.pop("callbacks", [])]
     return Trainer(

@@ -107,7 +107,7 @@ def turn_fsdp_on_for_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlug
     `AcceleratorState` turns FSDP on for MULTI_GPU, MULTI_XPU... but not for MULTI_CPU: with a plugin one silently gets DDP.
     FSDP2 itself runs on CPU with gloo. What this sets is all that the branch sets; the rest of Accelerate then follows its
     normal FSDP2 path. The mesh is made here, since the default one of `fully_shard` is on the GPU where the machine has one.
-    This is the one place that writes into Accelerate's state.
+    This and `allow_fsdp_on_cpu` are the places that write into Accelerate's state.
 
     Raises:
         RuntimeError: the state is not laid out as in the versions this was written for.
@@ -127,6 +127,17 @@ def turn_fsdp_on_for_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlug
     if state.parallelism_config.total_size != made.num_processes:
         raise ValueError(f"{state.parallelism_config} needs {state.parallelism_config.total_size} processes, found {made.num_processes}")
     state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Let the next `Trainer` (or `Accelerator`) of this process shard with FSDP2 over CPU ranks: call it before `Trainer(...)`.
+
+    For rehearsals and tests, in a script that makes its Accelerator by other hands than `accelerator()`. It takes the gloo world for one of
+    another kind of accelerator, so that Accelerate's own FSDP branch runs.
+    """
+    PartialState(cpu=True)
+    if PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
 
 class _IslandAccelerator(Accelerator):

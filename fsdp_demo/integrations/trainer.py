@@ -26,11 +26,13 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..attaching import attach
+from ..codecs.wire import WireError
 from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..inner import base_optimizer
 from ..loading import load_config
 from ..topology import Topology
+from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
 from .trainer_evaluation import Evaluations
 from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
@@ -244,6 +246,15 @@ class ExchangeCallback(TrainerCallback):
         try:
             with self._sigterm(trainer.args):
                 return original(resume_from_checkpoint, *args, **kwargs)
+        except (PeerLost, WireError):
+            log.error(
+                "%s: lost at step %d. Start all islands again under a new ISLAND_RUN with trainer.train(resume_from_checkpoint=True); "
+                "the last checkpoint here is %s",
+                self._topology.name,
+                trainer.state.global_step,
+                get_last_checkpoint(trainer.args.output_dir) or "none",
+            )
+            raise
         finally:
             self._give_back(trainer.args)
             if self.exchange is not None and not self.exchange.closed:  # an error: let the others see at once that this island is gone

@@ -1,0 +1,96 @@
+"""Pretrain a causal language model with `transformers.Trainer` on islands (or a mesh): the twin of pretrain.py.
+
+    fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain_trainer.py --model small --data stdlib --exchange diloco --set period=20
+
+Takes all flags of TrainingArguments. Lines that differ from an ordinary Trainer script are marked (*).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+
+import torch
+from data import Collate, load_data, load_tokenizer
+from pretrain import load_model
+from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+
+from fsdp_demo import Topology
+from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
+from fsdp_demo.integrations.arguments import ExchangeArguments
+
+
+@dataclass
+class DataArguments:
+    model: str = field(default="small", metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"})
+    data: str = field(default="stdlib", metadata={"help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"})
+    tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
+    sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
+    eval_rows: int = field(default=64, metadata={"help": "held-out rows, the same on every island"})
+
+
+def parser() -> HfArgumentParser:
+    """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has several ranks, fp32 parameters."""
+    made = HfArgumentParser((DataArguments, ExchangeArguments, TrainingArguments))
+    sharded = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    made.set_defaults(
+        output_dir="outputs/pretrain-trainer",
+        use_cpu=not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
+        max_steps=300,
+        learning_rate=None,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        per_device_train_batch_size=4,
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=50,
+        save_steps=100,
+        report_to="none",
+        **({"fsdp": True, "fsdp_config": sharded} if ranks > 1 else {}),
+    )
+    return made
+
+
+def main() -> None:
+    logging.basicConfig(format="%(message)s")
+    data, exchange, args = parser().parse_args_into_dataclasses()
+    logging.getLogger("fsdp_demo").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
+    config = exchange.config()  # (*) the method, None without --exchange
+    if args.learning_rate is None:
+        args.learning_rate = (config.lr if config else None) or 3e-4
+    if args.fsdp and args.use_cpu:
+        allow_fsdp_on_cpu()  # (*) a rehearsal: Accelerate shards on accelerators only
+
+    set_seed(args.seed)  # the same weights everywhere
+    tokenizer, topology = load_tokenizer(data.tokenizer), Topology.from_env()
+    sets = load_data(
+        data.data,
+        tokenizer,
+        data.sequence_length,
+        island=topology.island,  # (*) the data are split by island first; other scripts: split_dataset_by_island(dataset)
+        islands=topology.islands,
+        seed=args.seed + 1 + topology.island,
+        validation_rows=data.eval_rows,
+    )
+    trainer = Trainer(
+        model=load_model(data.model, tokenizer.vocab_size),
+        args=args,
+        train_dataset=sets.train,
+        eval_dataset=sets.validation,
+        data_collator=Collate(sets.pad),
+        **exchange.trainer(lr=args.learning_rate),  # (*) the callback, and the optimizer of presets that have their own
+    )
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "auto") else resume)
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model()  # every island has the same model by now
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+
+
+if __name__ == "__main__":
+    main()
