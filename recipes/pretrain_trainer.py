@@ -19,6 +19,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 from fsdp_demo import Topology
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.arguments import ExchangeArguments
+from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
 
 
 @dataclass
@@ -33,6 +34,7 @@ class DataArguments:
 def parser() -> HfArgumentParser:
     """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has several ranks, fp32 parameters."""
     made = HfArgumentParser((DataArguments, ExchangeArguments, TrainingArguments))
+    mesh = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) > 1
     sharded = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     made.set_defaults(
@@ -49,6 +51,7 @@ def parser() -> HfArgumentParser:
         save_steps=100,
         report_to="none",
         **({"fsdp": True, "fsdp_config": sharded} if ranks > 1 else {}),
+        **({"parallelism_config": ExchangeParallelismConfig()} if mesh else {}),  # (*) all nodes in one launch; else islands
     )
     return made
 

@@ -145,8 +145,16 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
     assert out[0][2] == out[1][2] == sorted(["checkpoint-4", f"checkpoint-{stops}"]) and out[0][3]
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
-def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, fsdp):
+@pytest.mark.parametrize(
+    "preset, changes, stops, fsdp",
+    [
+        ("diloco", {"period": 3}, 6, False),
+        ("demo", {}, 5, True),
+        ("decoupled_momentum", {"period": 3}, 6, True),
+        ("streaming_diloco", {"period": 4, "delay": 2}, None, False),  # stops with fragments under way
+    ],
+)
+def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, preset, changes, stops, fsdp):
     class Term(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4:
@@ -157,15 +165,20 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, fsdp
         out = {}
         for name, callbacks, resume in (("whole", [], None), ("cut", [Term()] if rank.rank == 0 else [], None), ("cut", [], True)):
             where = rank.folder / name
-            trained = script.trainer(where, one_line("diloco", period=3), fsdp=fsdp, callbacks=callbacks, **settings)
+            extra = one_line(preset, **changes)
+            if preset == "demo":
+                extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
+            trained = script.trainer(where, extra, fsdp=fsdp, callbacks=callbacks, **settings)
             trained.train(resume_from_checkpoint=resume)
             losses = [row["loss"] for row in trained.state.log_history if "loss" in row]
             out[name, resume] = trained.state.global_step, losses, script.shards(trained)
         return out
 
-    for o in run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120):
+    out = run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120)
+    for o in out:
         whole, cut, resumed = o["whole", None], o["cut", None], o["cut", True]
-        assert (whole[0], cut[0], resumed[0]) == (12, 6, 12)  # asked after step 4, heard at the exchange of step 6
+        # Asked after step 4, heard at the next exchange, which with a period of 3 is that of step 6.
+        assert (whole[0], cut[0], resumed[0]) == (12, stops or out[0]["cut", None][0], 12) and 4 < cut[0] < 12
         assert resumed[1] == whole[1] and torch.equal(resumed[2], whole[2])
 
 

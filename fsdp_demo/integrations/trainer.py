@@ -168,20 +168,27 @@ class ExchangeCallback(TrainerCallback):
                 "step the optimizer once per step of the Trainer"
             )
         self._steps_in_epoch += 1
-        if control.should_log:
-            self._numbers = {f"exchange/{name}": value for name, value in exchange.totals().items()}
         if state.global_step >= state.max_steps:
-            self._finish()
+            self._finish(control)
         elif exchange.stopped:
             self._ending = control.should_training_stop = True
             control.should_save |= args.save_strategy != "no"
         self._hold(state, control)
+        self._count(control)
 
-    def _finish(self) -> None:
+    def _count(self, control: Any) -> None:
+        """Numbers for the log; the Trainer logs on all ranks of the island or on none."""
+        if control.should_log and self.exchange is not None and not self.exchange.closed:
+            self._numbers = {f"exchange/{name}": value for name, value in self.exchange.totals().items()}
+
+    def _finish(self, control: Any) -> None:
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model that all islands hold."""
         assert self.exchange is not None
         self._ending = True
-        self.exchange.finish(close=not self._evaluations.agreed)
+        self.exchange.finish(close=False)
+        self._count(control)
+        if not self._evaluations.agreed:
+            self.exchange.finish()
 
     def _hold(self, state: Any, control: Any) -> None:
         """A wish to stop (early stopping, a time limit) takes effect when all islands have heard it."""
@@ -218,8 +225,9 @@ class ExchangeCallback(TrainerCallback):
         """After an agreed stop, whose checkpoint is written by now, the islands part with one model."""
         if self._live is None:
             return
+        self._count(control)
         if self._ending:
-            self._finish()
+            self._finish(control)
         elif self._steps_in_epoch:  # an epoch without steps: the data are at their end, nothing will be exchanged any more
             self._hold(state, control)
 
@@ -242,7 +250,7 @@ class ExchangeCallback(TrainerCallback):
         trainer, self._resume = self._trainer, resume_from_checkpoint
         assert trainer is not None
         callbacks = trainer.callback_handler.callbacks
-        callbacks.append(callbacks.pop(callbacks.index(self)))  # last: sees what every other callback wishes
+        callbacks.sort(key=lambda callback: callback is self)  # last: sees what every other callback wishes
         try:
             with self._sigterm(trainer.args):
                 return original(resume_from_checkpoint, *args, **kwargs)

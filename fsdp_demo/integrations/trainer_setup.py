@@ -100,6 +100,9 @@ def separate(trainer: Trainer, topology: Topology) -> None:
     args.output_dir = os.path.join(args.output_dir, topology.name)
     args.run_name = f"{base}-{topology.run}-{topology.name}"
     os.environ.setdefault("WANDB_RUN_GROUP", topology.run)
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "logging_dir", None):  # TENSORBOARD_LOGGING_DIR, which the same launch file gives to all islands
+            callback.logging_dir = os.path.join(callback.logging_dir, topology.name)
     seed = args.data_seed if args.data_seed is not None else args.seed
     args.data_seed = trainer.accelerator.dataloader_config.data_seed = seed + topology.island
     if args.should_save:
