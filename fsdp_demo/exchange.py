@@ -97,7 +97,7 @@ class Exchange:
         self.raises_stopped = True
         self._tokens = 0
         self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
-        self._loss: float | Tensor = math.nan
+        self._losses: list[Tensor] = []  # noted since the last message
         self._equal: bool | None = None
         position = self.shards.position(topology.rank, topology.world)
         line, lanes = topology.join(position)
@@ -281,17 +281,18 @@ class Exchange:
             weight = tokens - min(self._weighed.get(name, 0.0) for name in outgoing)
             self._weighed.update(dict.fromkeys(outgoing, tokens))
             flags |= COUNTED * (tokens > 0)
-        self._mailbox.launch(outgoing, self.step, weight, float(self._loss), flags)
-        self._loss = math.nan
+        loss = float(torch.stack([v.float().cpu() for v in self._losses]).nanmean()) if self._losses else math.nan
+        self._losses.clear()
+        self._mailbox.launch(outgoing, self.step, weight, loss, flags)
 
     # ---- what users call -------------------------------------------------------------------------------------------
 
     def note(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
-        """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss (sent in the next header; a
-        tensor is read only then)."""
+        """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss: the mean of those since the last
+        message travels in the next header (a tensor is read only then), NaN left out."""
         self._tokens += tokens
         if loss is not None:
-            self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+            self._losses.append((loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)).reshape(()))
 
     def request_stop(self, together: bool = False) -> None:
         """Ask to stop. Safe in a signal handler.
@@ -438,20 +439,21 @@ class Exchange:
         return list(self._mailbox.flown)
 
     def metrics(self) -> dict[str, Any]:
-        """Counts of this rank (see `Meter`), the step, the mean loss over the islands in the last headers, the drift at the end."""
+        """Counts of this rank (see `Meter`), the step, the mean over the islands of the losses in the last headers, the drift at the end."""
         loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
         return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift}
 
     def totals(self) -> dict[str, float]:
-        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the last mean loss over the islands.
+        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
+        at the last exchange.
 
         All ranks of the island call it together."""
-        m = self._meter
-        sent, received = self._island.total(m.bytes_sent, m.bytes_received)
+        m, known = self._meter, not math.isnan(self._mailbox.loss)
+        sent, received, losses, ranks = self._island.total(m.bytes_sent, m.bytes_received, self._mailbox.loss if known else 0.0, known)
         waited, count = self._island.largest(m.seconds_waiting, m.exchanges)
         out = {"bytes_sent": sent, "bytes_received": received, "exchanges": count, "seconds_waiting": waited}
-        if not math.isnan(self._mailbox.loss):
-            out["loss"] = self._mailbox.loss
+        if ranks:
+            out["loss"] = losses / ranks
         return out | ({} if self.drift is None else {"drift": self.drift})
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Text for pretraining: find documents, tokenise, pack into rows, split by island.
 
 Everything ends as rows of token ids: `pack` joins documents with EOS and cuts them into rows of equal length. Local data
-become a dataset with random access, a hub id is streamed. The split goes by island first (disjoint, never changes during a
-run); the ranks inside an island then share what the island got: Accelerate's loader does that.
+become a dataset with random access, a hub id is streamed, a folder of `prepare_data.py` is mapped from disk. The split goes by
+island first (disjoint, never changes during a run); the ranks inside an island then share what the island got: Accelerate's
+loader does that.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 TEXT = {".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+PREPARED = "prepared.json"  # what tells a folder of `prepare_data.py` from others
 HELD_OUT = 0.05  # part of the documents that is kept for validation where the data bring no split of their own
 
 
@@ -127,12 +130,12 @@ def load_data(
     """Open `--data`, and return this island's training data and the common validation rows.
 
     Args:
-        source: "stdlib", a file or folder, or a hub id ("name" or "name:subset"), which is streamed.
+        source: "stdlib", a file or folder, a folder of `prepare_data.py`, or a hub id ("name" or "name:subset"), which is streamed.
         length: tokens per row. Data that bring `input_ids` are taken as they are, whatever their length.
         seed: of the order in which a stream is shuffled; rows with random access are shuffled by the loader.
 
     Raises:
-        ValueError: nothing to read, no text column, fewer tokens than one row.
+        ValueError: nothing to read, no text column, fewer tokens than one row; data that were prepared for another tokenizer or length.
     """
     if source == "stdlib":
         train, held_out = (pack_files(files, tokenizer, length) for files in stdlib_files())
@@ -140,6 +143,9 @@ def load_data(
     here = Path(source).expanduser()
     if not here.exists() and (source[0] in "./~" or here.suffix in TEXT):
         raise ValueError(f"--data {source}: no such file or folder")
+    if (here / PREPARED).is_file():
+        train, held_out = open_prepared(here, tokenizer, length)
+        return Data(train.select(range(island, len(train), islands)), spread(held_out, validation_rows), tokenizer.pad_token_id)
     train, held_out = open_local(here) if here.exists() else open_hub(source, validation_rows)
     train, held_out = (to_rows(part, tokenizer, length) for part in (train, held_out))
     train = split_by_island(train, island, islands, seed)
@@ -166,18 +172,41 @@ def stdlib_files() -> tuple[list[Path], list[Path]]:
 
 def pack_files(files: Iterable[Path], tokenizer: ByteTokenizer | HubTokenizer, length: int) -> np.ndarray:
     """Rows [rows, length] of whole files; with the byte tokenizer the bytes are taken as they lie on disk."""
+    return pack(read_text(files, tokenizer), length, tokenizer.eos_token_id)
+
+
+def read_text(files: Iterable[Path], tokenizer: ByteTokenizer | HubTokenizer) -> Iterable[Any]:
+    """The ids of each file."""
     if isinstance(tokenizer, ByteTokenizer):
-        documents: Iterable[Any] = (np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in files)
-    else:
-        documents = tokenizer.encode(path.read_text("utf-8", "replace") for path in files)
-    return pack(documents, length, tokenizer.eos_token_id)
+        return (np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in files)
+    return tokenizer.encode(path.read_text("utf-8", "replace") for path in files)
 
 
-def spread(rows: np.ndarray, count: int) -> Rows:
-    """`count` rows taken evenly over all of them, so that they come from many documents."""
+def spread(rows: Any, count: int) -> Rows:
+    """`count` rows taken evenly over all of them, so that they come from many documents; `rows` is an array or a dataset of arrays."""
     if not len(rows):
         raise ValueError("the held-out part holds less than one row: give more data or a smaller --sequence-length")
-    return Rows(rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)])
+    chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
+    return Rows(chosen if isinstance(rows, np.ndarray) else chosen["input_ids"])
+
+
+# -- what prepare_data.py wrote ---------------------------------------------------------------------------------------------
+
+
+def open_prepared(folder: Path, tokenizer: ByteTokenizer | HubTokenizer, length: int) -> tuple[Any, Any]:
+    """(training, held out), mapped from disk: what is in memory does not grow with the data, but for 8 bytes per row of this island."""
+    from datasets import load_from_disk
+
+    facts = json.loads((folder / PREPARED).read_text("utf-8"))
+    if facts["sequence_length"] != length:
+        raise ValueError(f"{folder} has rows of {facts['sequence_length']} tokens: give --sequence-length {facts['sequence_length']}")
+    if (facts["vocab_size"], facts["eos_token_id"]) != (tokenizer.vocab_size, tokenizer.eos_token_id):
+        raise ValueError(
+            f"{folder} was prepared with --tokenizer {facts['tokenizer']}: {facts['vocab_size']} ids, end {facts['eos_token_id']}. The one "
+            f"given has {tokenizer.vocab_size} ids, end {tokenizer.eos_token_id}: give the same, or prepare the data again"
+        )
+    splits = load_from_disk(folder).with_format("numpy")
+    return splits["train"], splits["validation"]
 
 
 # -- anything that `datasets` reads -----------------------------------------------------------------------------------------

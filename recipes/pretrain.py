@@ -2,14 +2,16 @@
 
     fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain.py --model small --data stdlib --exchange demo
 
-Without ISLAND_* variables it trains one replica, by the method's own rule. Lines that differ from an ordinary Accelerate script are
-marked (*).
+Without ISLAND_* variables it trains one replica, by the method's own rule; with --mesh all nodes are one world and each node is a
+replica. Lines that differ from an ordinary Accelerate script are marked (*).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,13 +21,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from data import forever, load_data, load_tokenizer
-from report import Report
+from report import Report, flops_per_token, peak_flops
 from state import forget_local, load_local, save_local
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
 from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
+from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
 
 MODELS = Path(__file__).parent / "models"
 
@@ -33,7 +36,9 @@ MODELS = Path(__file__).parent / "models"
 @dataclass
 class DataArguments:
     model: str = field(default="small", metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"})
-    data: str = field(default="stdlib", metadata={"help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"})
+    data: str = field(
+        default="stdlib", metadata={"help": "stdlib, a folder of prepare_data.py, files of text, jsonl or parquet, or a hub id[:subset]"}
+    )
     tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
     sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
     batch_size: int = field(default=4, metadata={"help": "rows per rank and micro-batch"})
@@ -47,6 +52,12 @@ class ExchangeArguments:
     clip: float | None = field(default=None, metadata={"help": "largest gradient norm (default: the preset's)"})
     shard: bool = field(default=True, metadata={"help": "FSDP2 inside the island; --no-shard keeps the model whole on every rank (DDP)"})
     bf16: bool = field(default=False, metadata={"help": "compute in bf16; parameters stay fp32"})
+    mesh: bool = field(default=False, metadata={"help": "all nodes are one world (one accelerate launch), each node a replica"})
+    activation_checkpointing: bool = field(default=False, metadata={"help": "keep layers' inputs only, compute the rest again"})
+    compile: str | None = field(
+        default=None,
+        metadata={"help": "torch.compile of the decoder layers: inductor, or the backend named", "nargs": "?", "const": "inductor"},
+    )
 
 
 @dataclass
@@ -59,6 +70,7 @@ class TrainArguments:
     eval_every: int = field(default=50, metadata={"help": "steps between evaluations; 0: only before and after"})
     eval_batches: int = field(default=16, metadata={"help": "held-out batches, the same on every island with the same data"})
     log_every: int = field(default=10, metadata={"help": "steps between lines of metrics.jsonl"})
+    peak_tflops: float | None = field(default=None, metadata={"help": "peak of one device in bf16, for MFU (default: by the GPU's name)"})
     output: str = field(default="outputs/pretrain", metadata={"help": "folder of summary.json, report.png and one folder per island"})
     resume: bool = field(default=False, metadata={"help": "go on from what an interrupted run saved in OUTPUT, if it did"})
 
@@ -69,7 +81,37 @@ def load_model(name: str, vocabulary: int) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path or name)
     if config.vocab_size < vocabulary:
         raise ValueError(f"--model {name} has vocab_size={config.vocab_size}, the tokenizer needs {vocabulary}: change one of them")
+    config.use_cache = False  # for generation; with it every layer would be compiled anew, and from the ninth on not at all
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def checkpoint_and_compile(model: PreTrainedModel, how: ExchangeArguments, device: torch.device) -> None:
+    """Before `prepare`: FSDP2 then puts its hooks around what is made here.
+
+    The layers are compiled one by one and in place: equal layers share one compilation, parameters keep their names, and FSDP2's
+    hooks, the optimizer and the exchange stay outside. The whole model in one piece would break its graph at every hook. What is
+    checkpointed is inside, as transformers has it in the layer's forward: the compiler knows what is to be computed again.
+    """
+    if how.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    if how.compile is None:
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if how.compile == "inductor" and device.type == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
+        raise ValueError(f"--compile on the CPU needs a C++ compiler, found no {compiler}: install one, or --compile aot_eager")
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]  # what FSDP2 shards one by one
+    for module in layers or [model]:
+        module.compile(backend=how.compile)
+
+
+def mesh_config() -> ExchangeParallelismConfig:
+    """Sizes of `accelerate launch` (PARALLELISM_CONFIG_*) if it gives them; else a node is a replica."""
+    if os.environ.get("ISLAND_COUNT", "1") != "1":
+        raise ValueError("--mesh with ISLAND_COUNT: nodes are one world or islands; leave one of the two out")
+    if os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE"):
+        return ExchangeParallelismConfig()
+    local, world = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return ExchangeParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)
 
 
 def schedule(step: int, train: TrainArguments) -> float:
@@ -101,23 +143,28 @@ def main() -> None:
         shard=cross.shard,
         mixed_precision="bf16" if cross.bf16 else "no",
         gradient_accumulation_steps=data.accumulation,
+        **({"parallelism_config": mesh_config()} if cross.mesh else {}),
     )
     logging.getLogger("fsdp_demo").setLevel(logging.INFO if acc.is_main_process else logging.WARNING)
-    topology = Topology.from_env()  # (*) which island this is
+    topology = mesh_topology(acc) if cross.mesh else Topology.from_env()  # (*) which island this is
+    # (*) In a mesh Accelerate's loader splits the data over all ranks of all nodes; an island's loader knows its own ranks only.
+    part, parts = (0, 1) if cross.mesh else (topology.island, topology.islands)
     clip = [] if cross.clip is None else [f"clip={cross.clip}"]
     config = load_config(cross.exchange, [*cross.set, *clip])
 
     tokenizer = load_tokenizer(data.tokenizer)
     torch.manual_seed(train.seed)  # the same weights everywhere
     model = load_model(data.model, tokenizer.vocab_size)
-    torch.manual_seed(train.seed + 1 + topology.island)  # (*) an order of the data for each island
+    torch.manual_seed(train.seed + 1 + part)  # (*) an order of the data for each island
     parameters = sum(p.numel() for p in model.parameters())
+    flops = flops_per_token(model, data.sequence_length)
+    checkpoint_and_compile(model, cross, acc.device)
     sets = load_data(
         data.data,
         tokenizer,
         data.sequence_length,
-        island=topology.island,  # (*) the data are split by island first, then by rank
-        islands=topology.islands,
+        island=part,  # (*) the data are split by island first, then by rank
+        islands=parts,
         seed=torch.initial_seed(),
         validation_rows=train.eval_batches * data.batch_size,
     )
@@ -133,9 +180,11 @@ def main() -> None:
     start = exchange.step
     scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(start + step, train))
     facts = {"model": data.model, "data": data.data, "seed": train.seed, "lr": scheduler.base_lrs[0]}
+    facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile, "bf16": cross.bf16}
     facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
     output = Path(train.output)
     report = Report(acc, exchange, output, steps=train.steps, log_every=train.log_every, parameters=parameters, facts=facts)
+    report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))
 
     resume = " ".join(sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"])
     with guard(exchange, save=lambda: save_local(emergency, acc.process_index, optimizer, exchange), resume=resume):  # (*)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
 import sys
 import time
 from pathlib import Path
@@ -16,6 +18,42 @@ from fsdp_demo import ring_all_reduce_bytes
 def full_bytes(parameters: int, steps: int, islands: int) -> int:
     """Bytes one island sends when bf16 gradients are ring all-reduced over the islands at every step."""
     return ring_all_reduce_bytes(islands, 2 * parameters) * steps
+
+
+# Dense bf16 with fp32 sums, 1e12 per second; the first name found in the GPU's name counts. Source: NVIDIA's data sheets of each, and for
+# Ada and Ampere GeForce the architecture white papers' appendices.
+PEAK = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362}
+PEAK |= {"L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 3090": 71}
+
+
+def peak_flops(device: torch.device, given: float | None = None) -> float | None:
+    """Flops per second of one device in bf16: `given` in 1e12, or by its name; None if nobody knows (a CPU, another GPU)."""
+    if given is not None:
+        return given * 1e12
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * peak for known, peak in PEAK.items() if known in name), None)
+
+
+def flops_per_token(model: Any, length: int) -> float:
+    """Of a dense model's forward and backward: 6 per parameter, and 12 * layers * width * length for attention (PaLM, appendix B).
+
+    The input embedding is looked up, not multiplied, so it counts only where it is also the head. As in PaLM the causal mask saves
+    nothing, and what activation checkpointing computes again is not counted.
+    """
+    count, config = sum(p.numel() for p in model.parameters()), model.config
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        count -= embedding.weight.numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 6.0 * count + 12.0 * config.num_hidden_layers * width * length
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors took on this rank's GPU, or the most that the process took on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def size(count: float) -> str:
@@ -45,6 +83,8 @@ class Report:
         exchange: its `metrics()` are read, never changed.
         facts: what goes into the summary as it is (model, seed...).
         parameters: number of parameters of the whole model.
+
+    In a mesh the accelerator's ranks are those of all islands, and the one main process writes for all.
     """
 
     def __init__(
@@ -53,6 +93,9 @@ class Report:
         self.accelerator, self.exchange, self.steps, self.log_every = accelerator, exchange, steps, log_every
         self.topology, self.output, self.facts, self.parameters = exchange.topology, output, facts, parameters
         self.folder = output / self.topology.name
+        self.worlds = 1 if self.topology.kind == "mesh" else self.topology.islands
+        self.procs = accelerator.num_processes * self.worlds // self.topology.islands
+        self.flops: float | None = None
         self.main = accelerator.is_main_process
         self.start = self.step = exchange.step
         self.losses: list[torch.Tensor] = []
@@ -70,6 +113,10 @@ class Report:
 
         return tqdm(total=self.steps, initial=self.start, unit="step", mininterval=0.5, dynamic_ncols=True, file=sys.stderr)
 
+    def count_flops(self, per_token: float, peak: float | None) -> None:
+        """Report MFU: the model's flops as a share of the peak of all devices; without a peak it stays unknown."""
+        self.flops = per_token / (peak * self.procs * self.topology.islands) if peak else None
+
     def micro_batch(self, loss: torch.Tensor, tokens: int) -> None:
         self.losses.append(loss.detach())
         self.tokens += tokens
@@ -86,7 +133,7 @@ class Report:
         if not self.main:
             return
         speed = values["tokens"] / self._seconds()
-        line = {"step": self.step, "lr": lr, "tokens_per_second": speed, **values}
+        line = {"step": self.step, "lr": lr, "tokens_per_second": speed, "mfu": self._mfu(speed), **values}
         self.history.append(line)
         print(json.dumps(line), file=self.file, flush=True)
         if self.bar is not None:
@@ -104,16 +151,20 @@ class Report:
         values, metrics, islands = self._island(), self.exchange.metrics(), self.topology.islands
         steps, seconds = self.step - self.start, time.monotonic() - self.began
         sent, full = int(values["bytes_sent"]), full_bytes(self.parameters, steps, islands)
+        speed = values["tokens"] / self._seconds()
         summary = {
             "preset": self.exchange.config.preset,
             "islands": islands,
-            "procs": self.accelerator.num_processes,
+            "procs": self.procs,
             "steps": self.steps,
             "tokens": int(values["tokens"]),
             "parameters": self.parameters,
             "loss_start": self.validation[0][1],
             "loss_end": self.validation[-1][1],
-            "tokens_per_second": values["tokens"] / self._seconds(),
+            "global_loss": values["global_loss"],
+            "tokens_per_second": speed,
+            "mfu": self._mfu(speed),
+            "peak_memory": values["peak_memory"],
             "exchanges": metrics["exchanges"],
             "bytes_sent_per_island": sent,
             "bytes_full_per_island": full,
@@ -143,26 +194,47 @@ class Report:
     def _seconds(self) -> float:
         return max(time.monotonic() - self.began - self.evaluating, 1e-9)
 
-    def _island(self) -> dict[str, float]:
-        """Sums over the ranks of this island (a collective); loss and waiting are means, tokens are those of all islands."""
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        return None if self.flops is None else tokens_per_second * self.flops
+
+    def _island(self) -> dict[str, Any]:
+        """What the ranks of this island, in a mesh of all, count together (a collective).
+
+        Means: loss, waiting, and `global_loss`, which every rank got from its peers with the last exchange. Tokens are those of all
+        islands, bytes those of one, memory is that of the rank which took most.
+        """
         metrics = self.exchange.metrics()
         loss = torch.stack(self.losses).float().mean().item() if self.losses else 0.0
-        mine = torch.tensor([loss, self.tokens, metrics["bytes_sent"], metrics["seconds_waiting"]], dtype=torch.float64)
-        loss, tokens, sent, waiting = self.accelerator.reduce(mine.to(self.accelerator.device), reduction="sum").tolist()
-        ranks, islands = self.accelerator.num_processes, self.topology.islands
-        return {"loss": loss / ranks, "tokens": int(tokens) * islands, "bytes_sent": int(sent), "seconds_waiting": waiting / ranks}
+        everywhere = math.nan if metrics["loss"] is None else metrics["loss"]
+        counts = [metrics["bytes_sent"], metrics["seconds_waiting"], peak_memory(self.accelerator.device)]
+        mine = torch.tensor([[loss, everywhere, self.tokens, *counts]], dtype=torch.float64, device=self.accelerator.device)
+        ranks = self.accelerator.gather(mine)
+        loss, everywhere, _, _, waiting, _ = ranks.mean(0).tolist()
+        _, _, tokens, sent, _, _ = ranks.sum(0).tolist()
+        return {
+            "loss": loss,
+            "global_loss": None if math.isnan(everywhere) else everywhere,
+            "tokens": int(tokens) * self.worlds,
+            "bytes_sent": int(sent) * self.worlds // self.topology.islands,
+            "seconds_waiting": waiting,
+            "peak_memory": int(ranks[:, 5].max()),
+        }
 
     def _rows(self, summary: dict[str, Any]) -> list[list[str]]:
         agree = {True: "yes, bit for bit", False: "NO", None: "not expected by this preset"}[summary["digests_equal"]]
         rows = [
             ["preset", f"{summary['preset']}, {summary['islands']} islands x {summary['procs']} ranks, {summary['steps']} steps"],
             ["validation loss", f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after"],
+            ["training loss, all islands", "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}"],
             ["tokens/s, all islands", f"{summary['tokens_per_second']:.0f}"],
+            ["peak memory of a rank", size(summary["peak_memory"])],
             ["each island sent", size(summary["bytes_sent_per_island"])],
             ["bf16 all-reduce would send", size(summary["bytes_full_per_island"])],
             ["ratio", f"{summary['ratio']:.1f} x fewer bytes" if summary["ratio"] else "nothing was sent"],
             ["time spent waiting", f"{summary['wait_share']:.1%}"],
         ]
+        if summary["mfu"] is not None:
+            rows.insert(4, ["MFU, of the bf16 peak", f"{summary['mfu']:.1%}"])
         if summary["hidden"] and any(flown.applied > flown.step for flown in self.exchange.timeline()):
             rows.append(["hidden behind training", f"{summary['hidden']:.0%} of the exchanges' time"])
         rows += [["islands agree", agree]] if summary["islands"] > 1 else []

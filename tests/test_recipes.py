@@ -1,6 +1,7 @@
-"""The recipes' own parts: data, models, report. The training loop itself is tested by `test_quickstart.py`."""
+"""The recipes' own parts: data, models, report, and short runs for the flags. What training reaches is tested by `test_quickstart.py`."""
 
 import json
+import math
 import sys
 import sysconfig
 from pathlib import Path
@@ -253,6 +254,198 @@ def test_schedules_rise_and_end_at_a_tenth():
         values = [pretrain.schedule(step, train) for step in range(101)]
         assert 0 < values[0] < 0.1 and max(values) <= 1 and values[:10] == sorted(values[:10])
         assert values[-1] == pytest.approx(end, abs=1e-6)
+
+
+# -- flags that change how a step is computed -------------------------------------------------------------------------------
+
+
+def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
+    import pretrain
+
+    model = pretrain.load_model("tiny", TOKENIZER.vocab_size)
+    names = [name for name, _ in model.named_parameters()]
+    pretrain.checkpoint_and_compile(model, pretrain.ExchangeArguments(), torch.device("cpu"))
+    assert not model.is_activation_checkpointing and not any(m._compiled_call_impl for m in model.modules())
+    how = pretrain.ExchangeArguments(activation_checkpointing=True, compile="aot_eager")
+    pretrain.checkpoint_and_compile(model, how, torch.device("cpu"))
+    assert [type(m).__name__ for m in model.modules() if m._compiled_call_impl] == ["LlamaDecoderLayer"] * 2
+    assert model.is_activation_checkpointing and [name for name, _ in model.named_parameters()] == names
+    monkeypatch.setattr(pretrain.shutil, "which", lambda _: None)
+    with pytest.raises(ValueError, match="needs a C.. compiler.*--compile aot_eager"):
+        pretrain.checkpoint_and_compile(model, pretrain.ExchangeArguments(compile="inductor"), torch.device("cpu"))
+
+
+def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
+    """dynamo gives up, and runs eagerly, at the ninth version of one function."""
+    import pretrain
+
+    config = json.loads((pretrain.MODELS / "tiny.json").read_text()) | {"num_hidden_layers": 10, "use_cache": True}
+    (tmp_path / "deep.json").write_text(json.dumps(config))
+
+    def compiled():
+        model = pretrain.load_model(str(tmp_path / "deep.json"), TOKENIZER.vocab_size)
+        pretrain.checkpoint_and_compile(model, pretrain.ExchangeArguments(compile="eager"), torch.device("cpu"))
+        model(input_ids=torch.zeros(2, 8, dtype=torch.int64))
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert run_ranks(compiled, islands=1, procs=1, timeout=100) == [1]
+
+
+def test_compile_takes_a_backend_or_none():
+    import pretrain
+    from transformers import HfArgumentParser
+
+    def parsed(*words):
+        return HfArgumentParser(pretrain.ExchangeArguments).parse_args_into_dataclasses(list(words))[0].compile
+
+    assert [parsed(), parsed("--compile"), parsed("--compile", "eager"), parsed("--compile", "--bf16")] == [
+        None,
+        "inductor",
+        "eager",
+        "inductor",
+    ]
+
+
+def rows_file(folder, rows):
+    """A file of ready rows; one in twenty of them is held out."""
+    datasets.Dataset.from_dict({"input_ids": [[i % 256, i // 256, *range(30)] for i in range(rows)]}).to_parquet(
+        str(folder / "rows.parquet")
+    )
+    return folder / "rows.parquet"
+
+
+def recipe(rank, folder, *options):
+    """A run of the recipe in this process: the numbers of the rows it trained on, batch by batch."""
+    import pretrain
+
+    seen = []
+
+    def recorded(loader, skip=0):
+        for batch in data.forever(loader, skip):
+            seen.append((batch["input_ids"][:, 0] + 256 * batch["input_ids"][:, 1]).tolist())
+            yield batch
+
+    common = ("--model", "tiny", "--sequence-length", 32, "--batch-size", 2, "--eval-every", 0, "--eval-batches", 2, "--log-every", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "forever", recorded)
+        patch.setattr(report, "draw", lambda *_: None)
+        patch.setattr(sys, "argv", ["pretrain.py", *map(str, common), *map(str, options), "--output", str(folder)])
+        pretrain.main()
+    return seen
+
+
+def told(folder, island=0):
+    """Summary and lines of an island."""
+    lines = (folder / f"island{island}" / "metrics.jsonl").read_text().splitlines()
+    return json.loads((folder / f"island{island}" / "summary.json").read_text()), [json.loads(line) for line in lines]
+
+
+def two_nodes(rank):
+    """What a launcher of two machines with two ranks each tells the rank."""
+    local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank.proc % 2)}
+    return {"ISLAND_COUNT": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **local}  # the group is there already
+
+
+def test_mesh_is_one_world_in_which_no_row_is_seen_twice_or_lost(run_ranks, tmp_path):
+    source = rows_file(tmp_path, 51)  # 2 are held out: 49, of which 6 steps of 4 ranks x 2 rows take all but the last
+    steps, options = 6, ("--exchange", "demo", "--mesh", "--data", source, "--peak-tflops", 0.01)
+    ranks = run_ranks(recipe, islands=1, procs=4, env=two_nodes, args=(tmp_path / "out", "--steps", steps, *options))
+    held_out = set(data.load_data(str(source), TOKENIZER, 32, validation_rows=4).validation[i]["input_ids"][0] for i in range(2))
+    seen = [row for batches in ranks for batch in batches for row in batch]
+    assert len(seen) == len(set(seen)) == 48 and not held_out & set(seen) and set(seen) < set(range(51))
+    summary, lines = told(tmp_path / "out")
+    assert {k: summary[k] for k in ("islands", "procs", "tokens", "digests_equal")} == {
+        "islands": 2,
+        "procs": 2,
+        "tokens": steps * 4 * 2 * 32,
+        "digests_equal": True,
+    }
+    assert [line["step"] for line in lines] == [2, 4, 6] and lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"] > 0
+    for line in lines:  # 4 ranks of 0.01 Tflops
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * report.flops_per_token(tiny(), 32) / 4e10)
+        assert line["global_loss"] == pytest.approx(math.log(258), abs=0.5) and line["peak_memory"] > 50e6
+
+
+def test_islands_send_what_a_mesh_sends_and_agree_on_the_loss(run_ranks, tmp_path):
+    source, options = rows_file(tmp_path, 60), ("--steps", 4, "--exchange", "demo")
+    run_ranks(recipe, islands=2, procs=2, args=(tmp_path / "islands", *options, "--data", source))
+    run_ranks(recipe, islands=1, procs=4, env=two_nodes, args=(tmp_path / "mesh", *options, "--data", source, "--mesh"))
+    (mesh, _), (summary, lines), (_, others) = told(tmp_path / "mesh"), told(tmp_path / "islands"), told(tmp_path / "islands", 1)
+    same = ("bytes_sent_per_island", "islands", "procs", "tokens", "exchanges", "parameters")
+    assert {k: summary[k] for k in same} == {k: mesh[k] for k in same}
+    assert summary["loss_start"] == pytest.approx(mesh["loss_start"], rel=1e-6)
+    assert summary["mfu"] is None and summary["digests_equal"] is True
+    for here, there in zip(lines, others, strict=True):  # each island's own loss, and the one of both
+        assert here["loss"] != there["loss"] and here["global_loss"] == pytest.approx(there["global_loss"], rel=1e-6)
+
+
+def test_compiled_and_recomputed_run_learns_the_same(run_ranks, tmp_path):
+    source, runs = rows_file(tmp_path, 60), {}
+    for name, flags in {"plain": (), "both": ("--compile", "aot_eager", "--activation-checkpointing")}.items():
+        options = ("--steps", 4, "--data", source, "--exchange", "full", "--lr", 0.01, "--warmup-steps", 0, *flags)
+        runs[name] = run_ranks(recipe, islands=1, procs=2, env={"ISLAND_COUNT": "1"}, timeout=100, args=(tmp_path / name, *options))
+    (plain, _), (both, _) = told(tmp_path / "plain"), told(tmp_path / "both")
+    assert both["compile"] == "aot_eager" and both["activation_checkpointing"] and plain["compile"] is None
+    assert plain["loss_end"] < plain["loss_start"] - 0.1 and both["loss_end"] == pytest.approx(plain["loss_end"], rel=1e-4)
+    assert runs["both"] == runs["plain"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (2, 4)),
+        (
+            {
+                "WORLD_SIZE": "8",
+                "LOCAL_WORLD_SIZE": "4",
+                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+            },
+            (4, 2),
+        ),
+    ],
+)
+def test_mesh_sizes_come_from_the_launcher(monkeypatch, variables, expected):
+    import pretrain
+
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = pretrain.mesh_config()
+    assert (config.dp_replicate_size, config.dp_shard_size) == expected
+    monkeypatch.setenv("ISLAND_COUNT", "2")
+    with pytest.raises(ValueError, match="one world or islands"):
+        pretrain.mesh_config()
+
+
+def tiny(**changes):
+    import pretrain
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pretrain.MODELS / "tiny.json", **changes))
+
+
+def test_flops_are_those_of_the_matrices_and_of_attention():
+    layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128  # q and o, k and v, MLP, norms
+    head, attention = 258 * 128, 2 * 128
+    assert report.flops_per_token(tiny(), 100) == 6 * (2 * layer + 128 + head) + 12 * attention * 100
+    assert report.flops_per_token(tiny(tie_word_embeddings=True), 100) == report.flops_per_token(tiny(), 100)
+
+
+def test_peak_is_known_by_name_or_given(monkeypatch):
+    for name, peak in {
+        "NVIDIA H200": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA L40S": 362,
+        "NVIDIA L4": 121,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert report.peak_flops(torch.device("cuda")) == peak * 1e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
+    assert report.peak_flops(torch.device("cuda")) is None and report.peak_flops(torch.device("cuda"), 5) == 5e12
+    assert report.peak_flops(torch.device("cpu")) is None
 
 
 # -- report -----------------------------------------------------------------------------------------------------------------
