@@ -439,7 +439,7 @@ class Exchange:
         return list(self._mailbox.flown)
 
     def metrics(self) -> dict[str, Any]:
-        """Counts of this rank (see `Meter`), the step, the mean over the islands of the losses in the last headers, the drift at the end."""
+        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
         loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
         return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift}
 

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Pre
 
 from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
+from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
 
 MODELS = Path(__file__).parent / "models"
@@ -46,12 +47,11 @@ class DataArguments:
 
 
 @dataclass
-class ExchangeArguments:
+class CrossArguments(ExchangeArguments):
     exchange: str = field(default="demo", metadata={"help": "preset name or yaml file"})
-    set: list[str] = field(default_factory=list, metadata={"help": "changes to it, as in --set codec.topk=16 clock.period=50"})
     clip: float | None = field(default=None, metadata={"help": "largest gradient norm (default: the preset's)"})
     shard: bool = field(default=True, metadata={"help": "FSDP2 inside the island; --no-shard keeps the model whole on every rank (DDP)"})
-    bf16: bool = field(default=False, metadata={"help": "compute in bf16; parameters stay fp32"})
+    bf16: bool = field(default=False, metadata={"help": "compute in bf16; parameters stay fp32 (default: what the launcher's yaml says)"})
     mesh: bool = field(default=False, metadata={"help": "all nodes are one world (one accelerate launch), each node a replica"})
     activation_checkpointing: bool = field(default=False, metadata={"help": "keep layers' inputs only, compute the rest again"})
     compile: str | None = field(
@@ -85,7 +85,7 @@ def load_model(name: str, vocabulary: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def checkpoint_and_compile(model: PreTrainedModel, how: ExchangeArguments, device: torch.device) -> None:
+def checkpoint_and_compile(model: PreTrainedModel, how: CrossArguments, device: torch.device) -> None:
     """Before `prepare`: FSDP2 then puts its hooks around what is made here.
 
     The layers are compiled one by one and in place: equal layers share one compilation, parameters keep their names, and FSDP2's
@@ -138,10 +138,10 @@ def evaluate(acc: Accelerator, model: torch.nn.Module, loader: Any, exchange: Ex
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    data, cross, train = HfArgumentParser((DataArguments, ExchangeArguments, TrainArguments)).parse_args_into_dataclasses()
+    data, cross, train = HfArgumentParser((DataArguments, CrossArguments, TrainArguments)).parse_args_into_dataclasses()
     acc = island_accelerator(  # (*) FSDP2 on GPU and CPU
         shard=cross.shard,
-        mixed_precision="bf16" if cross.bf16 else "no",
+        mixed_precision="bf16" if cross.bf16 else None,
         gradient_accumulation_steps=data.accumulation,
         **({"parallelism_config": mesh_config()} if cross.mesh else {}),
     )
@@ -180,7 +180,7 @@ def main() -> None:
     start = exchange.step
     scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(start + step, train))
     facts = {"model": data.model, "data": data.data, "seed": train.seed, "lr": scheduler.base_lrs[0]}
-    facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile, "bf16": cross.bf16}
+    facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile, "bf16": acc.mixed_precision == "bf16"}
     facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
     output = Path(train.output)
     report = Report(acc, exchange, output, steps=train.steps, log_every=train.log_every, parameters=parameters, facts=facts)

@@ -121,7 +121,7 @@ def test_help_names_every_option_of_the_recipe():
     import pretrain
 
     text = quickstart("--help", timeout=20).stdout
-    for group in (pretrain.DataArguments, pretrain.ExchangeArguments, pretrain.TrainArguments):
+    for group in (pretrain.DataArguments, pretrain.CrossArguments, pretrain.TrainArguments):
         for field in dataclasses.fields(group):
             name = field.name.replace("_", "-")
             assert f"--{name}" in text or f"--no-{name}" in text

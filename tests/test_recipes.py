@@ -264,15 +264,15 @@ def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
 
     model = pretrain.load_model("tiny", TOKENIZER.vocab_size)
     names = [name for name, _ in model.named_parameters()]
-    pretrain.checkpoint_and_compile(model, pretrain.ExchangeArguments(), torch.device("cpu"))
+    pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(), torch.device("cpu"))
     assert not model.is_activation_checkpointing and not any(m._compiled_call_impl for m in model.modules())
-    how = pretrain.ExchangeArguments(activation_checkpointing=True, compile="aot_eager")
+    how = pretrain.CrossArguments(activation_checkpointing=True, compile="aot_eager")
     pretrain.checkpoint_and_compile(model, how, torch.device("cpu"))
     assert [type(m).__name__ for m in model.modules() if m._compiled_call_impl] == ["LlamaDecoderLayer"] * 2
     assert model.is_activation_checkpointing and [name for name, _ in model.named_parameters()] == names
     monkeypatch.setattr(pretrain.shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="needs a C.. compiler.*--compile aot_eager"):
-        pretrain.checkpoint_and_compile(model, pretrain.ExchangeArguments(compile="inductor"), torch.device("cpu"))
+        pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(compile="inductor"), torch.device("cpu"))
 
 
 def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
@@ -284,7 +284,7 @@ def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
 
     def compiled():
         model = pretrain.load_model(str(tmp_path / "deep.json"), TOKENIZER.vocab_size)
-        pretrain.checkpoint_and_compile(model, pretrain.ExchangeArguments(compile="eager"), torch.device("cpu"))
+        pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(compile="eager"), torch.device("cpu"))
         model(input_ids=torch.zeros(2, 8, dtype=torch.int64))
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -296,7 +296,7 @@ def test_compile_takes_a_backend_or_none():
     from transformers import HfArgumentParser
 
     def parsed(*words):
-        return HfArgumentParser(pretrain.ExchangeArguments).parse_args_into_dataclasses(list(words))[0].compile
+        return HfArgumentParser(pretrain.CrossArguments).parse_args_into_dataclasses(list(words))[0].compile
 
     assert [parsed(), parsed("--compile"), parsed("--compile", "eager"), parsed("--compile", "--bf16")] == [
         None,

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Islands over plain ssh: one per host, a store on the first. Every host has this repository at the same path, at the same commit, with
+# .venv (bash recipes/setup.sh), and lets this machine in without a password. Two hosts, or four:
+#
+#     HOSTS="node-a node-b" ADDRESSES="10.0.0.1 10.0.0.2" bash recipes/ssh/islands.sh
+#     HOSTS="a b c d" LAUNCHER=torchrun EXCHANGE=recipes/exchange/demo.yaml bash recipes/ssh/islands.sh
+#
+# Ctrl-C (or SIGTERM) here tells every island to save and end with status 75; RESUME=1 and the same hosts in the same order go on.
+# Without ssh between the machines, type the two commands of the README's section "Two machines" on each.
+set -euo pipefail
+
+HOSTS=${HOSTS:?the hosts as ssh knows them, one island each, as in HOSTS=\"node-a node-b\"}
+ADDRESSES=${ADDRESSES:-$HOSTS}            # where the hosts reach each other, in the same order: private or WireGuard addresses
+PORT=${PORT:-29400}                       # of the store, on the first host
+MODEL=${MODEL:-llama-3.2-1b}
+DATA=${DATA:-stdlib}                      # a file or folder, or a hub id; stdlib needs the same Python on every host
+TOKENIZER=${TOKENIZER:-bytes}
+EXCHANGE=${EXCHANGE:-recipes/exchange/diloco.yaml}
+STEPS=${STEPS:-10000}
+PROCS=${PROCS:-8}                         # GPUs per host
+OPTIONS=${OPTIONS:---bf16}                # more options of recipes/pretrain.py
+LAUNCHER=${LAUNCHER:-accelerate}          # or torchrun
+CONFIG=${CONFIG:-recipes/accelerate/fsdp2-island.yaml}
+OUTPUT=${OUTPUT:-outputs/islands}
+FOLDER=${FOLDER:-$PWD}                    # the repository on the hosts
+PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
+RUN=${RUN:-$(date +%Y%m%d-%H%M%S)-$$}     # a run id is used once per store
+[ -z "${RESUME:-}" ] || OPTIONS="$OPTIONS --resume"
+
+read -r -a hosts <<<"$HOSTS"
+read -r -a addresses <<<"$ADDRESSES"
+if [ ${#hosts[@]} != ${#addresses[@]} ]; then
+    echo "islands.sh: ${#hosts[@]} HOSTS and ${#addresses[@]} ADDRESSES: must be as many" >&2
+    exit 2
+fi
+
+case $LAUNCHER in
+    accelerate) launch="accelerate launch --config_file $CONFIG --num_processes $PROCS" ;;
+    torchrun) launch="torchrun --standalone --nproc-per-node $PROCS" ;;
+    *) echo "islands.sh: LAUNCHER=$LAUNCHER: accelerate or torchrun" >&2; exit 2 ;;
+esac
+
+# A process on a host leaves its id in a file, so that it can be told to end by a second ssh: a signal to ssh does not cross it.
+file() { echo "/tmp/fsdp-demo-$RUN-$1.pid"; }
+start() { # start HOST NAME COMMAND: in the background
+    ssh -o BatchMode=yes "$1" "cd $FOLDER && echo \$\$ >$(file "$2") && exec $3" </dev/null &
+}
+stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f $(file "$2")" </dev/null || true; }
+stop_islands() { for rank in "${!hosts[@]}"; do stop "${hosts[rank]}" "$rank"; done; }
+trap stop_islands INT TERM
+finish() {
+    stop "${hosts[0]}" store
+    for rank in "${!hosts[@]}"; do ssh -o BatchMode=yes "${hosts[rank]}" "rm -f $(file "$rank")" </dev/null || true; done
+}
+trap finish EXIT
+
+start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind ${addresses[0]}:$PORT"
+train="recipes/pretrain.py --model $MODEL --data $DATA --tokenizer $TOKENIZER --exchange $EXCHANGE --steps $STEPS --output $OUTPUT"
+train="$train $OPTIONS"
+islands=()
+for rank in "${!hosts[@]}"; do
+    variables="ISLAND_RANK=$rank ISLAND_COUNT=${#hosts[@]} ISLAND_ENDPOINT=${addresses[0]}:$PORT ISLAND_ADDRESS=${addresses[rank]}"
+    variables="$variables ISLAND_RUN=$RUN ISLAND_STATUS=\$(mktemp -d)" # the folder keeps status 75 apart from a failure
+    start "${hosts[rank]}" "$rank" "env $variables $PYTHON -m fsdp_demo.launch $launch $train"
+    islands+=($!)
+done
+
+wait_for() { # the status of a process of ours; a signal ends `wait` early, so again while the process is there
+    while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done
+    wait "$1"
+}
+status=0
+for rank in "${!islands[@]}"; do
+    ended=0
+    wait_for "${islands[rank]}" || ended=$?
+    [ $ended = 0 ] || echo "islands.sh: island $rank on ${hosts[rank]} ended with status $ended" >&2
+    case $ended in 0) ;; 75) [ $status != 0 ] || status=75 ;; *) status=1 ;; esac
+done
+exit $status
