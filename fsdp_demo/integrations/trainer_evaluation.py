@@ -22,7 +22,8 @@ class Evaluations:
     They show `Exchange.outer_parameters`. Where these are a mean that costs a round of communication, only evaluations at steps at which
     all islands evaluate can show them; any other shows this island's own parameters, and says so.
 
-    With `load_best_model_at_end` metrics are averaged over the islands, so that all of them keep the same checkpoint.
+    With `load_best_model_at_end`, or a schedule of the learning rate that follows a metric, metrics are averaged over the islands, so that
+    all of them keep the same checkpoint and the same rate.
 
     Raises:
         ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated.
@@ -32,13 +33,13 @@ class Evaluations:
         self._exchange, self._trainer = exchange, trainer
         args: Any = trainer.args
         state: Any = trainer.state
-        self.agreed = bool(args.load_best_model_at_end)
+        self.agreed = _decides(args)
         loader: Any = trainer.callback_handler.train_dataloader
         epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if hasattr(loader, "__len__") else 0
         self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
         self._from = args.eval_delay
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
-        if self.agreed:
+        if args.load_best_model_at_end:
             check_best(exchange, args, range(self._every, state.max_steps, self._every or 1))
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
         self._together = exchange.council.same(plan) if exchange.shows == "mean" or self.agreed else True
@@ -48,8 +49,8 @@ class Evaluations:
 
     @staticmethod
     def facts(args: Any, state: Any) -> dict[str, Any]:
-        """What islands must share where they choose the best checkpoint together; nothing otherwise."""
-        if not args.load_best_model_at_end:
+        """What islands must share where a metric decides; nothing otherwise."""
+        if not _decides(args):
             return {}
         same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model", "greater_is_better")
         return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **{name: str(getattr(args, name)) for name in same}}
@@ -85,3 +86,8 @@ class Evaluations:
         prefix = next((k.removesuffix("_loss") for k in output.metrics if k.endswith("_loss")), "eval")
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
+
+
+def _decides(args: Any) -> bool:
+    """Whether a metric decides about the model: the best checkpoint, or the learning rate."""
+    return bool(args.load_best_model_at_end) or str(args.lr_scheduler_type.value) in ("reduce_lr_on_plateau", "greedy")
