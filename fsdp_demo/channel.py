@@ -321,7 +321,7 @@ class ActiveChannel:
         target = anchor if anchor is None or not flying else self._less(anchor.clone(), flying)
         now = self.pack("parameter") if mix else None
         if target is not None and now is not None:
-            target = torch.lerp(target, now, mix)
+            target = torch.lerp(target, now, mix, out=now)
         self.write(target, self.tensors("parameter"))
         if self.written is not None and target is not None and anchor is not None:
             rounded = self.pack("parameter")

@@ -59,6 +59,7 @@ class Exchange:
             rule); None where replicas are equal by construction.
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
             `raises_stopped` is False, for a host that ends its loop by itself.
+        told, heard: a number that this rank tells the other ranks of its island with every step, and the largest one after the last step.
 
     Example:
         >>> import torch, fsdp_demo
@@ -94,7 +95,7 @@ class Exchange:
         gradients = any(c.before_step for c in channels)
         self._skipping = self._ended = self._finished = self._stop_wanted = self._stop_sent = False
         self._stop_together = self.stopped = False
-        self.raises_stopped = True
+        self.raises_stopped, self.told, self.heard = True, 0.0, 0.0
         self._tokens = 0
         self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
         self._losses: list[Tensor] = []  # noted since the last message
@@ -216,6 +217,7 @@ class Exchange:
             source = c.accumulate()  # what is in flight has left the accumulator already
             if c.channel.clock.due(self.step):
                 outgoing[c.channel.name] = c.encode(self.step, source)
+            del source  # as large as the shards: it must not outlive the message
         self._launch(outgoing)
         applied = self._mailbox.land(mine, self.step)
         for c in mine:
@@ -246,7 +248,8 @@ class Exchange:
             self.step += 1
         # The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way.
         alone = self._stop_sent and not self._mailbox.flights and (not self._stop_together or self.topology.islands == 1)
-        self.stopped = bool(self._island.largest(float(self._mailbox.stop or alone))[0])
+        stopped, self.heard = self._island.largest(float(self._mailbox.stop or alone), self.told)
+        self.stopped = bool(stopped)
         if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
 
@@ -305,6 +308,11 @@ class Exchange:
         """
         self._stop_together = together and (self._stop_together or not self._stop_wanted)
         self._stop_wanted = True
+
+    def next_exchange(self) -> int:
+        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
+        cycle = math.lcm(*(c.channel.clock.period for c in self.channels))
+        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.clock.due(s) for c in self.channels))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -389,6 +397,8 @@ class Exchange:
                 if c.channel.source == "delta" and not c.channel.consensus:
                     c.show_anchor()
             self._equal = self.digests_equal()
+            if not self._equal and self.topology.rank == 0:
+                log.warning("%s: parameters differ between islands at the end: unlike hardware, or unlike training", self.topology.name)
         else:
             self.flush()
             self.drift = outcome.set_mean(self._parameters, self._mailbox, self._line, self._island)
@@ -451,7 +461,12 @@ class Exchange:
         m, known = self._meter, not math.isnan(self._mailbox.loss)
         sent, received, losses, ranks = self._island.total(m.bytes_sent, m.bytes_received, self._mailbox.loss if known else 0.0, known)
         waited, count = self._island.largest(m.seconds_waiting, m.exchanges)
-        out = {"bytes_sent": sent, "bytes_received": received, "exchanges": count, "seconds_waiting": waited}
+        out: dict[str, float] = {
+            "bytes_sent": int(sent),
+            "bytes_received": int(received),
+            "exchanges": int(count),
+            "seconds_waiting": waited,
+        }
         if ranks:
             out["loss"] = losses / ranks
         return out | ({} if self.drift is None else {"drift": self.drift})

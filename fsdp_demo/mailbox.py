@@ -117,15 +117,21 @@ class Mailbox:
                 continue
             arrived = self._receive(flight)
             for c in ready:
-                mean, present = self._section(flight, c, arrived)
-                out = flight.parts.pop(c.channel.name)
-                c.apply(mean, out, present, self.under_way(c), last)
+                self._apply(flight, c, arrived, last)
                 applied.append(c)
             if not flight.parts:
                 self.flights.remove(flight)
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
                 self.flown.append(Flown(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
         return applied
+
+    def _apply(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> None:
+        """Decode and apply what arrived for one channel."""
+        out = flight.parts[c.channel.name]
+        out.body, out.vectors = None, []  # a copy of the model where all is sent; nobody undoes what has arrived
+        mean, present = self._section(flight, c, arrived)
+        del flight.parts[c.channel.name]
+        c.apply(mean, out, present, self.under_way(c), last)
 
     def ask(self, job: Callable[[], Any]) -> Any:
         """Run `job` on the line after what is in flight, with the island's vote. None on a copy without a line."""

@@ -70,9 +70,9 @@ class Section:
             self.layout.dense_part(work).sub_(dense, alpha=alpha)
             return
         if body is not None:
-            arrived = self._split(body)
-        else:
-            arrived = [vectors.round_trip(code, v, self.size) for v, (_, code) in zip(parts, self.spans, strict=True)]
+            self._add_coded(work, body, step, -alpha)
+            return
+        arrived = [vectors.round_trip(code, v, self.size) for v, (_, code) in zip(parts, self.spans, strict=True)]
         self._add(work, arrived, step, -alpha)
 
     def mean(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
@@ -96,29 +96,38 @@ class Section:
     def _mean_vectors(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
         total = self.layout.new(bodies[0].device if bodies else "cpu")
         for body, w in zip(bodies, weights, strict=True):
-            self._add(total, self._split(body), step, w)
+            self._add_coded(total, body, step, w)
         return total.div_(sum(weights)) if weights else total
 
     def _mean_indexed(self, bodies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         total = self.layout.new(bodies[0].device if bodies else "cpu")
-        count = torch.zeros_like(total) if self.channel.reducer.kind == "senders" else None
         dense, parts = self.layout.dense_part(total), [wire.decode_sparse(self.layout, self.codec, b) for b in bodies]
         found = [values for _, values, _ in parts]
         if self.channel.reducer.clip == "median_norm" and found:
             found = self._clip(found)
         for (positions, _, whole), values, w in zip(parts, found, weights, strict=True):
             total.index_add_(0, positions, values, alpha=w)
-            if count is not None:
-                count.index_add_(0, positions, (values != 0).float(), alpha=w)
             dense.add_(whole, alpha=w)
         if not weights:
             return total
-        if count is None:
+        if self.channel.reducer.kind != "senders":
             return total.div_(sum(weights))
         dense.div_(sum(weights))
-        blocks, counts = self.layout.blocks(total), self.layout.blocks(count)
-        blocks.div_(torch.where(counts == 0, 1.0, counts))
+        self._per_sender(self.layout.blocks(total), [positions for positions, _, _ in parts], found, weights)
         return total
+
+    def _per_sender(self, total: Tensor, positions: Sequence[Tensor], found: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Divide sums [num_blocks, 4096] by the weights of those whose value there is not zero, some blocks at a time."""
+        at = 0
+        for g in self.layout.groups:
+            k = g.k(self.codec.topk)
+            for lo in range(g.start, g.stop, wire.CHUNK):
+                window = total[lo : min(lo + wire.CHUNK, g.stop)].view(-1)
+                count, end = torch.zeros_like(window), at + k * (window.numel() // BLOCK)
+                for p, values, w in zip(positions, found, weights, strict=True):
+                    count.index_add_(0, p[at:end] - lo * BLOCK, (values[at:end] != 0).float(), alpha=w)
+                window.div_(count.masked_fill_(count == 0, 1.0))
+                at = end
 
     def _clip(self, found: Sequence[Tensor]) -> list[Tensor]:
         """Scale each replica's values of a block by min(1, median / norm), the median being that of the replicas' norms of that block (the
@@ -136,14 +145,17 @@ class Section:
             at += g.count * k
         return [torch.cat(parts) if parts else v for parts, v in zip(out, found, strict=True)]
 
-    def _split(self, body: Tensor) -> list[Tensor]:
-        """A gathered section as its vectors, fp32."""
+    def _add_coded(self, work: Tensor, body: Tensor, step: int, alpha: float) -> None:
+        """work += alpha times a gathered section."""
+        if not self.codec.seeded:
+            vectors.add(self.codec.code, body, work, alpha)
+            return
         out, at = [], 0
         for n, code in self.spans:
             size = vectors.num_bytes(code, n)
             out.append(vectors.decode(code, body[at : at + size], n))
             at += size
-        return out
+        self._add(work, out, step, alpha)
 
     def _positions(self, step: int) -> list[Tensor]:
         """For each group of blocks the workspace positions that the exchange of `step` sends, int64 [count * k]."""

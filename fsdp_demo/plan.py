@@ -109,14 +109,15 @@ def plan_model(
     for shard in range(shards):
         sections = []
         for channel in channels:
-            mine = [(n, _local(shape, shards, shard)) for n, shape in tensors if covers(channel, n)]
+            mine = [(n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)]
             layout = Layout([shape for _, shape in mine], [kind(channel, n) for n, _ in mine])
             sections.append((channel, Section(layout, channel, islands, config.seed), len(mine)))
         plans.append(Plan(sections, islands, rank))
     return plans
 
 
-def _local(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...]:
+    """What FSDP2 gives to a shard: ceil(rows / shards) rows, the last shards less or none."""
     if shards == 1 or not shape:
         return tuple(shape)
     rows = -(-shape[0] // shards)

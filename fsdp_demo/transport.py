@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -148,23 +148,37 @@ def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[
     """
     mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
     cuts = [coding.cuts(n, code, line.size) for n, code in spans]
-    cut = [[coding.encode(code, v[a:b]) for a, b in zip(c, c[1:], strict=False)] for (v, code), c in zip(vectors, cuts, strict=True)]
-    outgoing = [_pack([parts[j] for parts in cut]) for j in range(line.size)]
+    outgoing = [
+        _pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)
+    ]
     there, back = legs(spans, line.size)
     arrived = line.swap(outgoing, [outgoing[mine].numel()] * line.size)
-    parts = [_unpack(m, there[mine], line.label(j)) for j, m in enumerate(arrived)]
-    means = []
-    for i, (n, _) in enumerate(there[mine]):
-        acc = torch.zeros(n)
-        for j in range(line.size):
-            if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
-                acc.add_(parts[j][i], alpha=weights[i][j])
-        total = sum(weights[i])
-        means.append(acc.div_(total) if total else acc)
+    del outgoing  # what is as large as the vectors goes as soon as it has served
+    means = _means(line, arrived, there[mine], weights)
     coded = _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
-    sizes = [CHECKSUM + coding.total_bytes(s) for s in back]
-    pieces = [_unpack(m, back[j], line.label(j)) for j, m in enumerate(line.swap([coded] * line.size, sizes))]
-    return [torch.cat([p[i] for p in pieces]) for i in range(len(vectors))]
+    del means
+    arrived = line.swap([coded] * line.size, [CHECKSUM + coding.total_bytes(s) for s in back])
+    out = [torch.empty(n) for n, _ in spans]
+    for j in range(line.size):
+        parts = _unpack(arrived.pop(0), back[j], line.label(j))
+        for whole, c in zip(out, cuts, strict=True):
+            whole[c[j] : c[j + 1]] = next(parts)
+        del parts
+    return out
+
+
+def _means(line: Line, arrived: list[Tensor], spans: Sequence[tuple[int, str]], weights: Sequence[Sequence[float]]) -> list[Tensor]:
+    """Weighted means of one's own part of the vectors from everybody's messages, which are used up, in rank order."""
+    sums = [torch.zeros(n) for n, _ in spans]
+    for j in range(line.size):
+        parts = _unpack(arrived.pop(0), spans, line.label(j))
+        for i, acc in enumerate(sums):
+            part = next(parts)
+            if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
+                acc.add_(part, alpha=weights[i][j])
+            del part
+        del parts
+    return [acc.div_(sum(w)) if sum(w) else acc for acc, w in zip(sums, weights, strict=True)]
 
 
 def legs(spans: Sequence[tuple[int, str]], size: int) -> tuple[list[list[tuple[int, str]]], list[list[tuple[int, str]]]]:
@@ -176,21 +190,22 @@ def legs(spans: Sequence[tuple[int, str]], size: int) -> tuple[list[list[tuple[i
 
 def _pack(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate coded parts and add their CRC-32."""
-    body = torch.cat(list(parts))
-    crc = torch.tensor([zlib.crc32(memory(body))], dtype=torch.int64).to(torch.uint32)
-    return torch.cat([body, crc.view(torch.uint8)])
+    out = torch.cat([*parts, torch.zeros(CHECKSUM, dtype=torch.uint8)])
+    crc = zlib.crc32(memory(out[:-CHECKSUM]))
+    out[-CHECKSUM:] = torch.frombuffer(bytearray(crc.to_bytes(CHECKSUM, "little")), dtype=torch.uint8)
+    return out
 
 
-def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> list[Tensor]:
-    body = message[:-CHECKSUM].clone()
+def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> Iterator[Tensor]:
+    """The vectors of a message, checked as a whole before the first."""
+    body = message[:-CHECKSUM]
     if zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-CHECKSUM:].tolist()), "little"):
         raise WireError(f"dense payload from {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
-    out, at = [], 0
+    at = 0
     for n, code in spans:
         size = coding.num_bytes(code, n)
-        out.append(coding.decode(code, body[at : at + size], n))
+        yield coding.decode(code, body[at : at + size], n)
         at += size
-    return out
 
 
 def leave(status: int) -> NoReturn:
@@ -215,14 +230,19 @@ class Courier:
 
     def _run(self) -> None:
         while (task := self._jobs.get()) is not None:
-            job, future = task
-            start = time.perf_counter()
+            (job, future), task = task, None
+            start, result, failure = time.perf_counter(), None, None
             try:
-                future.set_result(job())
+                result = job()
             except BaseException as error:  # handed to the thread that waits
-                future.set_exception(error)
+                failure = error
             self.line.meter.seconds_exchanging += time.perf_counter() - start
-            del task, job, future
+            del job  # and what it holds, before the thread that waits goes on
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+            del future, result, failure
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Run `job` after all earlier ones; its result or error is in the future."""

@@ -172,9 +172,12 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, pres
             trained.train(resume_from_checkpoint=resume)
             losses = [row["loss"] for row in trained.state.log_history if "loss" in row]
             out[name, resume] = trained.state.global_step, losses, script.shards(trained)
+            out["saved", resume] = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
         return out
 
     out = run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120)
+    # Who got the signal saves after its next step; all save when all stop.
+    assert {"checkpoint-5", f"checkpoint-{out[0]['cut', None][0]}"} == set(out[0]["saved", None]) and len(out[-1]["saved", None]) == 1
     for o in out:
         whole, cut, resumed = o["whole", None], o["cut", None], o["cut", True]
         # Asked after step 4, heard at the next exchange, which with a period of 3 is that of step 6.

@@ -189,3 +189,52 @@ def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
 
     alive, dead = run_ranks(run, islands=2, procs=1)
     assert alive[1] == 3 and "island 1 (island1) is gone" in alive[0] and alive[2] and dead[2]
+
+
+def test_streams_epochs_and_logs_by_epoch(run_ranks):
+    def run(rank):
+        trained = script.trainer(rank.folder / "stream", one_line("diloco", period=2), split=False, logging_steps=1)
+        trained.train_dataset = split_dataset_by_island(trained.train_dataset.to_iterable_dataset())
+        trained.train()
+        whole = script.parameters(trained)
+        settings = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}
+        trained = script.trainer(rank.folder / "epoch", one_line("diloco", period=3), **settings)
+        trained.train()
+        return whole, history(trained, "exchange/exchanges"), trained.state.global_step
+
+    out = run_ranks(run, islands=2, procs=1)
+    assert torch.equal(out[0][0], out[1][0])
+    assert [o[1:] for o in out] == [([3], 8), ([3], 8)]  # two of their own clock, and the last
+
+
+def test_islands_with_other_rates_are_refused(run_ranks):
+    def run(rank):
+        extra = one_line("demo") | {"optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + rank.island))}
+        with pytest.raises(ValueError, match=r"optimizer: .*SGD.*0\.00[12]"):
+            script.trainer(rank.folder / "out", extra).train()
+
+    run_ranks(run, islands=2, procs=1)
+
+
+def test_one_flag_resumes_all_islands(run_ranks):
+    def run(rank):
+        def train(where, resume=None, **settings):
+            trained = script.trainer(rank.folder / where, one_line("diloco", period=2), save_steps=2, **settings)
+            trained.train(resume_from_checkpoint=resume)
+            return script.parameters(trained)
+
+        whole = train("out")
+        out = [train("out", resume=value) for value in ("auto", str(rank.folder / "out" / "checkpoint-4"))]
+        out.append(train("out", resume=str(rank.folder / "out" / "island0" / "checkpoint-6")))
+        foreign = rank.folder / "elsewhere" / "checkpoint-6"
+        if rank.island == 0:
+            foreign.parent.mkdir()
+            (rank.folder / "out" / "island0" / "checkpoint-6").rename(foreign)
+        else:
+            while not foreign.exists():
+                pass
+            with pytest.raises(ValueError, match="was saved by island 0, this is island 1"):
+                train("other", resume=str(foreign))
+        return [torch.equal(whole, again) for again in out]
+
+    assert run_ranks(run, islands=2, procs=1, timeout=120) == [[True] * 3] * 2

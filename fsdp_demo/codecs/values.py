@@ -80,19 +80,29 @@ def encode(code: str, v: Tensor) -> Tensor:
     return data
 
 
-def decode(code: str, data: Tensor, rows: int, cols: int) -> Tensor:
-    """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes its whole group non-finite."""
-    data = data.clone()  # a slice of a payload may start at any byte, a view of another dtype may not
+def decode(code: str, data: Tensor, rows: int, cols: int, out: Tensor | None = None, alpha: float | None = None) -> Tensor:
+    """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes its whole group non-finite.
+
+    out: where to write the values, or, with `alpha`, to add alpha times them."""
+    data = data.clone() if data.storage_offset() % 4 else data  # a slice may start at any byte, a view of another dtype may not
+    out = torch.empty(rows, cols, device=data.device) if out is None else out
     if code not in GROUP:
-        return data.view(torch.float32 if code == "fp32" else torch.bfloat16).float().view(rows, cols)
-    out = torch.empty(rows, cols, device=data.device)
+        _write(out, data.view(torch.float32 if code == "fp32" else torch.bfloat16).view(rows, cols), alpha)
+        return out
     for part, scales, codes in _chunks(code, data, out):
         q = _unpack(codes, BITS[code])[: part.numel()].view_as(part)
         start = 0
         for groups, its in zip(_groups(code, part), _groups(code, q), strict=True):
-            groups.copy_(_decode(code, scales[:, start : start + groups.shape[1]].float(), its))
+            _write(groups, _decode(code, scales[:, start : start + groups.shape[1]].float(), its), alpha)
             start += groups.shape[1]
     return out
+
+
+def _write(out: Tensor, found: Tensor, alpha: float | None) -> None:
+    if alpha is None:
+        out.copy_(found)
+    else:
+        out.add_(found, alpha=alpha)
 
 
 def _scales(code: str) -> int:

@@ -44,10 +44,22 @@ def encode(code: str, v: Tensor) -> Tensor:
 
 def decode(code: str, data: Tensor, n: int) -> Tensor:
     """The inverse of `encode`: fp32 [n]."""
-    rows, rest = divmod(n, BLOCK)
+    out = torch.empty(n, device=data.device)
+    _into(out, code, data, None)
+    return out
+
+
+def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:
+    """target += alpha times the decoded vector, without one more vector of its length; fp32 [n]."""
+    _into(target, code, data, alpha)
+
+
+def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:
+    rows, rest = divmod(out.numel(), BLOCK)
     size = values.num_bytes(code, rows, BLOCK)
-    parts = [values.decode(code, data[:size], rows, BLOCK).view(-1)]
-    return torch.cat([*parts, values.decode(code, data[size:], 1, rest).view(-1)]) if rest else parts[0]
+    values.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
+    if rest:
+        values.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
 
 
 def cuts(n: int, code: str, size: int) -> list[int]:
@@ -59,8 +71,10 @@ def cuts(n: int, code: str, size: int) -> list[int]:
 
 def round_trip(code: str, v: Tensor, size: int) -> Tensor:
     """What the others receive of one's own vector: coded and decoded in the parts a reduce among `size` replicas sends (fp32 [n])."""
-    at = cuts(v.numel(), code, size)
-    return torch.cat([decode(code, encode(code, v[a:b]), b - a) for a, b in zip(at, at[1:], strict=False)])
+    at, out = cuts(v.numel(), code, size), torch.empty_like(v)
+    for a, b in zip(at, at[1:], strict=False):
+        _into(out[a:b], code, encode(code, v[a:b]), None)
+    return out
 
 
 def total_bytes(spans: Sequence[tuple[int, str]]) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging as hf_logging
 
 from ..attaching import attach
 from ..codecs.wire import WireError
@@ -35,8 +36,8 @@ from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
 from .trainer_evaluation import Evaluations
-from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
-from .trainer_state import load_state, save_state
+from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
+from .trainer_state import find_checkpoint, load_state, save_state
 
 log = logging.getLogger("fsdp_demo")
 
@@ -52,7 +53,7 @@ class ExchangeCallback(TrainerCallback):
 
     Args:
         config: preset name, yaml file or `ExchangeConfig`.
-        fresh: when resuming from a checkpoint without the exchange's state, start that state anew instead of refusing.
+        fresh: when resuming, start the exchange's state anew, for checkpoints without one (which are refused otherwise).
         changes: of the preset, as in `fsdp_demo.preset(name, **changes)`.
 
     Attributes:
@@ -82,7 +83,7 @@ class ExchangeCallback(TrainerCallback):
     def _reset(self) -> None:
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
-        self._ending = self._asked = False
+        self._ending = self._asked = self._kept = False
         self._steps_in_epoch = 0
 
     # ---- before training --------------------------------------------------------------------------------------
@@ -94,6 +95,8 @@ class ExchangeCallback(TrainerCallback):
         self._trainer, self._topology = trainer, topology_of(trainer)
         alone = self._topology.islands == 1
         self._active = not alone or has_own_optimizer(self.config)
+        if log.level == logging.NOTSET:  # as talkative as transformers in this script, once per island
+            log.setLevel(hf_logging.get_verbosity() if trainer.args.process_index == 0 else logging.ERROR)
         if not self._active:
             log.info("no peers: preset %r has nothing to exchange, the Trainer runs as it would without it", self.config.preset)
             return
@@ -118,10 +121,10 @@ class ExchangeCallback(TrainerCallback):
         assert self._trainer is not None
         self._reset()
         trainer, self._topology = self._trainer, topology_of(self._trainer)
-        schedule = ("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay")
         self._limit = args.max_grad_norm
         config, args.max_grad_norm = clipping(self.config, args.max_grad_norm)
-        facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in schedule}}
+        facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")}}
+        facts["optimizer"] = described(trainer.optimizer)
         self.exchange = exchange = attach(
             trainer.optimizer,
             config,
@@ -129,7 +132,7 @@ class ExchangeCallback(TrainerCallback):
             topology=self._topology,
             agree=facts | Evaluations.facts(args, state),
             step=state.global_step,
-            state=load_state(self._checkpoint(args, state), args.process_index, self._fresh) if state.global_step else None,
+            state=self._saved(args, state) if state.global_step else None,
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
         )
         if exchange.step != state.global_step:
@@ -140,10 +143,11 @@ class ExchangeCallback(TrainerCallback):
         self._evaluations = Evaluations(exchange, trainer)
         self._first = FirstBatches(exchange, trainer.train_dataset)
 
-    def _checkpoint(self, args: Any, state: Any) -> str:
-        if isinstance(self._resume, str):
-            return self._resume
-        return get_last_checkpoint(args.output_dir) or f"{args.output_dir}/checkpoint-{state.global_step}"
+    def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
+        """The exchange's state in the checkpoint that the Trainer has loaded."""
+        last = get_last_checkpoint(args.output_dir) or f"{args.output_dir}/checkpoint-{state.global_step}"
+        where = self._resume if isinstance(self._resume, str) else last
+        return load_state(where, args.process_index, self._topology, self._fresh)
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
@@ -169,24 +173,29 @@ class ExchangeCallback(TrainerCallback):
             )
         self._steps_in_epoch += 1
         if state.global_step >= state.max_steps:
-            self._finish(control)
+            self._finish()
         elif exchange.stopped:
             self._ending = control.should_training_stop = True
             control.should_save |= args.save_strategy != "no"
+            saved = f"saved as checkpoint-{state.global_step}" if control.should_save else "not saved (save_strategy='no')"
+            self._warn(f"all islands stop after step {state.global_step} of {state.max_steps}, as one asked; {saved}")
+        elif exchange.heard and not self._kept and args.save_strategy != "no":
+            self._kept = control.should_save = True
         self._hold(state, control)
-        self._count(control)
+        if control.should_log:
+            self._count()
 
-    def _count(self, control: Any) -> None:
-        """Numbers for the log; the Trainer logs on all ranks of the island or on none."""
-        if control.should_log and self.exchange is not None and not self.exchange.closed:
+    def _count(self) -> None:
+        """Numbers for the log. All ranks of the island come here together: the Trainer logs on all of them or on none."""
+        if self.exchange is not None and not self.exchange.closed:
             self._numbers = {f"exchange/{name}": value for name, value in self.exchange.totals().items()}
 
-    def _finish(self, control: Any) -> None:
+    def _finish(self) -> None:
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model that all islands hold."""
         assert self.exchange is not None
         self._ending = True
         self.exchange.finish(close=False)
-        self._count(control)
+        self._count()
         if not self._evaluations.agreed:
             self.exchange.finish()
 
@@ -201,7 +210,24 @@ class ExchangeCallback(TrainerCallback):
         if self._live is not None and not self._asked:
             self._asked = True
             self._live.request_stop(together=True)
-            log.warning("%s: %s asks to stop; all islands do after the next exchange", self._topology.name, who)
+            after = self._live.next_exchange() + 1
+            self._warn(f"{who} asks to stop: all islands do when the exchange of step {after} has been applied")
+
+    def _terminate(self) -> None:
+        """SIGTERM: the next exchange may be further away than the patience of whoever sent it, so this island saves after its next step;
+        told once more, it stops without the others."""
+        if self._live is None:
+            return
+        self._live.told += 1.0
+        if self._live.told > 1.0:
+            self._live.request_stop()
+            self._warn("SIGTERM once more: this island stops after its next step, the others will find it gone")
+        else:
+            self._ask_to_stop("SIGTERM")
+
+    def _warn(self, text: str) -> None:
+        if self._trainer is not None and self._trainer.args.process_index == 0:
+            log.warning("%s: %s", self._topology.name, text)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._hold(state, control)
@@ -225,16 +251,16 @@ class ExchangeCallback(TrainerCallback):
         """After an agreed stop, whose checkpoint is written by now, the islands part with one model."""
         if self._live is None:
             return
-        self._count(control)
+        if control.should_log:
+            self._count()
         if self._ending:
-            self._finish(control)
+            self._finish()
         elif self._steps_in_epoch:  # an epoch without steps: the data are at their end, nothing will be exchanged any more
             self._hold(state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._live is not None:
-            where = (self._topology.name, state.global_step, state.max_steps)
-            log.warning("%s: training ended at step %d of %d, the other islands will find it gone", *where)
+            self._warn(f"training ended at step {state.global_step} of {state.max_steps}, the other islands will find it gone")
             self._live.detach()
         elif self.exchange is not None:
             self.exchange.finish()
@@ -247,8 +273,10 @@ class ExchangeCallback(TrainerCallback):
     # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
 
     def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        trainer, self._resume = self._trainer, resume_from_checkpoint
+        trainer = self._trainer
         assert trainer is not None
+        where = find_checkpoint(resume_from_checkpoint, str(trainer.args.output_dir), self._topology.kind == "islands")
+        resume_from_checkpoint = self._resume = where
         callbacks = trainer.callback_handler.callbacks
         callbacks.sort(key=lambda callback: callback is self)  # last: sees what every other callback wishes
         try:
@@ -274,7 +302,7 @@ class ExchangeCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread() or getattr(args, "enable_jit_checkpoint", False):
             yield
             return
-        old = signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("SIGTERM"))
+        old = signal.signal(signal.SIGTERM, lambda *_: self._terminate())
         try:
             yield
         finally:

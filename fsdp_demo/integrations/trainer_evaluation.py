@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from ..exchange import Exchange
 from .trainer_setup import check_best
@@ -35,7 +36,7 @@ class Evaluations:
         state: Any = trainer.state
         self.agreed = _decides(args)
         loader: Any = trainer.callback_handler.train_dataloader
-        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if hasattr(loader, "__len__") else 0
+        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
         self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
         self._from = args.eval_delay
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []

@@ -5,6 +5,7 @@ Everything here is done once, on the `Trainer` and its `TrainingArguments`, and 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -14,6 +15,7 @@ from transformers import Trainer
 
 from ..config import ExchangeConfig
 from ..exchange import Exchange
+from ..shards import unwrap
 from ..topology import Topology
 from .mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
 
@@ -79,6 +81,14 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
         raise ValueError(f"ExchangeCallback found fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 flattens parameters")
 
 
+def described(optimizer: Any) -> str:
+    """What islands must share of the optimizer: its kind, and what stands in its groups."""
+    inner = unwrap(optimizer)
+    keys = ("initial_lr", "weight_decay", "betas", "momentum", "nesterov", "eps")
+    groups = [{key: group[key] for key in keys if key in group} for group in inner.param_groups]
+    return f"{type(inner).__name__} {groups}"
+
+
 def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConfig, float]:
     """(configuration, max_grad_norm left to the Trainer): one norm, `max_grad_norm`, clips once.
 
@@ -90,13 +100,14 @@ def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConf
     return config.changed({"clip": None}), max_grad_norm
 
 
-def separate(trainer: Trainer, topology: Topology) -> None:
+def separate(trainer: Any, topology: Topology) -> None:
     """Give each island its own folder, run name, data seed; only island 0 pushes to the hub."""
     args: Any = trainer.args
     if getattr(args, "_fsdp_demo_island", None) == topology.name:  # a second Trainer with the same arguments
         return
     args._fsdp_demo_island = topology.name
-    base = args.run_name or os.path.basename(os.path.normpath(args.output_dir))
+    name = os.path.basename(os.path.normpath(args.output_dir))
+    base = args.run_name or name
     args.output_dir = os.path.join(args.output_dir, topology.name)
     args.run_name = f"{base}-{topology.run}-{topology.name}"
     os.environ.setdefault("WANDB_RUN_GROUP", topology.run)
@@ -109,8 +120,12 @@ def separate(trainer: Trainer, topology: Topology) -> None:
         os.makedirs(args.output_dir, exist_ok=True)
     if topology.island:
         args.push_to_hub = False
-        setattr(trainer, "push_to_hub", lambda *_, **__: log.info("%s does not push to the hub: island 0 does", topology.name))  # noqa: B010
-    log.info("%s: output_dir %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
+        trainer.push_to_hub = lambda *_, **__: log.info("%s does not push to the hub: island 0 does", topology.name)
+    else:  # the card would be named after the folder
+        trainer.push_to_hub = functools.partial(trainer.push_to_hub, model_name=name)
+    trainer.create_model_card = functools.partial(trainer.create_model_card, model_name=name)
+    if args.process_index == 0:  # a warning, since a script that looks for its files must know
+        log.warning("%s: output_dir is %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
 
 
 def quieten(trainer: Trainer, exchange_config: ExchangeConfig) -> None:

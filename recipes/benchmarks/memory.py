@@ -1,0 +1,311 @@
+"""Memory per rank before anything runs: what every preset keeps and needs, in bytes per parameter and GB; and the same measured.
+
+    python recipes/benchmarks/memory.py --model llama-3.2-1b --shards 8 --islands 4
+    python recipes/benchmarks/memory.py --measure                     # every preset on a small model, planned and measured, on this CPU
+
+Whole shapes on the meta device, no weights; `fsdp_demo.memory` counts. `--measure` trains a model of plain tensors for a few steps against
+a peer that sends back what it gets, and follows every tensor that the exchange makes until it is freed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bytes import Parser, Tensors, _at_least_one, load, numel  # noqa: E402
+from report import table  # noqa: E402
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
+from fsdp_demo.codecs import values  # noqa: E402
+from fsdp_demo.codecs.dct import dct_matrix  # noqa: E402
+from fsdp_demo.exchange import Exchange  # noqa: E402
+from fsdp_demo.inner import materialise  # noqa: E402
+from fsdp_demo.memory import Memory, inner_state, plan_memory  # noqa: E402
+from fsdp_demo.topology import Topology  # noqa: E402
+from fsdp_demo.transport import Courier  # noqa: E402
+
+PERIODS = {"local_sgd": 2, "local_adam": 2, "desloc": 2, "diloco": 2, "decoupled_momentum": 2, "sparse_loco": 2, "muloco": 2}
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class Ledger(TorchDispatchMode):
+    """Follows the storages that operations make inside `with`, until they are freed, wherever that happens.
+
+    Exact for tensors; what a kernel takes and frees within one operation is not seen. Two accounts: "device" is what the main thread makes,
+    "host" what the exchange's thread makes, which is on the host also where the shards are on an accelerator.
+
+    Attributes:
+        now, most: bytes held, and the most since `reset`, per account.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, tuple[str, int]] = {}
+        self._lock = threading.RLock()
+        self.now = {"device": 0, "host": 0}
+        self.reset()
+
+    def reset(self) -> None:
+        self.most = dict(self.now)
+
+    def inner(self) -> Ledger:
+        """A mode for another thread that writes into this ledger."""
+        mode = Ledger()
+        mode._sizes, mode._lock, mode.now, mode.most = self._sizes, self._lock, self.now, self.most
+        return mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in (Tensor, nn.Parameter) for t in types):  # a DTensor: see its local operations
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+                self._note(t.untyped_storage())
+        return out
+
+    def _note(self, storage: Any) -> None:
+        account = "device" if threading.current_thread() is threading.main_thread() else "host"
+        with self._lock:
+            if storage._cdata in self._sizes:
+                return
+            self._sizes[storage._cdata] = account, storage.nbytes()
+            self.now[account] += storage.nbytes()
+            self.most[account] = max(self.most[account], self.now[account])
+            weakref.finalize(storage, self._freed, storage._cdata)
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            account, size = self._sizes.pop(key)
+            self.now[account] -= size
+
+
+class Echo:
+    """A process group whose peers send back what they are sent: replicas that hold the same."""
+
+    def __init__(self, size: int):
+        self._size, self._sent = size, dict[int, list[Tensor]]()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._sent.setdefault(peer, []).append(tensors[0])
+        return mock.Mock()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        sent = self._sent[peer].pop(0)
+        tensors[0][: sent.numel()] = sent
+        return mock.Mock()
+
+
+@contextmanager
+def followed(ledger: Ledger) -> Iterator[None]:
+    """Within this context the ledger follows what exchanges make, and nothing that the inner optimizer makes."""
+
+    def inside(call: Callable[..., Any], mode: Callable[[], Ledger]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with mode():
+                return call(*args, **kwargs)
+
+        return run
+
+    submit = Courier.submit
+    with (
+        mock.patch.object(Courier, "submit", lambda self, job: submit(self, inside(job, ledger.inner))),
+        mock.patch.object(Exchange, "_before", inside(Exchange._before, lambda: ledger)),
+        mock.patch.object(Exchange, "_after", inside(Exchange._after, lambda: ledger)),
+        mock.patch.object(Exchange, "_join", inside(Exchange._join, lambda: ledger)),
+    ):
+        yield
+
+
+def measure(config: ExchangeConfig, tensors: Tensors, islands: int, steps: int, topology: Topology | None = None) -> Memory:
+    """`plan_memory`'s figures, measured in `steps` steps on the CPU (its `staged=False`), one shard.
+
+    State is what is held between steps at the least, in flight what comes on top at the most (so a step with nothing under way is needed
+    to tell them apart).
+    """
+    named = [(n, nn.Parameter(torch.randn(shape))) for n, shape in tensors]
+    gradients = [torch.randn(shape) for _, shape in tensors]
+    optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
+    materialise(optimizer)
+    ledger, between, most = Ledger(), [], {"device": 0, "host": 0}
+    with followed(ledger):
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology or Topology.from_group(Echo(islands)))
+        warm(exchange)
+        for _ in range(steps):
+            for (_, p), g in zip(named, gradients, strict=True):
+                p.grad = g
+            ledger.most.update(ledger.now)
+            optimizer.step()
+            wait({f.future for f in exchange._mailbox.flights if f.future is not None})  # the accounts are read when all has arrived
+            most = {account: max(most[account], ledger.most[account]) for account in most}
+            between.append(dict(ledger.now))
+        exchange.detach()
+    last = between[-max(c.clock.period + c.clock.delay for c in config.channels) :]
+    state, held = ({account: best(b[account] for b in last) for account in most} for best in (min, max))
+    return Memory(
+        sum(prod(shape) for _, shape in tensors),
+        state["device"],
+        state["host"],
+        held["device"] - state["device"],
+        held["host"] - state["host"],
+        most["device"] - held["device"],
+        most["host"] - held["host"],
+    )
+
+
+def warm(exchange: Exchange) -> None:
+    """Make the tables that a process makes once (16 kB each at most): they belong to no exchange."""
+    for c in exchange.channels:
+        for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
+            dct_matrix(n, exchange.shards.device)
+    for code in values.MAGNITUDES:
+        values.decode(code, values.encode(code, torch.ones(1, 32)), 1, 32)
+
+
+def small(rows: int = 1024, layers: int = 6, norm: int = 16384) -> Tensors:
+    """An embedding, matrices and vectors, by default of 29 M parameters, the largest tensor 16 MB.
+
+    Rows of 4096 elements of the whole and of each fragment divide by 2 and 4: a reduce then cuts equal parts, as `Echo` needs.
+    """
+    out: Tensors = [("embed.weight", (4 * rows, rows))]
+    for i in range(layers):
+        out += [(f"layers.{i}.up.weight", (2 * rows, rows)), (f"layers.{i}.down.weight", (rows, 2 * rows)), (f"layers.{i}.norm", (norm,))]
+    return out
+
+
+def shortened(name: str) -> ExchangeConfig:
+    """A preset with a period that a measurement reaches."""
+    if name == "streaming_diloco":
+        return preset(name, period=6, delay=1, layers=3)
+    return preset(name, period=PERIODS[name]) if name in PERIODS else preset(name)
+
+
+def steps_of(config: ExchangeConfig) -> int:
+    """Steps in which every channel has sent, all that are due together have met, and what was under way has landed."""
+    return lcm(*(c.clock.period for c in config.channels)) + max(c.clock.period + c.clock.delay for c in config.channels)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One preset on one rank: the inner optimizer's state, what the exchange takes, and the same with `outer_state: host`."""
+
+    preset: str
+    inner: str
+    inner_state: int
+    here: Memory
+    host: Memory
+
+
+def entries(tensors: Tensors, islands: int, shards: int) -> list[Entry]:
+    """All presets at their published settings, on the first rank of an island."""
+    out = []
+    for name in presets():
+        config = preset(name)
+        inner = {"sgd": "SGD", "muonadamw": "Muon + AdamW"}.get(config.inner[0], "AdamW")
+        kept = inner_state(replace(config, lr=1.0), tensors, shards)
+        here, host = (plan_memory(c, tensors, islands, shards) for c in (config, replace(config, outer_state="host")))
+        out.append(Entry(name, inner, kept, here, host))
+    return out
+
+
+def presets_table(facts: dict[str, Any], rows: Sequence[Entry], markdown: bool = False) -> str:
+    def figure(count: int, memory: Memory) -> str:
+        return f"{count / memory.parameters:.2f} ({count / 1e9:.2f} GB)" if count else "0"
+
+    def kept(m: Memory, place: str) -> int:
+        return int(getattr(m, f"{place}_state") + getattr(m, f"{place}_flight"))
+
+    head = ["preset", "inner", "inner state", "device", "host: device", "and host", "workspace", "host: workspace", "messages"]
+    body = []
+    for e in rows:
+        moved = [e.inner_state, kept(e.here, "device"), kept(e.host, "device"), kept(e.host, "host")]
+        moved += [e.here.device_workspace, e.host.device_workspace, e.host.host_workspace]
+        body.append([e.preset, e.inner, *(figure(n, e.here) for n in moved)])
+    title = f"{facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), {facts['islands']} islands of {facts['shards']} shards"
+    share = f"the first rank of an island, {rows[0].here.parameters / 1e6:.1f} M parameters of its own"
+    text = (
+        "Bytes per parameter of the rank's shards, and GB. Inner state: what the inner optimizer keeps, fp32. Device: what the exchange "
+        "keeps on the GPU, payloads under way included where they are most. Host: device and host: the same with outer_state=host, on the "
+        "GPU and in (pinned) host memory. Workspace: what a step with an exchange takes on the GPU on top and gives back, with "
+        "outer_state=device and with host; chunks of up to 64 MB and copies of single shards are not counted. Messages: the same on the "
+        "host. Parameters, gradients and activations are not in the table."
+    )
+    lines = [f"Memory of the presets at their published settings: {title}", share, "", table([head, *body], markdown), ""]
+    return "\n".join([*lines, textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)])
+
+
+def measured_table(islands: int = 2) -> tuple[str, list[dict[str, Any]]]:
+    """Every preset on `small()`: planned and measured, in bytes per parameter."""
+    tensors, rows, out = small(), [], []
+    fields = ("device_state", "device_flight", "device_workspace", "host_state", "host_flight", "host_workspace")
+    for name in presets():
+        config = shortened(name)
+        planned, found = plan_memory(config, tensors, islands, staged=False), measure(config, tensors, islands, steps_of(config))
+        rows.append([name, *(f"{planned.per_parameter(f):.2f} / {found.per_parameter(f):.2f}" for f in fields)])
+        out.append({"preset": name, "planned": asdict(planned), "measured": asdict(found)})
+    head = ["preset", *(f.replace("_", " ") for f in fields)]
+    largest = max(4 * prod(shape) for _, shape in tensors) / 1e6
+    title = (
+        f"Planned / measured, bytes per parameter: {numel(tensors) / 1e6:.1f} M parameters on the CPU, {islands} islands, one shard, the "
+        f"largest tensor {largest:.1f} MB, periods shortened; device: the training thread, host: the exchange's."
+    )
+    return "\n".join([title, "", table([head, *rows])]), out
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.2-1b", metavar="NAME", help="a json of recipes/models by name, or its path")
+    parser.add_argument("--islands", type=_at_least_one, default=4, metavar="R", help="default: 4")
+    parser.add_argument("--shards", type=_at_least_one, default=8, metavar="S", help="FSDP2 shards of each island (default: 8)")
+    parser.add_argument("--measure", action="store_true", help="measure every preset on a small model and two islands instead")
+    parser.add_argument("--markdown", action="store_true", help="the table as markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    args = parser.parse_args()
+    try:
+        if args.measure:
+            text, rows = measured_table()
+        else:
+            tensors = load(args.model)
+            name = Path(args.model).stem if args.model.endswith(".json") else args.model
+            facts = {"model": name, "parameters": numel(tensors), "islands": args.islands, "shards": args.shards}
+            found = entries(tensors, args.islands, args.shards)
+            text, rows = presets_table(facts, found, args.markdown), [asdict(e) for e in found]
+        if args.json is not None:
+            args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
