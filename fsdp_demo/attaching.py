@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +13,8 @@ from .exchange import Exchange
 from .loading import load_config
 from .shards import unwrap
 from .topology import Topology
+
+_attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
 
 def attach(
@@ -57,7 +60,13 @@ def attach(
     elif changes:
         config = config.changed(changes)
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+    for o in optimizers:
+        before = _attached.get(o)
+        if before is not None and before.running:
+            raise ValueError("this optimizer has an exchange already: finish() or detach() that one first, or attach once")
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
     inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-    return Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state, batch or ())
+    exchange = Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state, batch or ())
+    _attached.update(dict.fromkeys(optimizers, exchange))
+    return exchange

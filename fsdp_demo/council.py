@@ -39,7 +39,7 @@ class Council:
         found = [len(theirs) for theirs in everyone]
         if self._island.largest(float(any(n != len(values) for n in found)))[0]:
             raise ValueError(f"a mean over the islands of {found} values: all must bring the same ones, in the same order")
-        means = [math.fsum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
+        means = [sum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
         lost = self._island.largest(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
         shared = self._island.largest(*(m if math.isfinite(m) else -math.inf for m in means))
         return [math.nan if gone else m for gone, m in zip(lost, shared, strict=True)]

@@ -86,7 +86,7 @@ class Exchange:
     ):
         self.config, self.topology, self.step = config, topology, step
         self.drift: float | None = None
-        self._optimizers = list(optimizers)
+        self._optimizers, self._model = list(optimizers), model
         check_inner(config, self._optimizers)
         for o in self._optimizers:
             materialise(o)
@@ -170,6 +170,11 @@ class Exchange:
     def finished(self) -> bool:
         """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
         return self._ended or self._finished
+
+    @property
+    def running(self) -> bool:
+        """Whether the optimizers' steps still go through this exchange."""
+        return not (self.finished or self._mailbox.broken)
 
     @property
     def closed(self) -> bool:
@@ -331,6 +336,7 @@ class Exchange:
         if self._ticks.partial:
             raise RuntimeError(f"skip() in step {self.step}, when {self._ticks.partial} of {len(self._optimizers)} optimizers have stepped")
         self._skipping = True
+        outcome.reshard(self._model)
         try:
             self.shards.gradients([False] * len(self.shards.shards))
             if any(c.channel.before_step for c in self.channels):
@@ -346,6 +352,7 @@ class Exchange:
     def flush(self) -> None:
         """Wait for what is in flight and apply it, in order of its steps."""
         self._usable()
+        outcome.reshard(self._model)
         while self._mailbox.flights:
             first = self._mailbox.flights[0]
             late = [c for c in self.channels if c.channel.name in first.parts]
@@ -381,6 +388,7 @@ class Exchange:
 
     def _conclude(self) -> None:
         """The last exchange."""
+        outcome.reshard(self._model)
         moving = [c for c in self.channels if c.channel.source in ("delta", "parameter")]
         if self.config.shared:
             # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
@@ -437,8 +445,11 @@ class Exchange:
         presets hold them anyway. Local parameters come back at the end.
         """
         if self.finished or self._mailbox.broken or self.shows == "parameters":
-            with self.paused():
-                yield
+            try:
+                with self.paused():
+                    yield
+            finally:
+                outcome.reshard(model)
             return
         anchors = self.shows == "anchor"
         with self.paused(), outcome.shown(model, self.channels, self._parameters, self._mailbox, self._line, anchors):

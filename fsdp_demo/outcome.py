@@ -61,18 +61,19 @@ def shown(
                 c.show_anchor()
         else:
             parameters.write(mean_parameters(parameters, mailbox, line), parameters.tensors("parameter"))
-    _reshard(model)
+    reshard(model)
     try:
         yield
     finally:
-        _reshard(model)
+        reshard(model)
         with torch.no_grad():
             for t, old in zip([t for t in parameters.shards.read("parameter") if t is not None], kept, strict=True):
                 t.copy_(old)
 
 
-def _reshard(model: torch.nn.Module) -> None:
-    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards."""
-    for module in model.modules():
+def reshard(model: torch.nn.Module | None) -> None:
+    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards. A forward without a backward (an
+    evaluation) leaves the root unsharded."""
+    for module in model.modules() if model is not None else ():
         if isinstance(module, FSDPModule):
             module.reshard()

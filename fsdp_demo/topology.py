@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections import Counter
@@ -95,6 +96,8 @@ class Topology:
             raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 and at most {LONGEST} seconds")
         islands, island = _whole(env, "ISLAND_COUNT", 1), _whole(env, "ISLAND_RANK", 0)
         name, run = env.get("ISLAND_NAME") or f"island{island}", env.get("ISLAND_RUN") or "run"
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(f"ISLAND_NAME={name!r} names folders: allowed are letters, digits, '_', '-' and '.', not first a '-' or '.'")
         common: dict[str, Any] = {"name": name, "run": run, "timeout": timeout}
         if islands < 1 or not 0 <= island < islands:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")

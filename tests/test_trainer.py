@@ -290,3 +290,77 @@ def test_islands_of_one_name_are_refused(run_ranks):
             script.trainer(rank.folder / "out", one_line("diloco")).train()
 
     run_ranks(run, islands=2, procs=1, env={"ISLAND_NAME": "here"})
+
+
+def test_stop_inside_an_epoch_that_saves_at_its_end(run_ranks):
+    """The checkpoint of the stop holds the state before the last exchange, with fragments under way, and is not written over."""
+
+    def run(rank):
+        settings = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "eval_strategy": "epoch"}
+        out = []
+        for where, wish, resume in (("whole", False, None), ("cut", rank.island == 1, None), ("cut", False, True)):
+            stop = StopAt(4, "step", wish)
+            extra = one_line("streaming_diloco", period=4, delay=2)
+            trained = script.trainer(rank.folder / where, extra, callbacks=[stop], **settings)
+            trained.train(resume_from_checkpoint=resume)
+            out.append((trained.state.global_step, script.parameters(trained)))
+        return out
+
+    for whole, cut, resumed in run_ranks(run, islands=2, procs=1, timeout=120):
+        assert 4 < cut[0] < 24 and whole[0] == resumed[0] == 24 and torch.equal(whole[1], resumed[1])
+
+
+class EpochStop(TrainerCallback):
+    """Ends every epoch early: training ends before max_steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 8 == 4
+
+
+def test_islands_whose_data_end_early_part_with_one_model(run_ranks):
+    def run(rank):
+        settings = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "no", "save_strategy": "no"}
+        trained = script.trainer(rank.folder / "out", one_line("diloco", period=5), callbacks=[EpochStop()], **settings)
+        trained.train()
+        return trained.state.global_step, trained.state.max_steps, script.parameters(trained)
+
+    first, second = run_ranks(run, islands=2, procs=1)
+    assert first[:2] == second[:2] == (12, 16) and torch.equal(first[2], second[2])
+
+
+def test_one_trainer_trains_twice_and_two_share_their_arguments(run_ranks):
+    def run(rank):
+        line = one_line("diloco", period=3)
+        trained = script.trainer(rank.folder / "out", line, max_steps=3, push_to_hub=False)
+        trained.train()
+        trained.args.max_steps = 5
+        trained.train()
+        with pytest.raises(ValueError, match="belongs to another Trainer: make one for each"):
+            script.trainer(rank.folder / "other", line)
+        late = script.trainer(rank.folder / "late", {})
+        late.add_callback(ExchangeCallback("diloco"))
+        with pytest.raises(RuntimeError, match=r"call callback.set_trainer\(trainer\)"):
+            late.train()
+        second = type(late)(late.model, trained.args, eval_dataset=late.eval_dataset, callbacks=one_line("diloco")["callbacks"])
+        return trained.state.global_step, script.parameters(trained), second.args.output_dir, second.push_to_hub()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: keywords)
+        first, second = run_ranks(run, islands=2, procs=1)
+    assert first[0] == 5 and torch.equal(first[1], second[1])
+    assert first[2].endswith("out/island0") and second[2].endswith("out/island1")
+    assert first[3] == {"model_name": "out"} and second[3] is None
+
+
+def test_sigterm_without_an_exchange_ends_the_process(run_ranks):
+    """Waiting for peers that do not come, a process must still end when told to."""
+    out = run_ranks(_wait_for_nobody, islands=2, procs=1, check=False, timeout=40)
+    assert out[0].status == -signal.SIGTERM
+
+
+def _wait_for_nobody(rank):
+    if rank.island == 0:
+        trained = script.trainer(rank.folder / "out", one_line("diloco"))
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        trained.train()

@@ -238,3 +238,53 @@ def test_one_flag_resumes_all_islands(run_ranks):
         return [torch.equal(whole, again) for again in out]
 
     assert run_ranks(run, islands=2, procs=1, timeout=120) == [[True] * 3] * 2
+
+
+def test_the_last_exchange_is_seen_after_an_evaluation(run_ranks):
+    """A forward without a backward leaves FSDP2's root unsharded, and what is written into the shards then would not be seen."""
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdp_demo.outcome import reshard
+
+    def run(rank):
+        model, rows = script.model(), torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(rank.rank))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=rank.mesh())
+        fully_shard(model, mesh=rank.mesh())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3)
+        for _ in range(4):
+            model(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        @torch.no_grad()
+        def loss():
+            return float(model(input_ids=rows, labels=rows).loss)
+
+        before = loss()
+        exchange.finish()
+        after = loss()
+        reshard(model)
+        return before != after == loss()
+
+    assert run_ranks(run, islands=2, procs=2) == [True] * 4
+
+
+def test_one_exchange_per_optimizer(run_ranks):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    exchange = fsdp_demo.attach(optimizer, "diloco")
+    with pytest.raises(ValueError, match="has an exchange already"):
+        fsdp_demo.attach(optimizer, "demo", inner="adamw")
+    exchange.finish()
+    exchange.detach()
+    fsdp_demo.attach(optimizer, "diloco").detach()
+
+    def run(rank):
+        with pytest.raises(ValueError, match="two ExchangeCallbacks"):
+            script.trainer(rank.folder / "out", {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]})
+        with pytest.raises(ValueError, match=r"ISLAND_NAME='../up' names folders"):
+            Topology.from_env({"ISLAND_NAME": "../up"})
+
+    run_ranks(run, islands=2, procs=1)

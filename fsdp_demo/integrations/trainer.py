@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -92,6 +93,10 @@ class ExchangeCallback(TrainerCallback):
         """Bind to a Trainer; happens by itself at the first event."""
         if self._trainer is trainer:
             return
+        if self._trainer is not None:
+            raise ValueError("this ExchangeCallback belongs to another Trainer: make one for each")
+        if sum(isinstance(c, ExchangeCallback) for c in trainer.callback_handler.callbacks) > 1:
+            raise ValueError("this Trainer has two ExchangeCallbacks: a model can be exchanged by one method only, take one of them out")
         self._trainer, self._topology = trainer, topology_of(trainer)
         alone = self._topology.islands == 1
         self._active = not alone or has_own_optimizer(self.config)
@@ -115,11 +120,18 @@ class ExchangeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are sharded and, on resume, loaded: join the other replicas."""
-        self.set_trainer(self._trainer or find_trainer(self))
+        if self._trainer is None:
+            self.set_trainer(find_trainer(self))
+            if self._active:
+                raise RuntimeError(
+                    "after trainer.add_callback(callback) call callback.set_trainer(trainer), or pass it as Trainer(callbacks=[...])"
+                )
         if not self._active:
             return
         assert self._trainer is not None
         self._reset()
+        handler = self._trainer.callback_handler  # last in a new list (the old one is being walked): sees what every other callback wishes
+        handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
         trainer, self._topology = self._trainer, topology_of(self._trainer)
         self._limit = args.max_grad_norm
         config, args.max_grad_norm = clipping(self.config, args.max_grad_norm)
@@ -178,7 +190,8 @@ class ExchangeCallback(TrainerCallback):
             self._ending = control.should_training_stop = True
             control.should_save |= args.save_strategy != "no"
             saved = f"saved as checkpoint-{state.global_step}" if control.should_save else "not saved (save_strategy='no')"
-            self._warn(f"all islands stop after step {state.global_step} of {state.max_steps}, as one asked; {saved}")
+            who = "all islands stop" if self._topology.islands > 1 else "stopped"
+            self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
         elif exchange.heard and not self._kept and args.save_strategy != "no":
             self._kept = control.should_save = True
         self._hold(state, control)
@@ -210,13 +223,15 @@ class ExchangeCallback(TrainerCallback):
         if self._live is not None and not self._asked:
             self._asked = True
             self._live.request_stop(together=True)
-            after = self._live.next_exchange() + 1
-            self._warn(f"{who} asks to stop: all islands do when the exchange of step {after} has been applied")
+            after = f"all islands do when the exchange of step {self._live.next_exchange() + 1} has been applied"
+            self._warn(f"{who} asks to stop: {after if self._topology.islands > 1 else 'training ends after the next step'}")
 
-    def _terminate(self) -> None:
+    def _terminate(self, old: Any) -> None:
         """SIGTERM: the next exchange may be further away than the patience of whoever sent it, so this island saves after its next step;
-        told once more, it stops without the others."""
-        if self._live is None:
+        told once more, it stops without the others. Without an exchange, or told a third time, what was there before handles it."""
+        if self._live is None or self._live.told > 1.0:
+            signal.signal(signal.SIGTERM, old)
+            os.kill(os.getpid(), signal.SIGTERM)
             return
         self._live.told += 1.0
         if self._live.told > 1.0:
@@ -254,16 +269,21 @@ class ExchangeCallback(TrainerCallback):
         if control.should_log:
             self._count()
         if self._ending:
+            control.should_save = False  # the checkpoint of this step, before the last exchange, is the one to resume from
             self._finish()
         elif self._steps_in_epoch:  # an epoch without steps: the data are at their end, nothing will be exchanged any more
             self._hold(state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._live is not None:
-            self._warn(f"training ended at step {state.global_step} of {state.max_steps}, the other islands will find it gone")
-            self._live.detach()
-        elif self.exchange is not None:
-            self.exchange.finish()
+        """Part from the others: with one model where all have come here at the same step, as they do but for data that end early."""
+        if self.exchange is None:
+            return
+        try:
+            if self._live is None or self._live.council.same(["end", state.global_step]):
+                self.exchange.finish()
+        except (PeerLost, WireError) as error:
+            self._warn(f"training ended at step {state.global_step} of {state.max_steps} without the other islands: {error}")
+        self.exchange.detach()  # the Trainer may train on with this optimizer
         self._give_back(args)
 
     def _give_back(self, args: Any) -> None:
@@ -277,8 +297,6 @@ class ExchangeCallback(TrainerCallback):
         assert trainer is not None
         where = find_checkpoint(resume_from_checkpoint, str(trainer.args.output_dir), self._topology.kind == "islands")
         resume_from_checkpoint = self._resume = where
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.sort(key=lambda callback: callback is self)  # last: sees what every other callback wishes
         try:
             with self._sigterm(trainer.args):
                 return original(resume_from_checkpoint, *args, **kwargs)
@@ -302,7 +320,8 @@ class ExchangeCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread() or getattr(args, "enable_jit_checkpoint", False):
             yield
             return
-        old = signal.signal(signal.SIGTERM, lambda *_: self._terminate())
+        old = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *_: self._terminate(old))
         try:
             yield
         finally:
@@ -321,7 +340,8 @@ class ExchangeCallback(TrainerCallback):
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.exchange is None:
             return original(*args, **kwargs)
-        return self._evaluations.run(lambda: original(*args, **kwargs))
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        return self._evaluations.run(lambda: original(*args, **kwargs), prefix)
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs and self._numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +18,24 @@ CURE = "give each island its own part: train_dataset=split_dataset_by_island(dat
 
 
 def tokens_in(inputs: Any) -> int:
-    """Tokens of a batch: those of `attention_mask`'s shape or `input_ids`, else its rows."""
+    """Tokens of a batch: the elements of `input_ids`, else the rows of its first tensor."""
     tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)} if hasattr(inputs, "items") else {}
     main = tensors.get("input_ids", next(iter(tensors.values()), None))
     if main is None:
         return 0
-    return main.numel() if "input_ids" in tensors else len(main)
+    return main.numel() if "input_ids" in tensors or main.ndim == 0 else len(main)
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dictionaries and sequences, in order."""
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif hasattr(inputs, "items"):
+        for _, value in sorted(inputs.items()):
+            yield from _tensors(value)
+    elif isinstance(inputs, (list, tuple)):
+        for value in inputs:
+            yield from _tensors(value)
 
 
 class FirstBatches:
@@ -38,12 +51,11 @@ class FirstBatches:
             return
         exchange, self._exchange = self._exchange, None
         mark = 0
-        for name, value in sorted(inputs.items()) if hasattr(inputs, "items") else []:
-            if isinstance(value, torch.Tensor):
-                mark = zlib.crc32(memory(value.detach().cpu().contiguous().view(-1).view(torch.uint8)), zlib.crc32(name.encode(), mark))
-        # A number of its own where a data set has no fingerprint: only equal fingerprints are news.
-        rows = self._rows or f"{exchange.topology.island}"
-        if exchange.council.repeated(mark):
+        for value in _tensors(inputs):
+            mark = zlib.crc32(memory(value.detach().cpu().contiguous().view(-1).view(torch.uint8)), mark)
+        # A word of its own where there is nothing to compare: only what is equal is news.
+        rows = self._rows or f"island {exchange.topology.island}"
+        if exchange.council.repeated(mark or f"island {exchange.topology.island}"):
             log.warning("two islands train on the same first batch: %s", CURE)
         elif exchange.council.repeated(rows):
             log.warning("two islands train on the same rows in different order: %s", CURE)

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..exchange import Exchange
+from ..outcome import reshard
 from .trainer_setup import check_best
 
 log = logging.getLogger("fsdp_demo")
@@ -61,14 +62,14 @@ class Evaluations:
         state = self._trainer.state
         if not self._together or not self._trainer.is_in_train:
             return False
-        if state.global_step >= state.max_steps:  # the model all replicas end with
+        if self._exchange.finished or state.global_step >= state.max_steps:  # the model all replicas end with
             return True
         if state.global_step == 0:
             return bool(self._trainer.args.eval_on_start)
         now = state.epoch if self._trainer.args.eval_strategy == "epoch" else state.global_step
         return bool(self._every) and state.global_step % self._every == 0 and now >= self._from
 
-    def run(self, loop: Callable[[], Any]) -> Any:
+    def run(self, loop: Callable[[], Any], prefix: str) -> Any:
         """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in the metrics."""
         ended, model = self._exchange.finished, self._trainer.model
         outer = ended or self._exchange.shows != "mean" or self._due()
@@ -77,14 +78,16 @@ class Evaluations:
         if shown != self._told:
             self._told = shown
             log.info("%s: evaluation shows the %s", self._exchange.topology.name, shown)
-        with self._exchange.outer_parameters(model) if outer else nullcontext():
-            output = loop()
+        try:
+            with self._exchange.outer_parameters(model) if outer else nullcontext():
+                output = loop()
+        finally:
+            reshard(model)  # the parameters may change before the next forward
         if output.metrics is None:
             return output
         if self.agreed and self._due() and not self._exchange.closed:
             names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
             output.metrics.update(zip(names, self._exchange.council.mean([output.metrics[k] for k in names]), strict=True))
-        prefix = next((k.removesuffix("_loss") for k in output.metrics if k.endswith("_loss")), "eval")
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
 

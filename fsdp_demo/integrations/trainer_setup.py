@@ -103,27 +103,30 @@ def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConf
 def separate(trainer: Any, topology: Topology) -> None:
     """Give each island its own folder, run name, data seed; only island 0 pushes to the hub."""
     args: Any = trainer.args
-    if getattr(args, "_fsdp_demo_island", None) == topology.name:  # a second Trainer with the same arguments
-        return
-    args._fsdp_demo_island = topology.name
-    name = os.path.basename(os.path.normpath(args.output_dir))
-    base = args.run_name or name
-    args.output_dir = os.path.join(args.output_dir, topology.name)
-    args.run_name = f"{base}-{topology.run}-{topology.name}"
-    os.environ.setdefault("WANDB_RUN_GROUP", topology.run)
+    if getattr(args, "_island_of", None) is None:  # else a second Trainer with the same arguments
+        args._island_of = os.path.basename(os.path.normpath(args.output_dir))
+        _separate_arguments(args, topology)
+    name, trainer.accelerator.dataloader_config.data_seed = args._island_of, args.data_seed
     for callback in trainer.callback_handler.callbacks:
         if getattr(callback, "logging_dir", None):  # TENSORBOARD_LOGGING_DIR, which the same launch file gives to all islands
             callback.logging_dir = os.path.join(callback.logging_dir, topology.name)
-    seed = args.data_seed if args.data_seed is not None else args.seed
-    args.data_seed = trainer.accelerator.dataloader_config.data_seed = seed + topology.island
-    if args.should_save:
-        os.makedirs(args.output_dir, exist_ok=True)
     if topology.island:
-        args.push_to_hub = False
         trainer.push_to_hub = lambda *_, **__: log.info("%s does not push to the hub: island 0 does", topology.name)
     else:  # the card would be named after the folder
         trainer.push_to_hub = functools.partial(trainer.push_to_hub, model_name=name)
     trainer.create_model_card = functools.partial(trainer.create_model_card, model_name=name)
+
+
+def _separate_arguments(args: Any, topology: Topology) -> None:
+    name = args._island_of
+    base = args.run_name or name
+    args.output_dir = os.path.join(args.output_dir, topology.name)
+    args.run_name = f"{base}-{topology.run}-{topology.name}"
+    os.environ.setdefault("WANDB_RUN_GROUP", topology.run)
+    args.data_seed = (args.data_seed if args.data_seed is not None else args.seed) + topology.island
+    args.push_to_hub = args.push_to_hub and topology.island == 0
+    if args.should_save:
+        os.makedirs(args.output_dir, exist_ok=True)
     if args.process_index == 0:  # a warning, since a script that looks for its files must know
         log.warning("%s: output_dir is %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
 
