@@ -30,7 +30,7 @@ def averaged(delay: int, mix: float = 0.0) -> Case:
 
 def states(delay: int, of_states: int) -> Case:
     changes = {"parameter.clock.delay": delay, "exp_avg.clock.delay": of_states, "exp_avg_sq.clock.delay": of_states}
-    config = preset("desloc", period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None).changed(changes)
+    config = preset("desloc", embeddings=True, period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None).changed(changes)
     options = {"period": 3, "states": {"exp_avg": 3, "exp_avg_sq": 6}, "delay": delay, "state_delay": of_states}
     return Case(config, oracle.Averaging, adamw, options)
 

@@ -743,7 +743,7 @@ RESUMED = {
     "released": preset("decoupled_momentum", transform=True, period=2, rule="released", average_every=2, clip=None),
     "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0),
     "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"clock.delay": 5}),
-    "desloc": preset("desloc", period=2, clip=None),
+    "desloc": preset("desloc", embeddings=True, period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
 }
 

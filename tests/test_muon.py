@@ -144,7 +144,7 @@ def test_desloc_averages_the_named_states_of_each_part(run_ranks):
     def run(me):
         model = Tiny()
         optimizer = MuonAdamW(model.named_parameters(), lr=0.02)
-        config = preset("desloc", period=2, states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4})
+        config = preset("desloc", embeddings=True, period=2, states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4})
         exchange = fsdp_demo.attach(optimizer, config, model=model)
         covered = {c.channel.name: [exchange.shards.shards[i].name for i in c.covered] for c in exchange.channels}
         states = []

@@ -45,7 +45,7 @@ CASES: dict[str, ExchangeConfig] = {
     "full": preset("full"),
     "local_sgd": preset("local_sgd", period=2),
     "local_adam": preset("local_adam", period=3),
-    "desloc": preset("desloc", period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),
+    "desloc": preset("desloc", embeddings=True, period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),
     "diloco": preset("diloco", period=3),
     "streaming_diloco": preset("streaming_diloco", period=5, layers=2, delay=2),
     "demo": preset("demo"),
@@ -158,7 +158,7 @@ def test_averages_and_the_largest_exchange_follow_from_the_steps(name: str) -> N
 
 def test_a_long_cycle_is_counted_exchange_by_exchange() -> None:
     """Periods without a common divisor: close to the exact mean (a header per channel more), without walking the cycle."""
-    config = preset("desloc", period=1, states={"exp_avg": 101, "exp_avg_sq": 103})
+    config = preset("desloc", embeddings=True, period=1, states={"exp_avg": 101, "exp_avg_sq": 103})
     (made,) = plan.plan_model(config, [("layers.0.weight", (128, 128))], 2)
     assert made.cycle == 101 * 103 > 10_000
     exact = made.over(range(made.cycle)).bytes_sent / made.cycle

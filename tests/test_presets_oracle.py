@@ -129,10 +129,14 @@ CASES = {
         period=P,
     ),
     "desloc": Case(
-        preset("desloc", period=P, clip=None), oracle.Averaging, adamw, {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}, period=P
+        preset("desloc", embeddings=True, period=P, clip=None),
+        oracle.Averaging,
+        adamw,
+        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}},
+        period=P,
     ),
     "desloc-momentum": Case(
-        preset("desloc", period=P, states={"momentum_buffer": 2}, clip=None),
+        preset("desloc", embeddings=True, period=P, states={"momentum_buffer": 2}, clip=None),
         oracle.Averaging,
         heavy,
         {"period": P, "states": {"momentum_buffer": 8}},
@@ -382,7 +386,7 @@ CODED: dict[str, Case] = {
         coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False), oracle.Demo, sgd, {"sign": False, "coding": coding(code="int8")}
     ),
     "desloc-bf16": Case(
-        coded("desloc", period=3, code="bf16"),
+        coded("desloc", embeddings=True, period=3, code="bf16"),
         oracle.Averaging,
         adamw,
         {"period": 3, "states": {"exp_avg": 9, "exp_avg_sq": 18}, "code": "bf16"},
@@ -434,7 +438,10 @@ LAYER_NAMES = [n for n, _ in layered.Small().named_parameters()]
 REAL: dict[str, Case] = {
     "full": Case(preset("full"), oracle.Full, adamw),
     "desloc": Case(
-        preset("desloc", period=P, clip=None), oracle.Averaging, adamw, {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}
+        preset("desloc", embeddings=True, period=P, clip=None),
+        oracle.Averaging,
+        adamw,
+        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}},
     ),
     "streaming_diloco": Case(
         preset("streaming_diloco", momentum_warmup=0, clip=None, **{**STREAM, "layers": 1}),

@@ -137,7 +137,8 @@ def _demo(label: str, tensors: Tensors, adamw: str, figures: dict[int, str]) -> 
 
 
 def _desloc(tensors: Tensors) -> list[Claim]:
-    ddp, adam, desloc = (count(preset(name), tensors, 2).average[0] for name in ("full", "local_adam", "desloc"))
+    forms = preset("full"), preset("local_adam"), preset("desloc", embeddings=True)
+    ddp, adam, desloc = (count(form, tensors, 2).average[0] for form in forms)
     share = 1 / 256 + 1 / 768 + 1 / 1536  # of the parameters, per step
     return [
         Claim("DES-LOC: below data parallelism, period 256", "170x [2]", "x", 1 / share, ddp / desloc),

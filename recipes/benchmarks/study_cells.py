@@ -119,7 +119,7 @@ FIRST = [
         "streaming_diloco",
         {"period": H, "layers": 1, "momentum_warmup": ROUNDS // 2},
     ),
-    Cell(f"desloc H={H} : {3 * H} : {6 * H}", "desloc", {"period": H}),
+    Cell(f"desloc H={H} : {3 * H} : {6 * H}", "desloc", {"period": H, "embeddings": True}),
     Cell(f"demo k=32 lr {DEMO_LR:g} DCT on all", "demo", {"momentum.plain": []}, lr=DEMO_LR),
     *(Cell(f"demo k=32 lr {lr:g} plain embeddings", "demo", APART, lr=lr) for lr in (1e-3, DEMO_LR, 4e-3)),
     Cell("demo in AdamW's form k=32 plain embeddings", "demo", {"inner": "adamw", "sign": False, **APART}),
