@@ -1,6 +1,7 @@
 """The parts of the Hugging Face doors: flags, data split, questions between islands, what a Trainer may switch on."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -288,3 +289,32 @@ def test_one_exchange_per_optimizer(run_ranks):
             Topology.from_env({"ISLAND_NAME": "../up"})
 
     run_ranks(run, islands=2, procs=1)
+
+
+@pytest.mark.parametrize("preset", ["diloco", "stride"])
+def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, preset):
+    """recipes/pretrain_trainer.py as it is launched, FSDP2 inside the islands; the folder it saves loads with `from_pretrained`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    import pretrain_trainer
+    from transformers import AutoModelForCausalLM
+
+    def run(rank):
+        script.fresh_state()
+        text = rank.folder / f"text{rank.rank}.txt"
+        text.write_text("to be, or not to be, that is the question\n" * 400)
+        flags = f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 --eval_rows 8 --eval_steps 4 --save_steps 4"
+        common = [*flags.split(), "--data", str(text), "--output_dir", str(rank.folder / "out"), "--disable_tqdm", "True"]
+        if preset == "diloco":
+            common += ["--set", "period=2"]
+        for more in (
+            "--max_steps 6 --lr_scheduler_type constant",
+            "--max_steps 8 --lr_scheduler_type constant --resume_from_checkpoint auto",
+        ):
+            monkeypatch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
+            pretrain_trainer.main()
+            script.fresh_state()
+        saved = AutoModelForCausalLM.from_pretrained(rank.folder / "out" / f"island{rank.island}")
+        return torch.cat([p.detach().flatten() for p in saved.parameters()]).sum(), len(list((rank.folder / "out").iterdir()))
+
+    out = run_ranks(run, islands=2, procs=2, timeout=180)
+    assert len({float(total) for total, _ in out}) == 1 and out[0][1] == 2
