@@ -58,7 +58,7 @@ class Exchange:
         drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
             rule); None where replicas are equal by construction.
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
-            `raises_stopped` is False, for a host that ends its loop by itself.
+            `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not.
         told, heard: a number that this rank tells the other ranks of its island with every step, and the largest one after the last step.
 
     Example:
@@ -94,7 +94,7 @@ class Exchange:
         channels = expand(config, [s.name for s in self.shards.shards if not s.frozen])
         gradients = any(c.before_step for c in channels)
         self._skipping = self._ended = self._finished = self._stop_wanted = self._stop_sent = False
-        self._stop_together = self.stopped = False
+        self._stop_together = self.stopped = self.stopped_alone = False
         self.raises_stopped, self.told, self.heard = True, 0.0, 0.0
         self._tokens = 0
         self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
@@ -253,8 +253,8 @@ class Exchange:
             self.step += 1
         # The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way.
         alone = self._stop_sent and not self._mailbox.flights and (not self._stop_together or self.topology.islands == 1)
-        stopped, self.heard = self._island.largest(float(self._mailbox.stop or alone), self.told)
-        self.stopped = bool(stopped)
+        together, leaves, self.heard = self._island.largest(float(self._mailbox.stop), float(alone), self.told)
+        self.stopped, self.stopped_alone = bool(together or leaves), bool(leaves and not together)
         if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
 
@@ -506,7 +506,8 @@ class Exchange:
         """
         if set(state["channels"]) != {c.channel.name for c in self.channels}:
             mine = [c.channel.name for c in self.channels]
-            raise ValueError(f"saved channels are {sorted(state['channels'])}, this configuration has {mine}")
+            saved = sorted(state["channels"])
+            raise ValueError(f"saved channels are {saved}, this configuration has {mine}: resume with the preset that saved them")
         if state["digest"] != self.config.digest():
             log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
         for c in self.channels:

@@ -13,6 +13,7 @@ pytest.importorskip("datasets")
 
 from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
 
+import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 
 from . import trainer_script as script  # noqa: E402
@@ -91,19 +92,21 @@ def test_islands_train_one_model(run_ranks, procs, fsdp):
     assert out[0]["run_name"].endswith("-island0") and out[0]["loss"] != out[-1]["loss"]  # rows of their own
 
 
-@pytest.mark.parametrize("preset", ["demo", "stride"])
+@pytest.mark.parametrize("preset", ["demo", "stride", "muloco"])
 def test_presets_with_an_optimizer_of_their_own(run_ranks, preset):
     def run(rank):
+        changes = {"period": 4} if preset == "muloco" else {}
         with pytest.raises(ValueError, match=rf'pass Trainer\(..., optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", lr=0.005\)\)'):
             script.trainer(rank.folder / "refused", one_line(preset))
-        extra = one_line(preset) | {"optimizer_cls_and_kwargs": exchange_optimizer(preset, lr=4e-3)}
+        extra = one_line(preset, **changes) | {"optimizer_cls_and_kwargs": exchange_optimizer(preset, lr=4e-3)}
         trained = script.trainer(rank.folder / "out", extra, fsdp=True)
         trained.train()
         exchange = trained.callback_handler.callbacks[-1].exchange
         return script.shards(trained), type(exchange.optimizers[0]).__name__, exchange.metrics()["exchanges"], history(trained, "eval_loss")
 
     out = run_ranks(run, islands=2, procs=2, timeout=120)
-    assert torch.equal(out[0][0], out[2][0]) and torch.equal(out[1][0], out[3][0]) and out[0][1:3] == ("SGD", 8)
+    assert torch.equal(out[0][0], out[2][0]) and torch.equal(out[1][0], out[3][0])
+    assert out[0][1:3] == (("MuonAdamW", 2) if preset == "muloco" else ("SGD", 8))
     assert out[0][3][-1] < out[0][3][0]
 
 
@@ -267,6 +270,11 @@ def test_what_cannot_work_is_refused_in_one_sentence(run_ranks, tmp_path):
         def build(extra, **settings):
             return script.trainer(rank.folder / f"island{rank.island}", extra, **settings)
 
+        with pytest.raises(ValueError, match="clip=0.1 beside max_grad_norm=1.0: set max_grad_norm alone"):
+            build({"callbacks": [ExchangeCallback(fsdp_demo.preset("diloco", clip=0.1))]})
+        for side, wrong in (("learning_rate", 1e-3), ("adam_beta1", 0.5), ("lr_scheduler_kwargs", {"num_cycles": 0.25})):
+            with pytest.raises(ValueError, match="runs something else"):
+                build(one_line("diloco"), lr_scheduler_type="cosine", **({side: wrong} if rank.island else {})).train()
         with pytest.raises(ValueError, match="auto_find_batch_size=True: islands would take different steps"):
             build(one_line("diloco"), auto_find_batch_size=True)
         with pytest.raises(ValueError, match=r"exchanges the optimizer state .exp_avg., but no covered parameter has it"):
@@ -364,3 +372,26 @@ def _wait_for_nobody(rank):
         signal.setitimer(signal.ITIMER_REAL, 2.0)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         trained.train()
+
+
+def test_sigterm_twice_stops_one_island(run_ranks, monkeypatch):
+    """Told once more, an island saves and leaves without waiting for the others, which find it gone."""
+    monkeypatch.setattr("fsdp_demo.integrations.trainer.REPEATED", 0.0)
+
+    class Term(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (3, 4):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(rank):
+        callbacks = [Term()] if rank.island else []
+        trained = script.trainer(rank.folder / "out", one_line("diloco", period=10), callbacks=callbacks, max_steps=20)
+        if rank.island:
+            trained.train()
+        else:
+            with pytest.raises(fsdp_demo.PeerLost):
+                trained.train()
+        return trained.state.global_step, sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
+
+    stays, leaves = run_ranks(run, islands=2, procs=1)
+    assert leaves == (5, ["checkpoint-4", "checkpoint-5"]) and stays == (9, ["checkpoint-4", "checkpoint-8"])

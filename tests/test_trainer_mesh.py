@@ -1,6 +1,7 @@
 """One world on a mesh: under the Trainer and Accelerate nothing but the exchange's payloads crosses nodes."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -108,6 +109,50 @@ def test_the_count_sees_a_gather_over_all_nodes(run_ranks):
 
     for across, *_ in run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120):
         assert len(across) == 2 and all("allgather" in name and ranks == (0, 1, 2, 3) for name, ranks in across)
+
+
+def test_a_mesh_resumes_gradient_presets_only(run_ranks):
+    """What a checkpoint of a mesh holds is a mixture of replicas, unless these are equal at every step."""
+
+    def run(rank):
+        os.environ.update(PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
+        out = []
+        for where, steps, resume in (("whole", 8, None), ("cut", 4, None), ("cut", 8, True)):
+            extra = {"callbacks": [ExchangeCallback("demo")], "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=4e-3)}
+            settings = {"lr_scheduler_type": "constant", "eval_strategy": "no", "max_steps": steps}
+            trained = script.trainer(rank.folder / where, extra, fsdp=True, axes=ExchangeParallelismConfig(), **settings)
+            trained.train(resume_from_checkpoint=resume)
+            out.append(script.shards(trained))
+        extra = {"callbacks": [ExchangeCallback("diloco", period=2, fresh=True)]}
+        trained = script.trainer(rank.folder / "cut", extra, fsdp=True, axes=ExchangeParallelismConfig(), max_steps=10, optim="sgd")
+        with pytest.raises(ValueError, match="the checkpoint mixes parameters and optimizer states of replicas"):
+            trained.train(resume_from_checkpoint=True)
+        return torch.equal(out[0], out[2])
+
+    assert run_ranks(run, islands=1, procs=4, env=WORLD, timeout=180) == [True] * 4
+
+
+def test_sigterm_to_one_rank_of_a_mesh(run_ranks):
+    """Saving is a collective over all nodes here, so nothing is saved before all have heard of it."""
+
+    class Term(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(rank):
+        os.environ.update(PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
+        extra = {"callbacks": [ExchangeCallback("demo")], "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=4e-3)}
+        callbacks = [Term()] if rank.rank == 3 else []
+        trained = script.trainer(
+            rank.folder / "out", extra, fsdp=True, axes=ExchangeParallelismConfig(), callbacks=callbacks, save_steps=50
+        )
+        trained.train()
+        return trained.state.global_step, script.shards(trained), [p.name for p in (rank.folder / "out").glob("checkpoint-*")]
+
+    out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
+    assert [(o[0], o[2]) for o in out] == [(3, ["checkpoint-3"])] * 4
+    assert torch.equal(out[0][1], out[2][1]) and torch.equal(out[1][1], out[3][1])
 
 
 def test_a_plain_hsdp_mesh_is_refused(run_ranks):

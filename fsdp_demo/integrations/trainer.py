@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,10 +38,12 @@ from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
 from .trainer_evaluation import Evaluations
-from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
+from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, refuse_mixed, separate, topology_of
 from .trainer_state import find_checkpoint, load_state, save_state
 
 log = logging.getLogger("fsdp_demo")
+
+REPEATED = 5.0  # seconds within which a second SIGTERM is the same one, from the launcher
 
 __all__ = ["ExchangeCallback", "exchange_optimizer", "has_own_optimizer"]
 
@@ -85,6 +88,7 @@ class ExchangeCallback(TrainerCallback):
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
         self._ending = self._asked = self._kept = False
+        self._terminated: float | None = None
         self._steps_in_epoch = 0
 
     # ---- before training --------------------------------------------------------------------------------------
@@ -136,13 +140,14 @@ class ExchangeCallback(TrainerCallback):
         self._limit = args.max_grad_norm
         config, args.max_grad_norm = clipping(self.config, args.max_grad_norm)
         facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")}}
-        facts["optimizer"] = described(trainer.optimizer)
+        facts |= {"optimizer": described(trainer.optimizer), "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs), "at": state.global_step}
+        refuse_mixed(self._topology, config, state.global_step)
         self.exchange = exchange = attach(
             trainer.optimizer,
             config,
             model=trainer.model,
             topology=self._topology,
-            agree=facts | Evaluations.facts(args, state),
+            agree=facts | Evaluations.facts(trainer),
             step=state.global_step,
             state=self._saved(args, state) if state.global_step else None,
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
@@ -190,9 +195,9 @@ class ExchangeCallback(TrainerCallback):
             self._ending = control.should_training_stop = True
             control.should_save |= args.save_strategy != "no"
             saved = f"saved as checkpoint-{state.global_step}" if control.should_save else "not saved (save_strategy='no')"
-            who = "all islands stop" if self._topology.islands > 1 else "stopped"
+            who = "all islands stop" if self._topology.islands > 1 and not exchange.stopped_alone else "this island stops"
             self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
-        elif exchange.heard and not self._kept and args.save_strategy != "no":
+        elif exchange.heard and not self._kept and args.save_strategy != "no" and self._topology.kind == "islands":
             self._kept = control.should_save = True
         self._hold(state, control)
         if control.should_log:
@@ -228,7 +233,12 @@ class ExchangeCallback(TrainerCallback):
 
     def _terminate(self, old: Any) -> None:
         """SIGTERM: the next exchange may be further away than the patience of whoever sent it, so this island saves after its next step;
-        told once more, it stops without the others. Without an exchange, or told a third time, what was there before handles it."""
+        told once more, it stops without the others. Without an exchange, or told a third time, what was there before handles it. Launchers
+        pass on what the process group has got already: a repetition within seconds says nothing new."""
+        now, before = time.monotonic(), self._terminated
+        self._terminated = now
+        if before is not None and now - before < REPEATED:
+            return
         if self._live is None or self._live.told > 1.0:
             signal.signal(signal.SIGTERM, old)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -270,7 +280,10 @@ class ExchangeCallback(TrainerCallback):
             self._count()
         if self._ending:
             control.should_save = False  # the checkpoint of this step, before the last exchange, is the one to resume from
-            self._finish()
+            if self._live.stopped_alone and self._topology.islands > 1:
+                self._live.detach()
+            else:
+                self._finish()
         elif self._steps_in_epoch:  # an epoch without steps: the data are at their end, nothing will be exchanged any more
             self._hold(state, control)
 
@@ -278,8 +291,9 @@ class ExchangeCallback(TrainerCallback):
         """Part from the others: with one model where all have come here at the same step, as they do but for data that end early."""
         if self.exchange is None:
             return
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None  # loaded by now: not to be averaged with anything
         try:
-            if self._live is None or self._live.council.same(["end", state.global_step]):
+            if self._live is None or not best and self._live.council.same(["end", state.global_step]):
                 self.exchange.finish()
         except (PeerLost, WireError) as error:
             self._warn(f"training ended at step {state.global_step} of {state.max_steps} without the other islands: {error}")
@@ -295,6 +309,10 @@ class ExchangeCallback(TrainerCallback):
     def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer
         assert trainer is not None
+        if next(iter(args), kwargs.get("trial")) is not None:
+            raise ValueError(
+                "hyperparameter_search beside an exchange: trials of islands would differ; search on one island, without the callback"
+            )
         where = find_checkpoint(resume_from_checkpoint, str(trainer.args.output_dir), self._topology.kind == "islands")
         resume_from_checkpoint = self._resume = where
         try:

@@ -35,24 +35,27 @@ class Evaluations:
         self._exchange, self._trainer = exchange, trainer
         args: Any = trainer.args
         state: Any = trainer.state
-        self.agreed = _decides(args)
+        self.agreed = _decides(trainer)
         loader: Any = trainer.callback_handler.train_dataloader
         epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
         self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
         self._from = args.eval_delay
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
         if args.load_best_model_at_end:
-            check_best(exchange, args, range(self._every, state.max_steps, self._every or 1))
+            every = self._every or 1
+            check_best(exchange, args, range(max(every, -(-int(self._from) // every) * every), state.max_steps, every))
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
         self._together = exchange.council.same(plan) if exchange.shows == "mean" or self.agreed else True
         if not self._together:
             log.warning("islands evaluate at different steps (here: %s): evaluation shows each island's own parameters", plan[:3])
         self._told = ""
+        self._done: set[tuple[int, str]] = set()  # evaluations that all islands have run: one more is a user's own
 
     @staticmethod
-    def facts(args: Any, state: Any) -> dict[str, Any]:
+    def facts(trainer: Trainer) -> dict[str, Any]:
         """What islands must share where a metric decides; nothing otherwise."""
-        if not _decides(args):
+        args, state = trainer.args, trainer.state
+        if not _decides(trainer):
             return {}
         same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model", "greater_is_better")
         return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **{name: str(getattr(args, name)) for name in same}}
@@ -72,7 +75,9 @@ class Evaluations:
     def run(self, loop: Callable[[], Any], prefix: str) -> Any:
         """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in the metrics."""
         ended, model = self._exchange.finished, self._trainer.model
-        outer = ended or self._exchange.shows != "mean" or self._due()
+        now = (self._trainer.state.global_step, prefix)
+        due, self._done = self._due() and now not in self._done, {*self._done, now} if self._due() else self._done
+        outer = ended or self._exchange.shows != "mean" or due
         assert model is not None
         shown = ("final model" if ended else self._exchange.shows) if outer else "own parameters of this island"
         if shown != self._told:
@@ -85,13 +90,13 @@ class Evaluations:
             reshard(model)  # the parameters may change before the next forward
         if output.metrics is None:
             return output
-        if self.agreed and self._due() and not self._exchange.closed:
+        if self.agreed and due and not self._exchange.closed:
             names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
             output.metrics.update(zip(names, self._exchange.council.mean([output.metrics[k] for k in names]), strict=True))
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
 
 
-def _decides(args: Any) -> bool:
+def _decides(trainer: Trainer) -> bool:
     """Whether a metric decides about the model: the best checkpoint, or the learning rate."""
-    return bool(args.load_best_model_at_end) or str(args.lr_scheduler_type.value) in ("reduce_lr_on_plateau", "greedy")
+    return bool(trainer.args.load_best_model_at_end) or type(trainer.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR")

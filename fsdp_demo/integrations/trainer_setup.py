@@ -15,6 +15,8 @@ from transformers import Trainer
 
 from ..config import ExchangeConfig
 from ..exchange import Exchange
+from ..loading import preset
+from ..presets import presets
 from ..shards import unwrap
 from ..topology import Topology
 from .mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
@@ -24,7 +26,7 @@ log = logging.getLogger("fsdp_demo")
 
 def has_own_optimizer(config: ExchangeConfig) -> bool:
     """Whether a preset is defined for an optimizer that is not the Trainer's AdamW."""
-    return not {"any", "as_is", "adamw"} & set(config.inner)
+    return config.inner[0] not in ("any", "as_is", "adamw", "adam")
 
 
 def find_trainer(callback: Any) -> Trainer:
@@ -66,10 +68,18 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     line = f'optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={args.learning_rate:g})'
     handed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     native = getattr(model, "is_distributed_loading_by_transformers", False)
+    half = args.fp16 or trainer.accelerator.mixed_precision == "fp16"
+    unsharded = bool(args.fsdp) and not trainer.is_fsdp_enabled and args.world_size > 1
+    clip, usual = config.clip, preset(config.preset).clip if config.preset in presets() else None
     checks = [
-        (args.fp16, "fp16=True: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
+        (half, "fp16: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
         (trainer.is_deepspeed_enabled, "a DeepSpeed engine: the exchange does not attach to ZeRO yet; take FSDP2 (fsdp=True)"),
         (native, "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; load it whole, with fsdp=True"),
+        (
+            unsharded,
+            "fsdp on CPU ranks, where Accelerate takes DDP instead: call fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() first",
+        ),
+        (clip not in (None, usual, args.max_grad_norm), f"clip={clip} beside max_grad_norm={args.max_grad_norm}: set max_grad_norm alone"),
         (args.auto_find_batch_size, "auto_find_batch_size=True: islands would take different steps; set per_device_train_batch_size"),
         (has_own_optimizer(config) and not handed, f"preset {config.preset!r} has an optimizer of its own: pass Trainer(..., {line}) too"),
     ]
@@ -104,7 +114,7 @@ def separate(trainer: Any, topology: Topology) -> None:
     """Give each island its own folder, run name, data seed; only island 0 pushes to the hub."""
     args: Any = trainer.args
     if getattr(args, "_island_of", None) is None:  # else a second Trainer with the same arguments
-        args._island_of = os.path.basename(os.path.normpath(args.output_dir))
+        args._island_of = (args.hub_model_id or os.path.normpath(args.output_dir)).split("/")[-1]
         _separate_arguments(args, topology)
     name, trainer.accelerator.dataloader_config.data_seed = args._island_of, args.data_seed
     for callback in trainer.callback_handler.callbacks:
@@ -148,7 +158,18 @@ def quieten(trainer: Trainer, exchange_config: ExchangeConfig) -> None:
         rest.append(f"tokens at every micro-batch (set include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} to 'no')")
     log.info("the Trainer itself still gathers over all nodes: %s", "; ".join(rest))
     if any(not c.before_step for c in exchange_config.channels) and args.save_strategy != "no":
-        log.warning("replicas of preset %r hold different states, a checkpoint of a mesh mixes them: use islands", exchange_config.preset)
+        log.warning(
+            "replicas of preset %r differ, a checkpoint of a mesh mixes them and cannot be resumed: use islands", exchange_config.preset
+        )
+
+
+def refuse_mixed(topology: Topology, config: ExchangeConfig, step: int) -> None:
+    """Raise ValueError where a run would go on from a mixture: in a mesh torch's checkpoints hold each tensor once, from any replica."""
+    if topology.kind == "mesh" and step and any(not c.before_step for c in config.channels):
+        raise ValueError(
+            f"resume at step {step} in a mesh: the checkpoint mixes parameters and optimizer states of replicas, which differ under preset "
+            f"{config.preset!r}. Run it as islands, whose checkpoints are their own; gradient presets (demo, full) do resume in a mesh"
+        )
 
 
 def check_best(exchange: Exchange, args: Any, steps: range) -> None:
