@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .checkpoint import Saved
 from .config import ExchangeConfig
 from .exchange import Exchange
 from .loading import load_config
@@ -25,7 +26,7 @@ def attach(
     topology: Topology | None = None,
     agree: dict[str, Any] | None = None,
     step: int = 0,
-    state: dict[str, Any] | None = None,
+    state: dict[str, Any] | Saved | None = None,
     batch: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Exchange:
@@ -40,7 +41,8 @@ def attach(
         topology: default `Topology.from_env()`.
         agree: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
         step: the job's step to start from (resume).
-        state: `Exchange.state_dict()` of this rank to resume from. Replicas without one take over from the one that is furthest.
+        state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.open_exchange(...)`, which may have been saved by another
+            number of islands or shards. Replicas without one take over from the one that is furthest.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
         changes: changes of the preset, as in `preset(name, **changes)`.
 

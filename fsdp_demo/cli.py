@@ -1,9 +1,10 @@
-"""The command `fsdp-demo`: serve a store, rehearse islands on one machine, show presets."""
+"""The command `fsdp-demo`: serve a store, rehearse islands on one machine, show presets, look into checkpoints, export a model."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import signal
 import sys
@@ -90,6 +91,40 @@ def presets(args: argparse.Namespace) -> int:
     return 0
 
 
+def inspect_checkpoint(args: argparse.Namespace) -> int:
+    """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
+    from .inspecting import common, listed, text
+    from .inspecting import inspect as look
+
+    found = look(args.checkpoint)
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n\n".join(map(text, found)))
+        if len(found) > 1:
+            print(f"\nwhole on all islands: {listed(common(found)) or 'no step'}")
+    return 0 if all(one["complete"] for one in found) else 1
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a run's model as a folder for `from_pretrained`."""
+    try:
+        from .integrations.export import export as write
+    except ImportError as error:
+        raise ValueError(f"export needs transformers ({error}): pip install 'fsdp_demo[hf]'") from None
+    chosen = write(
+        args.folder,
+        args.out,
+        step=args.step,
+        island=args.island,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        push_to_hub=args.push_to_hub,
+    )
+    print(f"{args.out}: step {chosen.step}, {chosen.says}" + (f"; uploaded to {args.push_to_hub}" if args.push_to_hub else ""))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command table."""
     top = argparse.ArgumentParser(prog="fsdp-demo", description="One model on several islands that a slow network joins.")
@@ -117,6 +152,21 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
     sub.add_argument("--yaml", action="store_true", help="print it as yaml, to change and pass as a file")
     sub.set_defaults(run_command=presets)
+
+    sub = commands.add_parser("inspect", help="say what a checkpoint holds: step, preset, islands, states and sizes, what is missing")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint-N, or the folder of a run for all of its checkpoints")
+    sub.add_argument("--json", action="store_true", help="print a list of objects, one per checkpoint")
+    sub.set_defaults(run_command=inspect_checkpoint)
+
+    sub = commands.add_parser("export", help="write a run's outer parameters as a folder for from_pretrained, with a model card")
+    sub.add_argument("folder", metavar="RUN", help="output folder of the run, with those of all islands, or one checkpoint of it")
+    sub.add_argument("out", metavar="OUT", help="folder to write; new or empty")
+    sub.add_argument("--step", type=int, metavar="N", help="of the checkpoints (default: the newest that is whole)")
+    sub.add_argument("--island", type=int, metavar="I", help="this island's replica alone")
+    sub.add_argument("--model", metavar="CONFIG", help="config.json, folder or hub id of the architecture, if the checkpoints hold none")
+    sub.add_argument("--tokenizer", metavar="ID", help="hub id or folder (default: the one saved with the run)")
+    sub.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this repository")
+    sub.set_defaults(run_command=export)
     return top
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from .shards import TorchShards
 from .ticks import Ticks
 from .topology import Topology
 from .transport import Courier, PeerLost, leave
+
+if TYPE_CHECKING:
+    from .checkpoint import Saved
 
 log = logging.getLogger("fsdp_demo")
 
@@ -81,7 +84,7 @@ class Exchange:
         topology: Topology,
         facts: dict[str, Any],
         step: int = 0,
-        state: dict[str, Any] | None = None,
+        state: dict[str, Any] | Saved | None = None,
         batch: Sequence[int] = (),
     ):
         self.config, self.topology, self.step = config, topology, step
@@ -131,9 +134,9 @@ class Exchange:
         self.channels = self._mailbox.channels = [bind(c) for c in channels]
         self._parameters = bind(Channel("parameters", "parameter", applier=Applier("replace")))
 
-    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | None) -> None:
+    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | Saved | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
-        own = int(state["step"]) if state is not None else self.step
+        own = self.step if state is None else int(state["step"]) if isinstance(state, dict) else state.step
         donor, step = joining.agree_on_run(self._line, self.config, self.shards, facts, own)
         donor, self.step = (int(v) for v in self._island.largest(donor, step))
         resumes = state is not None and own == self.step
@@ -143,7 +146,7 @@ class Exchange:
             c.start()
         self._mailbox.last = {c.channel.name: self.step for c in self.channels}
         if state is not None:
-            self.load_state_dict(state)
+            self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
         if self.step:
             joining.equalise_state(self._line, self.channels, donor)
             if any(c.channel.before_step for c in self.channels):
@@ -494,6 +497,7 @@ class Exchange:
             "digest": self.config.digest(),
             "last": dict(self._mailbox.last),
             "tokens": [self._tokens, dict(self._weighed)],
+            "losses": [self._mailbox.loss, [float(v) for v in self._losses]],
             "channels": {c.channel.name: c.state() for c in self.channels},
             "in_flight": in_flight,
         }
@@ -515,6 +519,8 @@ class Exchange:
         self.step, self._mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
         self._tokens, self._weighed = state["tokens"][0], dict(state["tokens"][1])
         self._mailbox.load(state["in_flight"])
+        self._mailbox.loss, losses = state.get("losses", (math.nan, ()))
+        self._losses = [torch.tensor(v, device=self.shards.device) for v in losses]
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""

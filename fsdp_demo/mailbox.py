@@ -187,6 +187,8 @@ class Mailbox:
         present = flight.parts[c.channel.name].present
         if arrived is None:
             return None, self._share(present)
+        if c.channel.name in arrived.decoded:
+            return arrived.decoded.pop(c.channel.name).to(self.device), self._share(present)
         members = self._members(flight)
         before = members[: members.index(c)]
         count = sum(len(m.present) for m in members if m.channel.before_step)
@@ -243,7 +245,8 @@ class Mailbox:
             arrived = None
             if got is not None:  # bodies are views of larger buffers
                 bodies = [b.clone() for b in got.bodies]
-                arrived = {"headers": [vars(h) for h in got.headers], "bodies": bodies, "means": got.means}
+                headers = [vars(h) for h in got.headers]
+                arrived = {"headers": headers, "bodies": bodies, "means": got.means, "decoded": dict(got.decoded)}
             out.append({"step": f.step, "members": f.members, "parts": {k: vars(v) for k, v in f.parts.items()}, "arrived": arrived})
         return out
 
@@ -255,7 +258,7 @@ class Mailbox:
             if s["arrived"] is not None:
                 got, flight.future = s["arrived"], Future()
                 headers = [Header(**{**h, "flags": h["flags"] & ~STOP}) for h in got["headers"]]  # that stop has happened
-                flight.future.set_result(Arrived(headers, got["bodies"], got["means"]))
+                flight.future.set_result(Arrived(headers, got["bodies"], got["means"], dict(got.get("decoded", {}))))
             self.flights.append(flight)
 
 

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -126,11 +126,14 @@ class Line:
 
 @dataclass
 class Arrived:
-    """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on the CPU."""
+    """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on the CPU.
+
+    `decoded`: means of channels by name, as workspaces, where the message was decoded under another layout (`resharding.py`)."""
 
     headers: list[Header]
     bodies: list[Tensor]
     means: list[Tensor]
+    decoded: dict[str, Tensor] = field(default_factory=dict)
 
 
 def gather(line: Line, header: Header, body: Tensor) -> tuple[list[Header], list[Tensor]]:

@@ -293,19 +293,34 @@ def first_rows(dataset: Any, count: int) -> Rows:
     return Rows(ids)
 
 
-def forever(loader: Any, skip: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end, epoch after epoch, each in another order; `skip` batches were used before a resume."""
+@dataclass
+class Position:
+    """Where in the data a rank stands: batches handed out in an epoch."""
+
+    epoch: int = 0
+    batch: int = 0
+
+    def normal(self, loader: Any) -> bool:
+        """Count whole epochs where their length is known; returns whether an epoch has begun."""
+        if hasattr(loader.dataset, "__len__") and len(loader):
+            more, self.batch = divmod(self.batch, len(loader))
+            self.epoch += more
+        return self.batch > 0
+
+
+def forever(loader: Any, skip: int | Position = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches without end, epoch after epoch, each in another order; `skip` batches were used before a resume, or those before a
+    `Position`, which is kept up to date."""
     from accelerate import skip_first_batches
 
-    epoch = 0
-    if skip and hasattr(loader.dataset, "__len__"):
-        epoch, skip = divmod(skip, len(loader))
+    at = skip if isinstance(skip, Position) else Position(0, skip)
+    at.normal(loader)
     while True:
-        loader.set_epoch(epoch)
-        empty = True
-        for batch in skip_first_batches(loader, skip) if skip else loader:
-            empty = False
+        loader.set_epoch(at.epoch)
+        before = at.batch
+        for batch in skip_first_batches(loader, before) if before else loader:
+            at.batch += 1
             yield batch
-        if empty and not skip:
+        if not at.batch:
             raise ValueError("this island's part of the data gives no full batch: give more data or a smaller --batch-size")
-        epoch, skip = epoch + 1, 0
+        at.epoch, at.batch = at.epoch + 1, 0

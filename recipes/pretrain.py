@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from data import forever, load_data, load_tokenizer
+from data import load_data, load_tokenizer
 from report import Report, flops_per_token, peak_flops
-from state import forget_local, load_local, save_local
+from state import RunState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
 from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
+from fsdp_demo.checkpoint import Checkpoints
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
@@ -72,7 +73,14 @@ class TrainArguments:
     log_every: int = field(default=10, metadata={"help": "steps between lines of metrics.jsonl"})
     peak_tflops: float | None = field(default=None, metadata={"help": "peak of one device in bf16, for MFU (default: by the GPU's name)"})
     output: str = field(default="outputs/pretrain", metadata={"help": "folder of summary.json, report.png and one folder per island"})
-    resume: bool = field(default=False, metadata={"help": "go on from what an interrupted run saved in OUTPUT, if it did"})
+    save_every: int = field(
+        default=0, metadata={"help": "steps between checkpoints, in OUTPUT/<island>/checkpoint-<step>, and one at the end; 0: none"}
+    )
+    keep: int = field(default=2, metadata={"help": "checkpoints to keep, beside those after the newest that all islands hold"})
+    save_async: bool = field(default=False, metadata={"help": "go on training while a checkpoint is written"})
+    resume: bool = field(default=False, metadata={"help": "go on from the newest step that all islands hold in OUTPUT, if they hold any"})
+    take_over: bool = field(default=False, metadata={"help": "with --resume: islands without that step take over from the others"})
+    fresh_exchange: bool = field(default=False, metadata={"help": "with --resume: model and optimizer go on, the exchange starts anew"})
 
 
 def load_model(name: str, vocabulary: int) -> PreTrainedModel:
@@ -171,26 +179,49 @@ def main() -> None:
     optimizer = base_optimizer(config, model.named_parameters(), train.lr)  # (*) the one the preset is defined for
     model, optimizer, rows, held_out = acc.prepare(model, optimizer, *sets.loaders(data.batch_size))
 
-    emergency = Path(train.output) / topology.name / "emergency"
-    saved = load_local(emergency, acc.process_index, optimizer) if train.resume else None
-    agreed = {name: getattr(train, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
-    agreed |= {name: getattr(data, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
-    state, batch = saved["exchange"] if saved else None, (data.batch_size, data.accumulation)
-    exchange = attach(optimizer, config, model=model, topology=topology, agree=agreed, state=state, batch=batch)  # (*)
-    start = exchange.step
-    scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(start + step, train))
-    facts = {"model": data.model, "data": data.data, "seed": train.seed, "lr": scheduler.base_lrs[0]}
-    facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile, "bf16": acc.mixed_precision == "bf16"}
+    facts = {"model": data.model, "data": data.data, "tokenizer": data.tokenizer, "seed": train.seed}
+    facts |= {"lr": optimizer.param_groups[0]["lr"], "bf16": acc.mixed_precision == "bf16"}
+    facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile}
     facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
     output = Path(train.output)
+    checkpoints = Checkpoints(output if cross.mesh else output / topology.name, topology, train.keep)
+    micro_batch = data.batch_size * topology.world * topology.islands
+    state = RunState(checkpoints, model, optimizer, micro_batch, data.accumulation, facts)
+    state.restore(train.resume, train.take_over, train.fresh_exchange)
+    agreed = {name: getattr(train, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
+    agreed |= {name: getattr(data, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
+    exchange = attach(  # (*)
+        optimizer,
+        config,
+        model=model,
+        topology=topology,
+        agree=agreed,
+        step=state.step,
+        state=state.saved,
+        batch=(data.batch_size, data.accumulation),
+    )
     report = Report(acc, exchange, output, steps=train.steps, log_every=train.log_every, parameters=parameters, facts=facts)
     report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))
+    state.follow(exchange, report)
+    scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(state.done + step, train))
+
+    def end_step() -> None:
+        report.optimizer_step(float(scheduler.get_last_lr()[0]))
+        scheduler.step()
+        if train.eval_every and exchange.step % train.eval_every == 0 and exchange.step < train.steps:
+            evaluate(acc, model, held_out, exchange, report)
+        if train.save_every and exchange.step % train.save_every == 0 and exchange.step < train.steps:
+            state.save(wait=not train.save_async)
+        state.step_ended()
 
     resume = " ".join(sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"])
-    with guard(exchange, save=lambda: save_local(emergency, acc.process_index, optimizer, exchange), resume=resume):  # (*)
-        evaluate(acc, model, held_out, exchange, report)
-        batches = forever(rows, skip=start * data.accumulation)
-        for step in range(start, train.steps):
+    with guard(exchange, save=state.emergency, resume=resume):  # (*)
+        if not exchange.step:
+            evaluate(acc, model, held_out, exchange, report)
+        if state.done < exchange.step:
+            end_step()  # a run that was told to stop had taken the step already
+        batches = state.batches(rows)
+        for _ in range(exchange.step, train.steps):
             for _ in range(data.accumulation):
                 batch = next(batches)
                 with acc.accumulate(model):
@@ -200,14 +231,14 @@ def main() -> None:
                     exchange.note(tokens=batch["input_ids"].numel(), loss=loss)  # (*) optional: weights, and the loss of all islands
                     optimizer.step()  # (*) the exchange hooks in here, once per `accumulation` micro-batches
                     optimizer.zero_grad()
-            report.optimizer_step(float(scheduler.get_last_lr()[0]))
-            scheduler.step()
-            if train.eval_every and (step + 1) % train.eval_every == 0 and step + 1 < train.steps:
-                evaluate(acc, model, held_out, exchange, report)
-        exchange.finish()  # (*) every island ends with the same model
+            end_step()
+        exchange.finish(close=False)  # (*) every island ends with the same model
         evaluate(acc, model, held_out, exchange, report)
+        if train.save_every:
+            state.save()
         report.finish(exchange.digests_equal())
-    forget_local(emergency, acc.process_index)
+        exchange.finish()  # (*) all are done
+    state.finish()
     acc.end_training()
 
 

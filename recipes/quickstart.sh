@@ -23,7 +23,7 @@ Makes .venv (a second run reuses it), then trains a small Llama on the source te
 
 Options of pretrain.py that can be added: --model --data --tokenizer --sequence-length --batch-size --accumulation --set --clip
 --no-shard --bf16 --activation-checkpointing --compile --lr --schedule --warmup-steps --seed --eval-every --eval-batches --log-every
---peak-tflops --resume (--mesh is for one launch over all machines, not for islands)
+--peak-tflops --save-every --keep --save-async --resume --take-over --fresh-exchange (--mesh is for one launch over all machines, not for islands)
 For example: bash recipes/quickstart.sh --data my_texts/ --set codec.topk=16 --lr 0.001
 TEXT
 }
@@ -58,12 +58,13 @@ while [ $# -gt 0 ]; do
             shift
             [[ $1 == *=* && $1 != --* ]] || fail "--set $1: must read path=value, as in --set codec.topk=16 clock.period=50"
             while [ $# -gt 0 ] && [[ $1 == *=* && $1 != --* ]]; do changes+=("$1"); shift; done ;;
-        --no-shard | --no_shard | --bf16 | --activation[-_]checkpointing | --resume) pretrain+=("$1"); shift ;;
+        --no-shard | --no_shard | --bf16 | --activation[-_]checkpointing | --resume | --save[-_]async | \
+        --take[-_]over | --fresh[-_]exchange) pretrain+=("$1"); shift ;;
         --compile)
             pretrain+=("$1"); shift
             if [ $# -gt 0 ] && [[ $1 != --* ]]; then pretrain+=("$1"); shift; fi ;;
         --model | --data | --tokenizer | --sequence[-_]length | --batch[-_]size | --accumulation | --clip | --lr | --schedule | --warmup[-_]steps | \
-        --seed | --eval[-_]every | --eval[-_]batches | --log[-_]every | --peak[-_]tflops)
+        --seed | --eval[-_]every | --eval[-_]batches | --log[-_]every | --peak[-_]tflops | --save[-_]every | --keep)
             pretrain+=("$1" "$2"); shift 2 ;;
         *) usage >&2; fail "unknown option $1; the options are above" ;;
     esac

@@ -103,6 +103,7 @@ class Report:
         self.validation: list[list[float]] = []
         self.history: list[dict[str, Any]] = []
         self.began, self.evaluating, self.bar = time.monotonic(), 0.0, None
+        self.before = {"bytes_sent": 0, "exchanges": 0, "seconds_waiting": 0.0, "seconds_exchanging": 0.0}  # before a resume
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.folder / "metrics.jsonl", "a" if self.start else "w", encoding="utf-8")
@@ -112,6 +113,38 @@ class Report:
         from tqdm import tqdm
 
         return tqdm(total=self.steps, initial=self.start, unit="step", mininterval=0.5, dynamic_ncols=True, file=sys.stderr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's counters, as JSON values."""
+        return {
+            "step": self.step,
+            "losses": [float(v) for v in self.losses],
+            "tokens": self.tokens,
+            "validation": self.validation,
+            "history": self.history,
+            "seconds": time.monotonic() - self.began,
+            "evaluating": self.evaluating,
+            "before": {key: value for key, value in self._metrics().items() if key in self.before},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a `state_dict()`; lines of metrics.jsonl that came after it go."""
+        self.start, self.step, self.tokens = 0, state["step"], state["tokens"]
+        self.losses = [torch.tensor(v, device=self.accelerator.device) for v in state["losses"]]
+        self.validation, self.history, self.before = state["validation"], state["history"], state["before"]
+        self.began, self.evaluating = time.monotonic() - state["seconds"], state["evaluating"]
+        if self.main:
+            self.file.close()
+            path = self.folder / "metrics.jsonl"
+            lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+            whole = [line for line in lines if line.endswith("}\n")]  # a run that was killed may have left half a line
+            path.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step), "utf-8")
+            self.file = open(path, "a", encoding="utf-8")
+
+    def _metrics(self) -> dict[str, Any]:
+        """The exchange's, with what was counted before a resume."""
+        metrics = self.exchange.metrics()
+        return metrics | {key: metrics[key] + value for key, value in self.before.items()}
 
     def count_flops(self, per_token: float, peak: float | None) -> None:
         """Report MFU: the model's flops as a share of the peak of all devices; without a peak it stays unknown."""
@@ -148,7 +181,7 @@ class Report:
 
     def finish(self, digests_equal: bool | None) -> dict[str, Any]:
         """Write what there is to write; returns the summary (the same numbers on every rank of an island, seconds aside)."""
-        values, metrics, islands = self._island(), self.exchange.metrics(), self.topology.islands
+        values, metrics, islands = self._island(), self._metrics(), self.topology.islands
         steps, seconds = self.step - self.start, time.monotonic() - self.began
         sent, full = int(values["bytes_sent"]), full_bytes(self.parameters, steps, islands)
         speed = values["tokens"] / self._seconds()
@@ -203,7 +236,7 @@ class Report:
         Means: loss, waiting, and `global_loss`, which every rank got from its peers with the last exchange. Tokens are those of all
         islands, bytes those of one, memory is that of the rank which took most.
         """
-        metrics = self.exchange.metrics()
+        metrics = self._metrics()
         loss = torch.stack(self.losses).float().mean().item() if self.losses else 0.0
         everywhere = math.nan if metrics["loss"] is None else metrics["loss"]
         counts = [metrics["bytes_sent"], metrics["seconds_waiting"], peak_memory(self.accelerator.device)]

@@ -1,66 +1,311 @@
-"""What one rank keeps when its run ends early: local shards, optimizer, exchange. No collectives, so it works when peers are gone.
+"""What of a run must survive a restart, and where it lies.
 
-A regular checkpoint (for a finished model, or to change the number of ranks) is another matter: use Accelerate's `save_state`.
+    OUTPUT/<island>/checkpoint-<step>/model/      parameters and the inner optimizer's states: safetensors of torch.distributed.checkpoint,
+                                                  which another number of shards can load
+                                     /exchange/   a part per rank: accumulators, anchors, outer momenta, what was under way
+                                     /loop/       a part per rank: position in the data, random states, the report's counters
+                                     /manifest.json
+    OUTPUT/<island>/emergency-<step>/             the same from ranks that were on their way out, each alone: local shards, no collectives
+
+In a mesh `<island>` is `replica<i>`. The learning rate is a pure function of the step and needs no state.
+
+Position in the data: batches handed out in an epoch, and the epoch. Rows with random access (files, a folder of `prepare_data.py`) are
+shuffled by a sampler whose order follows from seed and epoch, so skipping is a matter of indices and costs nothing. A stream is read
+again up to the position, since its shuffle buffer cannot be stored: exact too, but as slow as tokenising was. With other numbers of islands
+or ranks the same share of the epoch counts as seen; since the split is another one, some rows come twice in it and others not at all.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import logging
+import random
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed.checkpoint as dcp
+from data import Position, forever
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from fsdp_demo.checkpoint import Checkpoints, Saved, open_exchange, save_exchange, snapshot
 from fsdp_demo.inner import materialise
+from fsdp_demo.parts import copied, read_part, write_part
+from fsdp_demo.replica import fill_replica, replica_tree
+from fsdp_demo.resharding import average, shares
+from fsdp_demo.shards import local_part, plain_name
+
+log = logging.getLogger("fsdp_demo")
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an island of one process is no mistake
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor is returned as it is. Both share memory with the argument."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+# -- one rank alone: no collectives, so it works when peers are gone --------------------------------------------------------
 
 
-def parameters(optimizer: Any) -> list[torch.Tensor]:
-    """From the optimizer, not from the model: under FSDP2 the model shows unsharded parameters between forward and backward."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def save_local(folder: Path, rank: int, optimizer: Any, exchange: Any, loop: Any = None) -> None:
+    """Write this rank's shards, optimizer states, exchange and loop; `rank<rank>.json` comes last."""
+    save_exchange(folder / "exchange", exchange)
+    head = {"step": exchange.step, "rank": rank, "world": exchange.topology.world}
+    write_part(folder, f"rank{rank}", head, {**replica_tree([optimizer.optimizer]), "loop": loop})
 
 
-def save_local(folder: Path, rank: int, optimizer: Any, exchange: Any) -> None:
-    """Write `folder/rank<rank>.pt` in one piece: a reader sees the old file or the new one."""
-    mine = parameters(optimizer)
-    content = {
-        "parameters": [local(p) for p in mine],
-        "optimizer": [{key: local(value) if torch.is_tensor(value) else value for key, value in optimizer.state[p].items()} for p in mine],
-        "exchange": exchange.state_dict(),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"rank{rank}.pt.part"
-    torch.save(content, part)
-    os.replace(part, folder / f"rank{rank}.pt")
+def load_local(folder: Path, rank: int, optimizer: Any, shares: dict[Path, float] | None = None) -> dict[str, Any]:
+    """Put this rank's shards and optimizer states back, before `attach`.
+
+    Args:
+        shares: folders of several islands and their weights, where their number has changed: parameters and states are their mean.
+
+    Returns:
+        "exchange": the `Saved` for `attach`; "loop": what was given to `save_local`.
+    """
+    shares = shares or {folder: 1.0}
+    contents = {path: read_part(path / f"rank{rank}.json")[1] for path in shares}
+    kept = [{key: content[key] for key in ("parameters", "optimizer")} for content in contents.values()]
+    content = average(kept, list(shares.values()))
+    fill_replica([optimizer.optimizer], content, str(folder))
+    first = contents.get(folder) or next(iter(contents.values()))
+    return {"exchange": open_exchange(*(path / "exchange" for path in shares)), "loop": first["loop"]}
 
 
-def forget_local(folder: Path, rank: int) -> None:
-    """After a run that came to its end: a later `--resume` must not find what an earlier part of it saved."""
-    (folder / f"rank{rank}.pt").unlink(missing_ok=True)
+# -- a replica together -----------------------------------------------------------------------------------------------------
 
 
-def load_local(folder: Path, rank: int, optimizer: Any) -> dict[str, Any] | None:
-    """Put this rank's shards and optimizer state back, before `attach`; None where nothing was saved (then peers send theirs)."""
-    path = folder / f"rank{rank}.pt"
-    if not path.exists():
-        return None
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    mine = parameters(optimizer)
-    if [local(p).shape for p in mine] != [saved.shape for saved in content["parameters"]]:
-        raise ValueError(f"{path} was saved by another model or number of ranks: give the same --model and ranks, or leave --resume out")
+def inner(model: torch.nn.Module) -> Any:
+    """The model without the wrappers of torch.compile and DDP."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def tensors_of(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The live tensors of a replica by name: `model.NAME` and `optimizer.NAME.STATE`; DTensors where it is sharded."""
+    whole = inner(model)
+    state = whole.state_dict()  # shards again what an evaluation has gathered
+    out = {f"model.{plain_name(name)}": p.detach() for name, p in whole.named_parameters()}
+    out |= {f"model.{plain_name(name)}": b for name, b in whole.named_buffers() if name in state}
+    for name, p in whole.named_parameters():
+        kept = optimizer.state.get(p, {})
+        assert all(torch.is_tensor(v) for v in kept.values()), f"{name}: {kept.keys()}"
+        out |= {f"optimizer.{plain_name(name)}.{key}": value for key, value in kept.items()}
+    return out
+
+
+def load_tensors(shares: dict[Path, float], model: torch.nn.Module, optimizer: Any, group: Any) -> None:
+    """Fill the live tensors of a replica from the model folder of a checkpoint, or from the weighted mean of several replicas' (which
+    becomes a copy of one where all are equal)."""
     materialise(optimizer.optimizer)
-    with torch.no_grad():
-        for p, saved, kept in zip(mine, content["parameters"], content["optimizer"], strict=True):
-            local(p).copy_(saved)
-            for key, value in kept.items():
-                live = optimizer.state[p].get(key)
-                if torch.is_tensor(live):
-                    local(live).copy_(value)
-                else:
-                    optimizer.state[p][key] = value
-    return content
+    live = tensors_of(model, optimizer)
+    total: dict[str, torch.Tensor] = {}
+    for folder, weight in shares.items():
+        try:
+            dcp.load(live, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=group)
+        except Exception as error:  # whatever the planner says about names and shapes
+            raise ValueError(f"{folder} does not fit this model and optimizer (another --model or --exchange?): {error}") from error
+        if len(shares) > 1:
+            for name, tensor in live.items():
+                part = local_part(tensor).double() * weight
+                total[name] = total[name] + part if name in total else part
+    for name, value in total.items():
+        local_part(live[name]).copy_(value)
+
+
+def random_states() -> dict[str, Any]:
+    """Of python, numpy, torch and this rank's GPU."""
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    out = {"python": [version, torch.tensor(words), gauss], "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest]}
+    out["torch"] = torch.get_rng_state()
+    return out | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse of `random_states`."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class RunState:
+    """Saves and restores a run of `pretrain.py`.
+
+    Args:
+        checkpoints: of this replica.
+        model, optimizer: as `accelerator.prepare` gave them.
+        rows: of one micro-batch over all ranks of all islands, to move the position where their number has changed.
+
+        accumulation: micro-batches per step.
+        facts: of the run, for whoever exports the model.
+
+    Attributes:
+        step: what was resumed from; 0 for a new run, and where everything is taken over from other islands.
+        done: steps whose end (report, schedule, evaluation) the loop has seen; one less than `step` after a stop inside of one.
+        saved: the exchange's state for `attach`, or None.
+        position: in the data.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, model: torch.nn.Module, optimizer: Any, rows: int, accumulation: int, facts: dict[str, Any]
+    ):
+        self.checkpoints, self.model, self.optimizer = checkpoints, model, optimizer
+        self.rows, self.accumulation, self.facts = rows, accumulation, facts
+        self.step = self.done = 0
+        self.saved: Saved | None = None
+        self.position = self._before = Position()
+        self._random: dict[str, Any] | None = None
+        self._counters: dict[str, Any] | None = None
+        self.exchange: Any = None
+        self.report: Any = None
+
+    # ---- resuming ------------------------------------------------------------------------------------------------------
+
+    def restore(self, resume: bool, take_over: bool = False, fresh: bool = False) -> None:
+        """Agree with the other islands and load, before `attach`. `fresh`: leave the exchange's own state out.
+
+        Raises:
+            ValueError: see `Checkpoints.agreed`; damaged or foreign files.
+        """
+        step = self.checkpoints.agreed(resume, take_over)
+        if step is None:
+            return
+        kind = self.checkpoints.holds(step)
+        if kind == "emergency":
+            self._load_left(step)
+        elif kind or self._siblings("checkpoint", step):
+            self._load(step, bool(kind))
+        else:
+            log.info("no checkpoint of step %d here: taken over from the other islands", step)
+            return
+        self.step = step
+        log.info("resumed from %s of step %d", kind or "the other islands' checkpoints", step)
+        if fresh:
+            self.saved = None
+
+    def _load(self, step: int, own: bool) -> None:
+        """From this replica's checkpoint; with other numbers of islands or ranks, from all replicas' that this machine sees."""
+        topology, rank = self.checkpoints.topology, self.checkpoints.topology.rank
+        if own:
+            self.checkpoints.verify(step)
+        mine = self.checkpoints.path(step)
+        of = self._replicas([mine] if own else [], self._siblings("checkpoint", step))
+        assert self.saved is not None
+        weights = shares(self.saved.islands, topology.islands)[topology.island]
+        load_tensors({of[i] / "model": w for i, w in weights.items()}, self.model, self.optimizer, self.checkpoints.group)
+        same = self._same()
+        loops = mine if own else next(iter(of.values()))
+        self._take(read_part(loops / "loop" / f"rank{rank if same else 0}.json")[1], same)
+
+    def _load_left(self, step: int) -> None:
+        """From what this rank left on its way out."""
+        topology, mine = self.checkpoints.topology, self.checkpoints.emergency(step)
+        of = self._replicas([mine], self._siblings("emergency", step))
+        assert self.saved is not None
+        weights = shares(self.saved.islands, topology.islands)[topology.island]
+        content = load_local(mine, topology.rank, self.optimizer, {of[i]: w for i, w in weights.items()})
+        self._take(content["loop"], self._same())
+
+    def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
+        """Open the exchange's state in `own`, or, if this run has other numbers than that, in all that are seen; island -> folder."""
+        self.saved = open_exchange(*(f / "exchange" for f in own or seen))
+        if own and not self._same():
+            self.saved = open_exchange(*(f / "exchange" for f in seen or own))
+        return {island: path.parent.parent for (island, _), path in self.saved.paths.items()}
+
+    def _same(self) -> bool:
+        """Whether what was opened is this very replica's, in the same numbers."""
+        assert self.saved is not None
+        t, h = self.checkpoints.topology, self.saved.heads[0]
+        return len(self.saved.islands) == 1 and (h["islands"], h["island"], h["world"]) == (t.islands, t.island, t.world)
+
+    def _siblings(self, kind: str, step: int) -> list[Path]:
+        """The folders of this step of all replicas that this machine sees."""
+        sign = "manifest.json" if kind == "checkpoint" else "rank0.json"
+        return sorted(p.parent for p in self.checkpoints.root.parent.glob(f"*/{kind}-{step}/{sign}"))
+
+    def _take(self, loop: dict[str, Any], same: bool) -> None:
+        """Position, random states and counters; random states only for the rank that saved them."""
+        epoch, batch = loop["position"]
+        self.position = Position(epoch, batch if same else round(batch * loop["rows"] / self.rows))
+        self._random, self._counters = loop["random"] if same else None, loop["report"]
+
+    def follow(self, exchange: Any, report: Any) -> None:
+        """From now on these are saved, and their counters go on."""
+        self.exchange, self.report = exchange, report
+        if self._counters is not None and exchange.step == self.step:
+            report.load_state_dict(self._counters)
+        elif exchange.step:  # all was taken over
+            self.position = Position(0, exchange.step * self.accumulation)
+        self.done = report.step
+        self._before = Position(self.position.epoch, self.position.batch)
+
+    def batches(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
+        """Batches from the position on; the random states come back where the uninterrupted run had them.
+
+        Inside an epoch the loader's iterator is there already in that run; making it draws a number, so it comes first.
+        """
+        started, states = self.position.normal(loader), self._random
+        if states is not None and not started:
+            set_random_states(states)
+        for i, batch in enumerate(forever(loader, self.position)):
+            if i == 0 and states is not None and started:
+                set_random_states(states)
+            yield batch
+
+    # ---- saving ----------------------------------------------------------------------------------------------------------
+
+    def step_ended(self) -> None:
+        """The loop has done everything of a step: the next one starts from here."""
+        self._before = Position(self.position.epoch, self.position.batch)
+
+    def loop(self) -> dict[str, Any]:
+        """What the loop keeps. Batches of a step that was not taken are handed out again."""
+        at = self.position if self.exchange.step > self.report.step else self._before
+        return {
+            "position": [at.epoch, at.batch],
+            "rows": self.rows,
+            "random": random_states(),
+            "report": self.report.state_dict(),
+        }
+
+    def save(self, wait: bool = True) -> None:
+        """A checkpoint of this step; with `wait` False training goes on while it is written (`torch.distributed.checkpoint.async_save`)."""
+        group, rank = self.checkpoints.group, self.checkpoints.topology.rank
+        head = {"step": self.exchange.step, "rank": rank, "world": self.checkpoints.topology.world}
+
+        def write(folder: Path) -> Any:
+            live, writer = tensors_of(self.model, self.optimizer), HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
+            if rank == 0:
+                inner(self.model).config.save_pretrained(folder)
+                (folder / "facts.json").write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+            if wait:
+                dcp.save(live, storage_writer=writer, process_group=group)
+                save_exchange(folder / "exchange", self.exchange)
+                write_part(folder / "loop", f"rank{rank}", head, self.loop())
+                return None
+            under_way, state, loop = dcp.async_save(live, storage_writer=writer, process_group=group), snapshot(self.exchange), self.loop()
+            loop = copied(loop)
+
+            def rest() -> None:
+                state.write(folder / "exchange")
+                write_part(folder / "loop", f"rank{rank}", head, loop)
+                under_way.result()
+
+            return rest
+
+        self.step_ended()
+        self.checkpoints.save(self.exchange.step, write, wait)
+
+    def emergency(self) -> None:
+        """This rank's own, without collectives (for `guard`)."""
+        step, rank = self.exchange.step, self.checkpoints.topology.rank
+        save_local(self.checkpoints.emergency(step), rank, self.optimizer, self.exchange, self.loop())
+
+    def finish(self) -> None:
+        """The run came to its end: what was left on the way is not for a later resume."""
+        self.checkpoints.forget_emergencies()
+        self.checkpoints.close()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_islands_train_one_model(run_ranks, procs, fsdp):
         assert o["eval"][-1] < o["eval"][0] < 3.3
         assert {"exchange/bytes_sent", "exchange/loss", "exchange/seconds_waiting", "eval_outer_parameters"} <= o["logs"]
     assert [Path(o["folder"]).name for o in out] == ["island0"] * procs + ["island1"] * procs
-    assert out[0]["saved"] == sorted(f"rank{r}.pt" for r in range(procs) for _ in (4, 8))
+    assert out[0]["saved"] == sorted(f"rank{r}.{kind}" for r in range(procs) for _ in (4, 8) for kind in ("json", "safetensors"))
     assert out[0]["run_name"].endswith("-island0") and out[0]["loss"] != out[-1]["loss"]  # rows of their own
 
 
@@ -192,8 +193,8 @@ def test_resume_needs_the_exchanges_state(run_ranks):
     def run(rank):
         script.trainer(rank.folder / "out", one_line("diloco", period=4)).train()
         checkpoint = rank.folder / "out" / f"island{rank.island}" / "checkpoint-4"
-        (checkpoint / "exchange" / "rank0.pt").unlink()
-        with pytest.raises(ValueError, match=r"lacks exchange/rank0.pt: it was saved without the exchange.*fresh=True"):
+        shutil.rmtree(checkpoint / "exchange")
+        with pytest.raises(ValueError, match=r"was saved without the exchange.*fresh=True"):
             script.trainer(rank.folder / "out", one_line("diloco", period=4)).train(resume_from_checkpoint=str(checkpoint))
         trained = script.trainer(rank.folder / "out", one_line("diloco", period=4, fresh=True))
         trained.train(resume_from_checkpoint=str(checkpoint))
@@ -376,7 +377,7 @@ def _wait_for_nobody(rank):
 
 def test_sigterm_twice_stops_one_island(run_ranks, monkeypatch):
     """Told once more, an island saves and leaves without waiting for the others, which find it gone."""
-    monkeypatch.setattr("fsdp_demo.integrations.trainer.REPEATED", 0.0)
+    monkeypatch.setattr("fsdp_demo.integrations.trainer_stop.REPEATED", 0.0)
 
     class Term(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -394,4 +395,5 @@ def test_sigterm_twice_stops_one_island(run_ranks, monkeypatch):
         return trained.state.global_step, sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
 
     stays, leaves = run_ranks(run, islands=2, procs=1)
-    assert leaves == (5, ["checkpoint-4", "checkpoint-5"]) and stays == (9, ["checkpoint-4", "checkpoint-8"])
+    # The other notices at the exchange of step 10, whose local step it has taken.
+    assert leaves == (5, ["checkpoint-4", "checkpoint-5"]) and stays == (10, ["checkpoint-10", "checkpoint-4", "checkpoint-8"])

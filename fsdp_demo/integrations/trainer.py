@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as hf_logging
@@ -38,12 +35,11 @@ from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
 from .trainer_evaluation import Evaluations
-from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, refuse_mixed, separate, topology_of
-from .trainer_state import find_checkpoint, load_state, save_state
+from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
+from .trainer_state import Rotation, find_checkpoint, open_state, restore_local, save_state
+from .trainer_stop import Stops
 
 log = logging.getLogger("fsdp_demo")
-
-REPEATED = 5.0  # seconds within which a second SIGTERM is the same one, from the launcher
 
 __all__ = ["ExchangeCallback", "exchange_optimizer", "has_own_optimizer"]
 
@@ -81,14 +77,15 @@ class ExchangeCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._active = False
         self._limit: float | None = None
+        self._kept_total: int | None = None
+        self._rotation: Rotation | None = None
         self._resume: str | bool | None = None
+        self._stops = Stops(lambda: self._live, self._warn)
         self._reset()
 
     def _reset(self) -> None:
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
-        self._ending = self._asked = self._kept = False
-        self._terminated: float | None = None
         self._steps_in_epoch = 0
 
     # ---- before training --------------------------------------------------------------------------------------
@@ -113,7 +110,7 @@ class ExchangeCallback(TrainerCallback):
         if self._topology.kind == "islands":
             separate(trainer, self._topology)
         if self._topology.kind == "mesh":
-            quieten(trainer, self.config)
+            quieten(trainer)
         for name in ("train", "training_step", "evaluation_loop", "log"):
             original = getattr(trainer, name)
             setattr(trainer, name, functools.wraps(original)(functools.partial(getattr(self, f"_{name}"), original)))
@@ -141,7 +138,6 @@ class ExchangeCallback(TrainerCallback):
         config, args.max_grad_norm = clipping(self.config, args.max_grad_norm)
         facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")}}
         facts |= {"optimizer": described(trainer.optimizer), "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs), "at": state.global_step}
-        refuse_mixed(self._topology, config, state.global_step)
         self.exchange = exchange = attach(
             trainer.optimizer,
             config,
@@ -149,22 +145,26 @@ class ExchangeCallback(TrainerCallback):
             topology=self._topology,
             agree=facts | Evaluations.facts(trainer),
             step=state.global_step,
-            state=self._saved(args, state) if state.global_step else None,
+            state=open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step else None,
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
         )
         if exchange.step != state.global_step:
             raise ValueError(
                 f"{self._topology.name} resumes at step {state.global_step}, another island at {exchange.step}: resume all from one step"
             )
+        if state.global_step and not self._fresh:
+            restore_local(self._checkpoint(args, state), exchange)
+        if self._topology.kind == "islands" and args.process_index == 0:
+            self._rotation = Rotation(Path(args.output_dir), self._topology, args.save_total_limit)
+        self._kept_total, args.save_total_limit = args.save_total_limit, None if self._topology.kind == "islands" else args.save_total_limit
         exchange.raises_stopped = False
         self._evaluations = Evaluations(exchange, trainer)
         self._first = FirstBatches(exchange, trainer.train_dataset)
 
-    def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
-        """The exchange's state in the checkpoint that the Trainer has loaded."""
+    def _checkpoint(self, args: Any, state: Any) -> Path:
+        """The folder that the Trainer has loaded."""
         last = get_last_checkpoint(args.output_dir) or f"{args.output_dir}/checkpoint-{state.global_step}"
-        where = self._resume if isinstance(self._resume, str) else last
-        return load_state(where, args.process_index, self._topology, self._fresh)
+        return Path(self._resume if isinstance(self._resume, str) else last)
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
@@ -192,14 +192,10 @@ class ExchangeCallback(TrainerCallback):
         if state.global_step >= state.max_steps:
             self._finish()
         elif exchange.stopped:
-            self._ending = control.should_training_stop = True
-            control.should_save |= args.save_strategy != "no"
-            saved = f"saved as checkpoint-{state.global_step}" if control.should_save else "not saved (save_strategy='no')"
-            who = "all islands stop" if self._topology.islands > 1 and not exchange.stopped_alone else "this island stops"
-            self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
-        elif exchange.heard and not self._kept and args.save_strategy != "no" and self._topology.kind == "islands":
-            self._kept = control.should_save = True
-        self._hold(state, control)
+            self._stops.end(exchange, args, state, control)
+        else:
+            self._stops.keep(exchange, args, control)
+        self._stops.hold(control)
         if control.should_log:
             self._count()
 
@@ -211,63 +207,38 @@ class ExchangeCallback(TrainerCallback):
     def _finish(self) -> None:
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model that all islands hold."""
         assert self.exchange is not None
-        self._ending = True
+        self._stops.ending = True
         self.exchange.finish(close=False)
         self._count()
         if not self._evaluations.agreed:
             self.exchange.finish()
-
-    def _hold(self, state: Any, control: Any) -> None:
-        """A wish to stop (early stopping, a time limit) takes effect when all islands have heard it."""
-        if self._live is None or self._ending or not control.should_training_stop or self._topology.islands == 1:
-            return
-        control.should_training_stop = False
-        self._ask_to_stop("a callback")
-
-    def _ask_to_stop(self, who: str) -> None:
-        if self._live is not None and not self._asked:
-            self._asked = True
-            self._live.request_stop(together=True)
-            after = f"all islands do when the exchange of step {self._live.next_exchange() + 1} has been applied"
-            self._warn(f"{who} asks to stop: {after if self._topology.islands > 1 else 'training ends after the next step'}")
-
-    def _terminate(self, old: Any) -> None:
-        """SIGTERM: the next exchange may be further away than the patience of whoever sent it, so this island saves after its next step;
-        told once more, it stops without the others. Without an exchange, or told a third time, what was there before handles it. Launchers
-        pass on what the process group has got already: a repetition within seconds says nothing new."""
-        now, before = time.monotonic(), self._terminated
-        self._terminated = now
-        if before is not None and now - before < REPEATED:
-            return
-        if self._live is None or self._live.told > 1.0:
-            signal.signal(signal.SIGTERM, old)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        self._live.told += 1.0
-        if self._live.told > 1.0:
-            self._live.request_stop()
-            self._warn("SIGTERM once more: this island stops after its next step, the others will find it gone")
-        else:
-            self._ask_to_stop("SIGTERM")
 
     def _warn(self, text: str) -> None:
         if self._trainer is not None and self._trainer.args.process_index == 0:
             log.warning("%s: %s", self._topology.name, text)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hold(state, control)
+        self._stops.hold(control)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hold(state, control)
+        self._stops.hold(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hold(state, control)
+        self._stops.hold(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """This rank's part of the exchange, beside the Trainer's own files."""
         if self.exchange is not None:
-            save_state(f"{args.output_dir}/checkpoint-{state.global_step}", args.process_index, self.exchange)
-        self._hold(state, control)
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            save_state(checkpoint, self.exchange)
+            config = getattr(kwargs.get("model"), "config", None)
+            if args.should_save and config is not None and not (checkpoint / "config.json").exists():
+                config.save_pretrained(checkpoint)  # a sharded checkpoint has none, `fsdp-demo export` needs it
+            if self._topology.world > 1:
+                dist.barrier(self._topology.group)  # rank 0 counts the parts
+            if self._rotation is not None:
+                self._rotation.saved(state.best_model_checkpoint)
+        self._stops.hold(control)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps_in_epoch = 0
@@ -278,14 +249,14 @@ class ExchangeCallback(TrainerCallback):
             return
         if control.should_log:
             self._count()
-        if self._ending:
+        if self._stops.ending:
             control.should_save = False  # the checkpoint of this step, before the last exchange, is the one to resume from
             if self._live.stopped_alone and self._topology.islands > 1:
                 self._live.detach()
             else:
                 self._finish()
         elif self._steps_in_epoch:  # an epoch without steps: the data are at their end, nothing will be exchanged any more
-            self._hold(state, control)
+            self._stops.hold(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Part from the others: with one model where all have come here at the same step, as they do but for data that end early."""
@@ -303,6 +274,10 @@ class ExchangeCallback(TrainerCallback):
     def _give_back(self, args: Any) -> None:
         if self._limit is not None:
             args.max_grad_norm, self._limit = self._limit, None
+            args.save_total_limit = self._kept_total
+        if self._rotation is not None:
+            self._rotation.close()
+            self._rotation = None
 
     # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
 
@@ -313,18 +288,18 @@ class ExchangeCallback(TrainerCallback):
             raise ValueError(
                 "hyperparameter_search beside an exchange: trials of islands would differ; search on one island, without the callback"
             )
-        where = find_checkpoint(resume_from_checkpoint, str(trainer.args.output_dir), self._topology.kind == "islands")
+        where = find_checkpoint(resume_from_checkpoint, Path(str(trainer.args.output_dir)), self._topology, self._fresh)
         resume_from_checkpoint = self._resume = where
+        self._stops = Stops(lambda: self._live, self._warn)
         try:
-            with self._sigterm(trainer.args):
+            with self._stops.sigterm(trainer.args):
                 return original(resume_from_checkpoint, *args, **kwargs)
-        except (PeerLost, WireError):
-            log.error(
-                "%s: lost at step %d. Start all islands again under a new ISLAND_RUN with trainer.train(resume_from_checkpoint=True); "
-                "the last checkpoint here is %s",
-                self._topology.name,
-                trainer.state.global_step,
-                get_last_checkpoint(trainer.args.output_dir) or "none",
+        except (PeerLost, WireError) as error:
+            self._warn(f"{error}")
+            self._save_lost(trainer)
+            last = get_last_checkpoint(trainer.args.output_dir) or "none"
+            self._warn(
+                f"the last checkpoint here is {last}; start all islands again, ISLAND_RUN new, with resume_from_checkpoint=True (auto)"
             )
             raise
         finally:
@@ -332,18 +307,17 @@ class ExchangeCallback(TrainerCallback):
             if self.exchange is not None and not self.exchange.closed:  # an error: let the others see at once that this island is gone
                 self.exchange.detach()
 
-    @contextmanager
-    def _sigterm(self, args: Any) -> Iterator[None]:
-        """SIGTERM is a wish to stop; not where the Trainer handles it (`enable_jit_checkpoint`), whose wish comes through its control."""
-        if threading.current_thread() is not threading.main_thread() or getattr(args, "enable_jit_checkpoint", False):
-            yield
+    def _save_lost(self, trainer: Any) -> None:
+        """A checkpoint of where a peer was lost: all ranks of this island are here, and what was under way counts as not sent."""
+        args, state, exchange = trainer.args, trainer.state, self.exchange
+        if exchange is None or args.save_strategy == "no" or self._topology.kind == "mesh":
             return
-        old = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *_: self._terminate(old))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, old)
+        if exchange.step == state.global_step + 1:  # the local step was taken: end it as the Trainer would have
+            trainer.lr_scheduler.step()
+            state.global_step += 1
+        if not (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "trainer_state.json").exists():
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if (exchange := self._live) is None:

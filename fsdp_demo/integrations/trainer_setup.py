@@ -141,7 +141,7 @@ def _separate_arguments(args: Any, topology: Topology) -> None:
         log.warning("%s: output_dir is %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
 
 
-def quieten(trainer: Trainer, exchange_config: ExchangeConfig) -> None:
+def quieten(trainer: Trainer) -> None:
     """In a mesh, switch off what the Trainer sends between nodes at every step, and report what it goes on sending now and then."""
     args, loader = trainer.args, trainer.accelerator.dataloader_config
     if args.average_tokens_across_devices:
@@ -157,19 +157,6 @@ def quieten(trainer: Trainer, exchange_config: ExchangeConfig) -> None:
     if args.include_num_input_tokens_seen not in ("no", False):
         rest.append(f"tokens at every micro-batch (set include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} to 'no')")
     log.info("the Trainer itself still gathers over all nodes: %s", "; ".join(rest))
-    if any(not c.before_step for c in exchange_config.channels) and args.save_strategy != "no":
-        log.warning(
-            "replicas of preset %r differ, a checkpoint of a mesh mixes them and cannot be resumed: use islands", exchange_config.preset
-        )
-
-
-def refuse_mixed(topology: Topology, config: ExchangeConfig, step: int) -> None:
-    """Raise ValueError where a run would go on from a mixture: in a mesh torch's checkpoints hold each tensor once, from any replica."""
-    if topology.kind == "mesh" and step and any(not c.before_step for c in config.channels):
-        raise ValueError(
-            f"resume at step {step} in a mesh: the checkpoint mixes parameters and optimizer states of replicas, which differ under preset "
-            f"{config.preset!r}. Run it as islands, whose checkpoints are their own; gradient presets (demo, full) do resume in a mesh"
-        )
 
 
 def check_best(exchange: Exchange, args: Any, steps: range) -> None:

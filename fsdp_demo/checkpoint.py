@@ -1,0 +1,263 @@
+"""The exchange's state on disk, one part (`parts.py`) per rank: `FOLDER/rank<r>.json` and `FOLDER/rank<r>.safetensors`.
+
+The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and how the model lay.
+
+Format 1. Format 0 was `FOLDER/rank<r>.pt`, of the first releases under the Trainer; it loads for the same islands and ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .parts import FRESH, OTHER, copied, crc32, read_head, read_part, write_part
+from .retention import Checkpoints
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+
+__all__ = ["Checkpoints", "Saved", "Snapshot", "crc32", "describe", "open_exchange", "save_exchange", "snapshot"]
+
+PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "lanes")  # of a head: with equal ones a state is taken as it is
+
+
+def describe(exchange: Exchange) -> dict[str, Any]:
+    """The head of this rank's part: everything but format, package and file."""
+    topology, place = exchange.topology, exchange.channels[0].position
+    return {
+        "step": exchange.step,
+        "preset": exchange.config.preset,
+        "config": exchange.config.to_dict(),
+        "digest": exchange.config.digest(),
+        "kind": topology.kind,
+        "island": topology.island,
+        "islands": topology.islands,
+        "name": topology.name,
+        "run": topology.run,
+        "rank": topology.rank,
+        "world": topology.world,
+        **vars(place),
+        "lanes": exchange.channels[0].lanes,
+        "torch": torch.__version__,
+        "parameters": [
+            {"name": s.name, "global_shape": s.global_shape, "shape": s.shape, "dtype": str(s.dtype)[len("torch.") :], "frozen": s.frozen}
+            for s in exchange.shards.shards
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of one rank's state in host memory, to be written while training goes on."""
+
+    head: dict[str, Any]
+    tree: Any
+
+    def write(self, folder: Path) -> None:
+        """As `save_exchange`."""
+        write_part(folder, f"rank{self.head['rank']}", self.head, self.tree)
+
+
+def snapshot(exchange: Exchange) -> Snapshot:
+    """Copy this rank's state (what is in flight is waited for). No collectives."""
+    return Snapshot(describe(exchange), copied(exchange.state_dict()))
+
+
+def save_exchange(folder: Path, exchange: Exchange) -> None:
+    """Write this rank's part of an exchange's state into `folder`, one folder per replica. No collectives.
+
+    What is in flight is waited for and saved with it, to be applied at its own step.
+    """
+    Snapshot(describe(exchange), exchange.state_dict()).write(Path(folder))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Parts of an exchange's state on disk: of one replica or of several; only the heads have been read.
+
+    Attributes:
+        folders: where they lie.
+        heads: of all parts, ordered by island and rank.
+    """
+
+    folders: tuple[Path, ...]
+    heads: list[dict[str, Any]]
+    paths: dict[tuple[int, int], Path] = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return int(self.heads[0]["step"])
+
+    @property
+    def islands(self) -> list[int]:
+        """The replicas of which parts are here."""
+        return sorted({h["island"] for h in self.heads})
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """(island, rank) of the parts that replicas found here also wrote, or should have."""
+        sizes = {h["island"]: h["world"] for h in self.heads}
+        return [(i, r) for i, world in sizes.items() for r in range(world) if (i, r) not in self.paths]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every replica found here is here with all its ranks."""
+        return not self.missing
+
+    def head(self, rank: int, island: int | None = None) -> dict[str, Any]:
+        """The head of one part; `island` may be left out where only one is here.
+
+        Raises:
+            ValueError: that part is not here.
+        """
+        island = self._island(island)
+        for h in self.heads:
+            if (h["island"], h["rank"]) == (island, rank):
+                return h
+        have = [h["rank"] for h in self.heads if h["island"] == island]
+        raise ValueError(
+            f"{self._where()} lacks the part of island {island}, rank {rank} (has ranks {have}): it was saved by fewer ranks, or a file is "
+            f"lost; {OTHER}, {FRESH}"
+        )
+
+    def state(self, rank: int, island: int | None = None) -> dict[str, Any]:
+        """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU).
+
+        Raises:
+            ValueError: the part is missing, cut or damaged.
+        """
+        head = self.head(rank, island)
+        path = self.paths[head["island"], rank]
+        if head["format"] == 0:
+            return dict(_load_format0(path)["state"])
+        state: dict[str, Any] = read_part(path)[1]
+        return state
+
+    def state_for(self, exchange: Exchange) -> dict[str, Any]:
+        """The state of `exchange`'s rank: as it was saved if it stands where it stood, else converted to its numbers.
+
+        Raises:
+            ValueError: another preset or model; parts that are missing or damaged; format 0 with other numbers.
+        """
+        mine = describe(exchange)
+        self._check_kin(mine)
+        island, rank = mine["island"], mine["rank"]
+        head = next((h for h in self.heads if (h["island"], h["rank"]) == (island, rank)), None)
+        if head is not None and all(head.get(k) in (mine[k], None) for k in PLACE) and _shapes(head) in (_shapes(mine), None):
+            return self.state(rank, island)
+        first = self.heads[0]
+        if first["format"] == 0:
+            raise ValueError(
+                f"{self._where()} has format 0, which loads only on the same islands and ranks (saved: island {first['island']} of "
+                f"{first['islands']}): resume it so once and save again, {FRESH}"
+            )
+        if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "lanes")) and island in self.islands:
+            self.head(rank, island)  # the numbers are those of this run: the part itself is missing
+        from .resharding import convert
+
+        converted: dict[str, Any] = convert(self, exchange)
+        return converted
+
+    def _check_kin(self, mine: Mapping[str, Any]) -> None:
+        """Refuse another preset, and another model."""
+        for h in self.heads:
+            if h["format"] == 0:
+                continue
+            if h["preset"] != mine["preset"]:
+                raise ValueError(
+                    f"{self._where()} was saved by preset {h['preset']!r}, this run has {mine['preset']!r}: give the same preset, {FRESH}"
+                )
+            theirs, ours = ({p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine))
+            if theirs != ours:
+                name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
+                there, here = (x.get(name, "absent") for x in (theirs, ours))
+                raise ValueError(
+                    f"{self._where()} belongs to another model: {name} is {there} there, {here} here ({len(theirs)} tensors there, "
+                    f"{len(ours)} here): give the model it was saved with, {FRESH}"
+                )
+
+    def _island(self, island: int | None) -> int:
+        if island is None and len(self.islands) > 1:
+            raise ValueError(f"{self._where()} holds parts of islands {self.islands}: say of which one")
+        return self.islands[0] if island is None else island
+
+    def _where(self) -> str:
+        return ", ".join(str(f) for f in self.folders)
+
+
+def open_exchange(*folders: Path | str) -> Saved:
+    """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a mesh).
+
+    Raises:
+        ValueError: no parts; parts that are half-written, damaged, of a newer format, or of different steps.
+    """
+    places: list[Path] = []
+    for folder in map(Path, folders):
+        found = [folder, *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else [])]
+        places += [f for f in found if f.is_dir() and any(_NAME.fullmatch(p.name) for p in f.iterdir())]
+    paths = [p for f in places for p in _parts(f)]
+    if not paths:
+        where = ", ".join(map(str, folders))
+        half = sorted(p.name for f in map(Path, folders) if f.is_dir() for p in f.glob("rank*"))
+        what = f"only unfinished files ({', '.join(half[:4])})" if half else "no part of an exchange's state (rank0.json, ...)"
+        raise ValueError(f"{where} holds {what}: it was saved without an exchange, or the save was cut off; {OTHER}, {FRESH}")
+    new = [(p, read_head(p)[0]) for p in paths if p.suffix == ".json"]
+    return _saved(tuple(places), new + _format0(p for p in paths if p.suffix == ".pt"))
+
+
+def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) -> Saved:
+    """Order the parts; they must be of one checkpoint."""
+    where = ", ".join(map(str, folders))
+    heads = sorted((h for _, h in parts), key=lambda h: (h["island"], h["rank"]))
+    paths = {(h["island"], h["rank"]): p for p, h in parts}
+    if len(paths) < len(parts):
+        twice = sorted({k for k in paths if sum((h["island"], h["rank"]) == k for h in heads) > 1})
+        raise ValueError(f"{where}: (island, rank) {twice[:4]} are there more than once: name the folders of one checkpoint")
+    steps = sorted({h["step"] for h in heads})
+    if len(steps) > 1:
+        raise ValueError(f"{where}: parts of different steps {steps}: name the folders of one checkpoint")
+    return Saved(folders, heads, paths)
+
+
+_NAME = re.compile(r"rank(\d+)\.(json|pt)")
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Parts by rank; a json is preferred to the same rank's .pt of the old format."""
+    by_rank: dict[int, Path] = {}
+    for path in sorted(folder.iterdir(), reverse=True):  # .pt before .json
+        if match := _NAME.fullmatch(path.name):
+            by_rank[int(match[1])] = path
+    return list(by_rank.values())
+
+
+def _format0(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Parts of format 0 with what is known of a head. In a mesh the files of all islands lie together, numbered over the world."""
+    contents = sorted(((int(p.stem.removeprefix("rank")), p, _load_format0(p)) for p in paths), key=lambda found: found[0])
+    places = [content["island"] for _, _, content in contents]
+    out = []
+    for i, (number, path, content) in enumerate(contents):
+        island, state = places[i], content["state"]
+        rank = number if len(set(places)) == 1 else places[:i].count(island)
+        known = {"island": island, "islands": content["islands"], "rank": rank, "world": max(places.count(island), rank + 1)}
+        out.append((path, {"format": 0, "step": state["step"], "digest": state["digest"], "preset": None, **known}))
+    return out
+
+
+def _load_format0(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content["state"]["digest"], content["islands"]
+    except Exception as error:  # torch raises whatever the bytes lead it to
+        raise ValueError(f"{path} is no state of format 0 that can be read ({error!r:.80}): {OTHER}, {FRESH}") from None
+    return content
+
+
+def _shapes(head: Mapping[str, Any]) -> list[tuple[int, ...]] | None:
+    return [tuple(p["shape"]) for p in head["parameters"]] if "parameters" in head else None

@@ -1,0 +1,145 @@
+"""A run's parameters from its checkpoints alone: model files in the forms that loops write, anchors from exchange states."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, StorageReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..blocks import Layout
+from ..checkpoint import Saved
+from ..config import ExchangeConfig
+from ..fragments import expand
+from ..parts import read_part
+from ..patterns import covers, kind
+from ..shards import plain_name
+
+FULL, SHARDED = "pytorch_model_fsdp.bin", ".metadata"
+
+
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors in a checkpoint folder by plain name, on the CPU: safetensors, a distributed checkpoint, or FSDP's one file."""
+    from safetensors.torch import load_file
+
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        found = {name: t for file in files for name, t in load_file(folder / file).items()}
+    elif single.is_file():
+        found = load_file(single)
+    elif (folder / FULL).is_file():
+        found = torch.load(folder / FULL, map_location="cpu", weights_only=True)
+    elif any((folder / "model").glob("*.safetensors")):
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        found = _read_distributed(HuggingFaceStorageReader(str(folder / "model")))
+    else:
+        metadata = sorted(folder.glob(f"*/{SHARDED}"), key=lambda path: "optim" in path.parent.name)
+        if not metadata:
+            raise ValueError(f"{folder} holds no model: looked for model.safetensors, {FULL}, model/*.safetensors and */{SHARDED}")
+        found = _read_distributed(FileSystemReader(str(metadata[0].parent)))
+    return {plain_name(name): tensor for name, tensor in found.items()}
+
+
+def _read_distributed(reader: StorageReader) -> dict[str, Tensor]:
+    """The tensors of a model in a distributed checkpoint, `model.NAME` beside others or `NAME` alone."""
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
+    marked = {k: v for k, v in tensors.items() if k.startswith("model.")}
+    nested = len(marked) == len(tensors) or any(k.startswith(("optimizer.", "optim.")) for k in entries)
+    state: dict[str, Any] = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in (marked if nested else tensors).items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads all
+        load(state, storage_reader=reader, no_dist=True)
+    return {k.removeprefix("model.") if nested else k: v for k, v in state.items()}
+
+
+def outer_tensors(which: str, parts: Sequence[tuple[Path, Saved, int]]) -> dict[str, Tensor]:
+    """Whole tensors by plain name: the model of the first checkpoint, its parameters replaced by anchors or by the mean.
+
+    Args:
+        which: "anchor", "mean", "replica" or "parameters" (equal everywhere).
+        parts: checkpoint folder, exchange state and number of each island that is needed.
+    """
+    folder, saved, island = parts[0]
+    if which in ("mean", "replica"):
+        frozen = {p["name"] for p in saved.heads[0]["parameters"] if p["frozen"]}
+        return average((replica(*part) for part in parts), frozen)
+    tensors = read_model(folder)
+    if which == "anchor":
+        for name, anchor in anchors(saved, island).items():
+            tensors[name] = anchor.to(tensors[name].dtype if name in tensors else anchor.dtype)
+    return tensors
+
+
+def replica(folder: Path, saved: Saved, island: int) -> dict[str, Tensor]:
+    """The model as one island held it. In a mesh the model file mixes the replicas: their parameters lie beside the exchange states."""
+    tensors = read_model(folder)
+    if len(saved.islands) == 1:
+        return tensors
+    local: dict[str, list[Tensor]] = {}
+    heads = sorted((h for h in saved.heads if h["island"] == island and h["copy"] == 0), key=lambda h: int(h["shard"]))
+    for head in heads:
+        path = saved.paths[island, head["rank"]].with_name(f"local{head['rank']}.json")
+        if not path.exists():
+            raise ValueError(f"{folder} is of a mesh, its model file mixes replicas that differ, and {path} is missing: take another step")
+        for p, tensor in zip(head["parameters"], read_part(path)[1]["parameters"], strict=True):
+            local.setdefault(p["name"], []).append(tensor)
+    return tensors | {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"]}
+
+
+def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
+    """The anchors of the delta channels as whole fp32 tensors by name, from the parts of one island."""
+    heads = sorted((h for h in saved.heads if h["island"] == island and h["copy"] < h["lanes"]), key=lambda h: int(h["shard"]))
+    config = ExchangeConfig.from_dict(heads[0]["config"])
+    channels = [c for c in expand(config, [p["name"] for p in heads[0]["parameters"] if not p["frozen"]]) if c.source == "delta"]
+    local: dict[str, list[Tensor]] = {}  # name -> by shard
+    for shard, head in ((int(h["shard"]), h) for h in heads):
+        kept = saved.state(head["rank"], island)["channels"]
+        for channel in channels:
+            mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
+            for p in mine:
+                parts = local.setdefault(p["name"], [])
+                if len(parts) == shard:
+                    parts.append(torch.empty(p["shape"]))
+            layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["lanes"])
+            layout.unpack(kept[channel.name]["anchor"], [local[p["name"]][shard] for p in mine])  # the lanes fill a shard together
+    return {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"] if p["name"] in local}
+
+
+def _whole(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """A tensor from its shards, cut along dim 0 as FSDP2 does, or the same on every rank."""
+    if all(list(part.shape) == list(shape) for part in parts):
+        return parts[0]
+    whole = torch.cat(list(parts))
+    if list(whole.shape) != list(shape):
+        raise ValueError(f"shards {[tuple(p.shape) for p in parts]} do not join to {tuple(shape)}: only shards along dim 0 can be exported")
+    return whole
+
+
+def average(replicas: Iterable[dict[str, Tensor]], frozen: set[str]) -> dict[str, Tensor]:
+    """The mean of floating-point tensors, in fp32; frozen and integer ones are those of the first replica, equal ones stay as they are."""
+    every = iter(replicas)
+    first, count = next(every), 1
+    total: dict[str, Tensor] = {}
+    differ: set[str] = set()
+    for tensors in every:
+        count += 1
+        for name, own in first.items():
+            other = tensors.get(name)
+            if other is None or own.shape != other.shape:
+                there = "absent" if other is None else tuple(other.shape)
+                raise ValueError(f"{name} is {tuple(own.shape)} on one island, {there} on another: these are not replicas of one model")
+            if name in frozen or not own.is_floating_point():
+                continue
+            total[name] = total.get(name, own.float()) + other.float()
+            if not torch.equal(own, other):
+                differ.add(name)
+    return first | {name: (total[name] / count).to(first[name].dtype) for name in differ}
