@@ -79,12 +79,12 @@ class Checkpoints:
 
     def complete(self) -> list[int]:
         """The steps of the checkpoints whose manifest is there and fits the sizes of the files."""
-        return [s for s in _steps(self.root, "checkpoint") if not _misfits(self.path(s))]
+        return [s for s in _steps(self.root, "checkpoint") if not misfits(self.path(s))]
 
     def _readable(self) -> list[int]:
         """`complete()`; those that are not are named in the log, and those of a newer release refused."""
         for step in _steps(self.root, "checkpoint"):
-            why = _misfits(self.path(step))
+            why = misfits(self.path(step))
             if why.startswith(NEWER):
                 raise ValueError(f"{self.path(step)}: {why}: install that release, or move this folder away")
             if why:
@@ -255,7 +255,15 @@ class Checkpoints:
             )
         step = max(common) if common else max(set.union(*every))
         self.common = step if step in self.complete() else -1
+        self._from_first(lambda: self._put_aside(step))
         return step
+
+    def _put_aside(self, step: int) -> None:
+        """What is newer than the step all go on from belongs to a life that ends here, and must not count as held."""
+        for folder in [self.path(s) for s in _steps(self.root, "checkpoint") if s > step]:
+            _remove(folder)
+        for folder in [self.emergency(s) for s in _steps(self.root, "emergency") if s > step]:
+            _remove(folder)
 
     def holds(self, step: int) -> str:
         """What this replica has of `step`: "checkpoint", "emergency" or "" (all ranks come together)."""
@@ -305,7 +313,16 @@ def _steps(root: Path, kind: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _misfits(folder: Path) -> str:
+def seal_sizes(folder: Path, step: int) -> None:
+    """Write the manifest of a checkpoint whose files somebody else has written: sizes only, since checksums would read all again."""
+    found = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    files = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "crc32": None} for p in found}
+    files.pop(MANIFEST, None)
+    content = {"version": VERSION, "package": __version__, "step": step, "files": files}
+    in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
+
+
+def misfits(folder: Path) -> str:
     """Why a checkpoint is not complete; empty if it is."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

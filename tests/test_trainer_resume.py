@@ -1,5 +1,6 @@
 """Stop and resume under the Trainer: bit for bit with the same numbers, without a jump with others, from a step that all islands hold."""
 
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer, has_own_optimizer  # noqa: E402
+from fsdp_demo.integrations.trainer_state import whole_steps  # noqa: E402
 
 from . import trainer_script as script  # noqa: E402
 from .test_trainer import history, one_line, quiet  # noqa: E402, F401
@@ -125,7 +127,11 @@ def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
     at = tmp_path / "out" / ("checkpoint-6" if islands > 1 else "island0/checkpoint-6")
 
     def run(rank, resume):
-        trained = script.trainer(tmp_path / "out", extra(preset, changes), **settings)
+        fresh = resume and islands == 1 and preset != "demo"  # alone such a preset exchanges nothing
+        if fresh:
+            with pytest.raises(ValueError, match=r"was saved by several islands; alone preset .* exchanges nothing.*fresh=True"):
+                script.trainer(tmp_path / "out", extra(preset, changes), **settings).train(resume_from_checkpoint=str(at))
+        trained = script.trainer(tmp_path / "out", extra(preset, changes, fresh=fresh), **settings)
         trained.train(resume_from_checkpoint=str(at) if resume else None)
         return history(trained, "eval_loss"), script.parameters(trained), history(trained, "loss")
 
@@ -134,3 +140,29 @@ def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
     whole, resumed = before[0][0], after[0][0]
     assert len(whole) == 6 and resumed[-3] < whole[3] + 0.05 and resumed[-1] < whole[2] + 0.02
     assert all(torch.equal(o[1], after[0][1]) for o in after)
+
+
+def test_what_is_newer_than_the_resumed_step_counts_no_more(run_ranks):
+    """Resume from an older path: the abandoned branch must neither be resumed later nor make rotation delete the new one."""
+
+    def run(rank):
+        settings = {"eval_strategy": "no", "save_total_limit": 2}
+
+        def train(**changes):
+            trained = script.trainer(
+                rank.folder / "out", extra("diloco", {"period": 3}), **settings, **{k: v for k, v in changes.items() if k != "at"}
+            )
+            trained.train(resume_from_checkpoint=changes.get("at"))
+            return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
+
+        train(max_steps=12, save_steps=4)
+        kept = train(max_steps=10, save_steps=2, at=str(rank.folder / "out" / "checkpoint-8"))
+        mine = rank.folder / "out" / f"island{rank.island}"
+        whole = json.loads((mine / "checkpoint-10" / "manifest.json").read_text())
+        with open(mine / "checkpoint-10" / "model.safetensors", "r+b") as file:
+            file.truncate(100)  # a torn model file
+        return kept, sorted(whole["files"])[:2], whole_steps(mine)
+
+    for kept, files, steps in run_ranks(run, islands=2, procs=1):
+        assert "checkpoint-10" in kept and "checkpoint-12.superseded" in kept and "checkpoint-12" not in kept
+        assert files == ["config.json", "exchange/rank0.json"] and 10 not in steps and 8 in steps

@@ -31,12 +31,13 @@ from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..inner import base_optimizer
 from ..loading import load_config
+from ..retention import seal_sizes
 from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
 from .trainer_evaluation import Evaluations
 from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
-from .trainer_state import Rotation, find_checkpoint, open_state, restore_local, save_state
+from .trainer_state import Rotation, find_checkpoint, open_state, put_aside, refuse_alone, restore_local, save_state
 from .trainer_stop import Stops
 
 log = logging.getLogger("fsdp_demo")
@@ -105,6 +106,7 @@ class ExchangeCallback(TrainerCallback):
             log.setLevel(hf_logging.get_verbosity() if trainer.args.process_index == 0 else logging.ERROR)
         if not self._active:
             log.info("no peers: preset %r has nothing to exchange, the Trainer runs as it would without it", self.config.preset)
+            self._wrap("train", self._train_alone)
             return
         refuse(trainer, self.config)
         if self._topology.kind == "islands":
@@ -112,8 +114,11 @@ class ExchangeCallback(TrainerCallback):
         if self._topology.kind == "mesh":
             quieten(trainer)
         for name in ("train", "training_step", "evaluation_loop", "log"):
-            original = getattr(trainer, name)
-            setattr(trainer, name, functools.wraps(original)(functools.partial(getattr(self, f"_{name}"), original)))
+            self._wrap(name, getattr(self, f"_{name}"))
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(self._trainer, name)
+        setattr(self._trainer, name, functools.wraps(original)(functools.partial(around, original)))
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer is built: check it, keep this island's files apart."""
@@ -154,6 +159,8 @@ class ExchangeCallback(TrainerCallback):
             )
         if state.global_step and not self._fresh:
             restore_local(self._checkpoint(args, state), exchange)
+        if args.should_save and state.global_step:
+            put_aside(Path(args.output_dir), state.global_step)
         if self._topology.kind == "islands" and args.process_index == 0:
             self._rotation = Rotation(Path(args.output_dir), self._topology, args.save_total_limit)
         self._kept_total, args.save_total_limit = args.save_total_limit, None if self._topology.kind == "islands" else args.save_total_limit
@@ -234,8 +241,10 @@ class ExchangeCallback(TrainerCallback):
             config = getattr(kwargs.get("model"), "config", None)
             if args.should_save and config is not None and not (checkpoint / "config.json").exists():
                 config.save_pretrained(checkpoint)  # a sharded checkpoint has none, `fsdp-demo export` needs it
-            if self._topology.world > 1:
-                dist.barrier(self._topology.group)  # rank 0 counts the parts
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.barrier()  # rank 0 counts the parts: of the island or, in a mesh, of all nodes
+            if args.should_save:
+                seal_sizes(checkpoint, state.global_step)
             if self._rotation is not None:
                 self._rotation.saved(state.best_model_checkpoint)
         self._stops.hold(control)
@@ -280,6 +289,12 @@ class ExchangeCallback(TrainerCallback):
             self._rotation = None
 
     # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
+
+    def _train_alone(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not self._fresh and self._trainer is not None:
+            last = resume_from_checkpoint is True and get_last_checkpoint(self._trainer.args.output_dir)
+            refuse_alone(last or resume_from_checkpoint, self.config.preset)
+        return original(resume_from_checkpoint, *args, **kwargs)
 
     def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer

@@ -20,6 +20,7 @@ from ..checkpoint import Saved, describe, open_exchange, save_exchange
 from ..exchange import Exchange
 from ..parts import read_part, write_part
 from ..replica import fill_replica, replica_tree
+from ..retention import MANIFEST, misfits
 from ..topology import Topology
 from ..transport import PeerLost
 
@@ -51,6 +52,13 @@ def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> Saved | Non
     if topology.kind == "mesh" or (topology.island in saved.islands and saved.heads[0].get("islands") == topology.islands):
         return saved
     beside = sorted(checkpoint.parent.parent.glob(f"*/{checkpoint.name}/exchange"))
+    log.warning(
+        "%s was saved by %d islands, there are %d now: the exchange's state is converted, parameters and optimizer states are those in %s",
+        checkpoint.name,
+        saved.heads[0].get("islands", 0),
+        topology.islands,
+        checkpoint.parent.name,
+    )
     return open_exchange(*beside) if len(beside) > 1 else saved
 
 
@@ -81,7 +89,7 @@ def whole_steps(output_dir: Path) -> list[int]:
     out = []
     for folder in output_dir.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-        if match is None or not (folder / "trainer_state.json").exists():
+        if match is None or not (folder / "trainer_state.json").exists() or (misfits(folder) and (folder / MANIFEST).exists()):
             continue
         try:
             if open_exchange(folder / "exchange").complete:
@@ -89,6 +97,28 @@ def whole_steps(output_dir: Path) -> list[int]:
         except ValueError:
             continue
     return sorted(out)
+
+
+def put_aside(output_dir: Path, step: int) -> None:
+    """On rank 0 of an island that goes on from `step`: what is newer belongs to a life that ends here. It stays, under a name that nobody
+    resumes from and nothing is written over."""
+    for folder in output_dir.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match is not None and int(match[1]) > step:
+            aside = folder.with_name(f"{folder.name}.superseded")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(folder, aside)
+            log.warning("%s is newer than step %d, from which training goes on: now %s", folder, step, aside.name)
+
+
+def refuse_alone(checkpoint: Any, preset: str) -> None:
+    """Raise ValueError where a checkpoint of several islands would go on without peers and without its exchange, unsaid."""
+    if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
+        raise ValueError(
+            f"{checkpoint} was saved by several islands; alone preset {preset!r} exchanges nothing, and outer parameters and momentum would "
+            "be left behind. Go on from this island's own parameters with ExchangeCallback(..., fresh=True), or from those of all by "
+            "`fsdp-demo export RUN OUT`"
+        )
 
 
 def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bool) -> Any:
@@ -156,8 +186,12 @@ class Rotation:
     def saved(self, best: str | None) -> None:
         """After a save: tell the others, delete what is neither among the newest `keep`, nor the best, nor needed to resume together."""
         held = whole_steps(self._folder)
-        self._board.publish(held)
-        others = self._board.others()
+        try:
+            self._board.publish(held)
+            others = self._board.others()
+        except (RuntimeError, PeerLost) as error:  # with the machine of the store gone, say
+            log.warning("the store does not answer, so no checkpoint is removed: %s", str(error).splitlines()[0][:120])
+            return
         if not self._keep:
             return
         common = set(held).intersection(*(set(steps) for steps in others))
