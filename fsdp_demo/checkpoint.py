@@ -208,6 +208,9 @@ def open_exchange(*folders: Path | str) -> Saved:
         what = f"only unfinished files ({', '.join(half[:4])})" if half else "no part of an exchange's state (rank0.json, ...)"
         raise ValueError(f"{where} holds {what}: it was saved without an exchange, or the save was cut off; {OTHER}, {FRESH}")
     new = [(p, read_head(p)[0]) for p in paths if p.suffix == ".json"]
+    for path, head in new:
+        if "island" not in head or "digest" not in head:
+            raise ValueError(f"{path} is no part of an exchange's state: name the folder `exchange` beside it; {OTHER}, {FRESH}")
     return _saved(tuple(places), new + _format0(p for p in paths if p.suffix == ".pt"))
 
 

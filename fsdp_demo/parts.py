@@ -21,7 +21,10 @@ from .version import __version__
 FORMAT = 1
 PIECE = 8 << 20  # bytes per read of a checksum
 OTHER = "resume from another checkpoint"
-FRESH = "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: --fresh-exchange)"
+FRESH = (
+    "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: --fresh-exchange; Trainer: "
+    "ExchangeCallback(..., fresh=True))"
+)
 
 
 def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -94,7 +94,7 @@ class Checkpoints:
     def left(self) -> list[int]:
         """The steps at which this rank has left a whole part of its own."""
         name = f"rank{self.topology.rank}.json"
-        return [s for s in _steps(self.root, "emergency") if _whole(self.emergency(s) / name)]
+        return [s for s in _steps(self.root, "emergency") if _whole(self.emergency(s) / name, self.topology.world)]
 
     def verify(self, step: int) -> None:
         """Compare all checksums of a checkpoint, each rank its share. All ranks of the replica come together.
@@ -175,28 +175,43 @@ class Checkpoints:
             error = e
         if self._any(error is not None):
             raise error or RuntimeError(f"checkpoint of step {step}: another rank could not write; {part} stays unfinished")
+        self._together(part, lambda: self._sum_up(part, rank, world))
+        self._together(part, lambda: self._seal(step, part, world) if rank == 0 else None)
+
+    def _together(self, part: Path, work: Callable[[], Any]) -> None:
+        """Run `work` on every rank; an error of one is raised on all, and none waits for it in a collective."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as e:
+            error = e
+        if self._any(error is not None):
+            raise error or RuntimeError(f"{part}: another rank could not write; it stays unfinished")
+
+    def _sum_up(self, part: Path, rank: int, world: int) -> None:
+        """Sizes and checksums of this rank's share of the files."""
         names = sorted(str(p.relative_to(part)) for p in part.rglob("*") if p.is_file() and not p.name.startswith(".sums"))
         sums = {n: {"bytes": (part / n).stat().st_size, "crc32": crc32(part / n, sync=True)} for n in names[rank::world]}
         in_one_piece(part / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
-        self._any(False)
-        if rank == 0:
-            files: dict[str, Any] = {}
-            for r in range(world):
-                files |= json.loads((part / f".sums{r}").read_text())
-                (part / f".sums{r}").unlink()
-            self._seal(step, part, files)
-            self._rotate()
-        self._any(False)
 
-    def _seal(self, step: int, part: Path, files: Mapping[str, Any]) -> None:
-        """Write the manifest and give the folder its name."""
+    def _seal(self, step: int, part: Path, world: int) -> None:
+        """Write the manifest, give the folder its name, and remove what is not needed any more."""
+        files: dict[str, Any] = {}
+        for r in range(world):
+            files |= json.loads((part / f".sums{r}").read_text())
+            (part / f".sums{r}").unlink()
         content = {"version": VERSION, "package": __version__, "step": step, "files": dict(sorted(files.items()))}
         in_one_piece(part / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
         for folder in {part, *((part / name).parent for name in files)}:
             sync_folder(folder)
-        shutil.rmtree(self.path(step), ignore_errors=True)  # one of this step from before a resume, or damaged
+        old = self.path(step).with_name(f".checkpoint-{step}.old")  # one of this step from before a resume, or damaged
+        if self.path(step).exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.path(step), old)
         os.replace(part, self.path(step))
         sync_folder(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+        self._rotate()
 
     def _rotate(self) -> None:
         """Remove all but the newest `keep` before the newest step that all islands hold. The list is published before anything goes."""
@@ -232,6 +247,7 @@ class Checkpoints:
             ValueError: no step in common; one resumes and another does not; a new run where an old one has left checkpoints.
             PeerLost: islands that did not come in time.
         """
+        self._from_first(self._adopt)
         held, me = self._held(), self.topology
         if held and not resume:
             raise ValueError(
@@ -257,6 +273,21 @@ class Checkpoints:
         self.common = step if step in self.complete() else -1
         self._from_first(lambda: self._put_aside(step))
         return step
+
+    def _adopt(self) -> None:
+        """A save that was cut off between its manifest and its name is whole: give it the name. Other leavings of a killed process go."""
+        for part in self.root.glob(".checkpoint-*.part") if self.root.is_dir() else ():
+            whole = self.root / part.name[1 : -len(".part")]
+            if not misfits(part) and not whole.exists():
+                os.replace(part, whole)
+            else:
+                shutil.rmtree(part, ignore_errors=True)
+        for old in self.root.glob(".checkpoint-*.old") if self.root.is_dir() else ():
+            whole = self.root / old.name[1 : -len(".old")]
+            if not whole.exists() and not misfits(old):
+                os.replace(old, whole)
+            else:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _put_aside(self, step: int) -> None:
         """What is newer than the step all go on from belongs to a life that ends here, and must not count as held."""
@@ -294,7 +325,7 @@ class Checkpoints:
         if self.topology.rank == 0:
             try:
                 value[0] = ask()
-            except (ValueError, PeerLost) as error:
+            except (ValueError, RuntimeError, OSError) as error:  # PeerLost and torch's DistStoreError are RuntimeErrors
                 value = [None, type(error).__name__, str(error)]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
@@ -303,7 +334,7 @@ class Checkpoints:
         dist.broadcast(data, group_src=0, group=self.group)
         got, kind, text = json.loads(bytes(data.tolist()))
         if kind:
-            raise (PeerLost if kind == "PeerLost" else ValueError)(text)
+            raise {"PeerLost": PeerLost, "ValueError": ValueError}.get(kind, RuntimeError)(text)
         return got
 
 
@@ -337,12 +368,12 @@ def misfits(folder: Path) -> str:
     return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
 
 
-def _whole(path: Path) -> bool:
+def _whole(path: Path, world: int) -> bool:
+    """Whether a part that a rank left on its way out is whole, and of an island of as many ranks: others load regular checkpoints."""
     try:
-        read_head(path)
+        return int(read_head(path)[0].get("world", world)) == world
     except (OSError, ValueError):
         return False
-    return True
 
 
 def _remove(folder: Path) -> None:

@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from data import Position, forever
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from fsdp_demo.checkpoint import Checkpoints, Saved, open_exchange, save_exchange, snapshot
+from fsdp_demo.checkpoint import Checkpoints, Saved, Snapshot, describe, open_exchange, save_exchange, snapshot
 from fsdp_demo.inner import materialise
 from fsdp_demo.parts import copied, read_part, write_part
 from fsdp_demo.replica import fill_replica, replica_tree
@@ -279,21 +279,21 @@ class RunState:
 
         def write(folder: Path) -> Any:
             live, writer = tensors_of(self.model, self.optimizer), HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
-            if rank == 0:
-                inner(self.model).config.save_pretrained(folder)
-                (folder / "facts.json").write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+            state = Snapshot(describe(self.exchange), self.exchange.state_dict()) if wait else snapshot(self.exchange)  # waits for flights
+            loop = self.loop() if wait else copied(self.loop())
+            # Collectives first: a rank that cannot write its own files must not leave the others waiting in them.
+            under_way = dcp.async_save(live, storage_writer=writer, process_group=group) if not wait else None
             if wait:
                 dcp.save(live, storage_writer=writer, process_group=group)
-                save_exchange(folder / "exchange", self.exchange)
-                write_part(folder / "loop", f"rank{rank}", head, self.loop())
-                return None
-            under_way, state, loop = dcp.async_save(live, storage_writer=writer, process_group=group), snapshot(self.exchange), self.loop()
-            loop = copied(loop)
 
             def rest() -> None:
+                if under_way is not None:
+                    under_way.result()
+                if rank == 0:
+                    inner(self.model).config.save_pretrained(folder)
+                    (folder / "facts.json").write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
                 state.write(folder / "exchange")
                 write_part(folder / "loop", f"rank{rank}", head, loop)
-                under_way.result()
 
             return rest
 

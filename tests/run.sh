@@ -14,4 +14,5 @@ python=.venv/bin/python
 
 selection=(-m "not slow")
 [ "${FSDP_DEMO_SLOW:-0}" = 1 ] && selection=()
-exec "$python" -m pytest "${selection[@]+"${selection[@]}"}" "$@"
+# Two workers, whole files each: most tests wait for processes of their own. FSDP_DEMO_JOBS=0 runs one after another.
+exec "$python" -m pytest -n "${FSDP_DEMO_JOBS:-2}" --dist loadfile "${selection[@]+"${selection[@]}"}" "$@"

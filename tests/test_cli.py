@@ -155,9 +155,10 @@ def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_p
 @ON_LINUX
 def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
-    script.write_text(WAIT.format(act="signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to end\\n'))\ntime.sleep(60)"))
+    armed = "signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to end\\n'))\nprint('armed', flush=True)\ntime.sleep(60)"
+    script.write_text(WAIT.format(act=armed))
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun")
-    lines_until(process, "] here", 2)
+    lines_until(process, "] armed", 2)
     process.send_signal(signal.SIGINT)
     lines_until(process, "told to end", 2)
     assert process.poll() is None

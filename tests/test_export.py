@@ -338,3 +338,19 @@ def test_the_card_takes_the_numbers_of_its_step(tmp_path):
     assert (at[1]["evaluation loss"], at[1]["bytes sent by an island"]) == ("4.2500", "7 kB in 3 exchanges")
     assert "evaluation loss" not in at[2]
     assert numbers(island / "checkpoint-4", island / "checkpoint-4", 4, True)["evaluation loss"] == "6.2500"
+
+
+def test_metadata_that_names_code_is_not_executed(tmp_path):
+    """`.metadata` of torch's distributed checkpoints is a pickle: only names that a checkpoint of tensors needs are looked up."""
+    import pickle
+
+    from fsdp_demo.integrations.replicas import _PlainReader
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"it names posix.system, which no checkpoint of tensors needs"):
+        _PlainReader(str(tmp_path)).read_metadata()
+    assert not (tmp_path / "executed").exists()

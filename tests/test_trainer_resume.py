@@ -148,11 +148,9 @@ def test_what_is_newer_than_the_resumed_step_counts_no_more(run_ranks):
     def run(rank):
         settings = {"eval_strategy": "no", "save_total_limit": 2}
 
-        def train(**changes):
-            trained = script.trainer(
-                rank.folder / "out", extra("diloco", {"period": 3}), **settings, **{k: v for k, v in changes.items() if k != "at"}
-            )
-            trained.train(resume_from_checkpoint=changes.get("at"))
+        def train(at=None, **changes):
+            trained = script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings, **changes)
+            trained.train(resume_from_checkpoint=at)
             return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
 
         train(max_steps=12, save_steps=4)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ..blocks import Layout
 from ..checkpoint import Saved
@@ -44,8 +46,49 @@ def read_model(folder: Path) -> dict[str, Tensor]:
         metadata = sorted(folder.glob(f"*/{SHARDED}"), key=lambda path: "optim" in path.parent.name)
         if not metadata:
             raise ValueError(f"{folder} holds no model: looked for model.safetensors, {FULL}, model/*.safetensors and */{SHARDED}")
-        found = _read_distributed(FileSystemReader(str(metadata[0].parent)))
+        found = _read_distributed(_PlainReader(str(metadata[0].parent)))
     return {plain_name(name): tensor for name, tensor in found.items()}
+
+
+class _Names(pickle.Unpickler):
+    """Reads the `.metadata` of torch's distributed checkpoints, a pickle, and nothing else: no name outside this list is looked up."""
+
+    PLAIN = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("builtins", "set"),
+        ("pathlib", "PosixPath"),
+    }
+    OWN: dict[str, tuple[str, ...]] = {
+        "torch.distributed.checkpoint.metadata": (),  # all classes defined there
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        names = self.OWN.get(module)
+        if names is not None and "." not in name and (not names or name in names):
+            found = getattr(import_module(module), name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        if (module, name) in self.PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which no checkpoint of tensors needs: do not load it")
+
+
+class _PlainReader(FileSystemReader):
+    """torch's reader, whose `read_metadata` would execute what a pickle says."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / SHARDED
+        with open(path, "rb") as file:
+            try:
+                metadata: Metadata = _Names(file).load()
+            except (ValueError, pickle.UnpicklingError) as error:
+                raise ValueError(f"{path} is no metadata of a distributed checkpoint: {error}") from None
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def _read_distributed(reader: StorageReader) -> dict[str, Tensor]:

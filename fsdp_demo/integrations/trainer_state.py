@@ -33,7 +33,7 @@ def save_state(checkpoint: Path, exchange: Exchange) -> None:
     """Write this rank's part. No collectives."""
     folder = _folder(checkpoint, exchange.topology)
     save_exchange(folder, exchange)
-    if _differs(exchange):
+    if exchange.topology.kind == "mesh" and _differs(exchange):
         write_part(folder, f"local{exchange.topology.rank}", describe(exchange), replica_tree(exchange.optimizers))
 
 
@@ -63,17 +63,27 @@ def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> Saved | Non
 
 
 def restore_local(checkpoint: Path, exchange: Exchange) -> None:
-    """In a mesh put this replica's own parameters and optimizer states in the place of the mixture that the Trainer has loaded."""
-    if not _differs(exchange):
+    """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the place of the mixture that the Trainer has
+    loaded.
+
+    Raises:
+        ValueError: the mesh had other numbers; a checkpoint of islands in a mesh, of which the Trainer has loaded one island's model.
+    """
+    topology, folder = exchange.topology, Path(checkpoint) / "exchange"
+    saved_in_mesh = (folder / "replica0").is_dir()
+    if not _differs(exchange) or (not saved_in_mesh and topology.kind != "mesh"):
         return
-    path = _folder(checkpoint, exchange.topology) / f"local{exchange.topology.rank}.json"
+    if not saved_in_mesh:
+        raise ValueError(f"{checkpoint} was saved by islands, whose models differ: resume it as islands. {CURE}")
+    path = folder / f"replica{topology.island}" / f"local{topology.rank}.json"
     if not path.exists():
         raise ValueError(f"{path} is missing: what the Trainer saved in a mesh mixes replicas of preset {exchange.config.preset!r}. {CURE}")
     fill_replica(exchange.optimizers, read_part(path)[1], str(path))
 
 
 def _differs(exchange: Exchange) -> bool:
-    return exchange.topology.kind == "mesh" and any(not c.channel.before_step for c in exchange.channels)
+    """Whether replicas have states of their own between exchanges."""
+    return any(not c.channel.before_step for c in exchange.channels)
 
 
 def _folder(checkpoint: Path, topology: Topology) -> Path:
@@ -84,15 +94,16 @@ def _folder(checkpoint: Path, topology: Topology) -> Path:
 # ---- which checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def whole_steps(output_dir: Path) -> list[int]:
-    """Steps of the checkpoints below `output_dir` that are complete: the Trainer's last file is there, and every rank's part."""
+def whole_steps(output_dir: Path, fresh: bool = False) -> list[int]:
+    """Steps of the checkpoints below `output_dir` that are complete: the Trainer's last file is there, and every rank's part (with `fresh`
+    they do not count)."""
     out = []
     for folder in output_dir.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
         if match is None or not (folder / "trainer_state.json").exists() or (misfits(folder) and (folder / MANIFEST).exists()):
             continue
         try:
-            if open_exchange(folder / "exchange").complete:
+            if fresh or open_exchange(folder / "exchange").complete:
                 out.append(int(match[1]))
         except ValueError:
             continue
@@ -115,8 +126,8 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
     """Raise ValueError where a checkpoint of several islands would go on without peers and without its exchange, unsaid."""
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
         raise ValueError(
-            f"{checkpoint} was saved by several islands; alone preset {preset!r} exchanges nothing, and outer parameters and momentum would "
-            "be left behind. Go on from this island's own parameters with ExchangeCallback(..., fresh=True), or from those of all by "
+            f"{checkpoint} was saved by several islands; alone preset {preset!r} exchanges nothing, and outer parameters and momentum "
+            "would be left behind. Go on from this island's own parameters with ExchangeCallback(..., fresh=True), or from those of all by "
             "`fsdp-demo export RUN OUT`"
         )
 
@@ -133,9 +144,10 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
     if not isinstance(wanted, (str, os.PathLike)) and wanted is not True:
         return wanted
     newest = wanted is True or str(wanted).lower() in ("true", "auto")
-    if topology.kind != "islands" or (newest and fresh):
-        return True if newest else str(wanted)
-    name = f"checkpoint-{_newest_common(output_dir, topology)}" if newest else Path(str(wanted)).name
+    if topology.kind != "islands":
+        whole = whole_steps(output_dir, fresh) if newest else []  # the Trainer alone would take one that was cut off
+        return str(output_dir / f"checkpoint-{whole[-1]}") if whole else True if newest else str(wanted)
+    name = f"checkpoint-{_newest_common(output_dir, topology, fresh)}" if newest else Path(str(wanted)).name
     if (output_dir / name).is_dir():
         return str(output_dir / name)
     if not newest and (not name.startswith("checkpoint-") or Path(str(wanted)).is_dir()):
@@ -147,9 +159,9 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
     return str(beside[0])
 
 
-def _newest_common(output_dir: Path, topology: Topology) -> int:
-    """The newest step that all islands hold which hold any."""
-    held = _held(output_dir, topology)
+def _newest_common(output_dir: Path, topology: Topology, fresh: bool) -> int:
+    """The newest step that all islands hold which hold any; with `fresh` the Trainer's own files are enough."""
+    held = _held(output_dir, topology, fresh)
     common = set.intersection(*(set(steps) for steps in held if steps)) if any(held) else set()
     if not common:
         told = "; ".join(f"island {i} holds {steps or 'none'}" for i, steps in enumerate(held))
@@ -157,13 +169,13 @@ def _newest_common(output_dir: Path, topology: Topology) -> int:
     return max(common)
 
 
-def _held(output_dir: Path, topology: Topology) -> list[list[int]]:
+def _held(output_dir: Path, topology: Topology, fresh: bool) -> list[list[int]]:
     """Complete steps of every island; rank 0 asks and tells the others of its island."""
     answer: list[Any] = [None]
     if topology.rank == 0:
         board = Board(topology)
         try:
-            answer[0] = [note["steps"] for note in board.meet({"steps": whole_steps(output_dir)})]
+            answer[0] = [note["steps"] for note in board.meet({"steps": whole_steps(output_dir, fresh)})]
         except (ValueError, PeerLost) as error:
             answer[0] = error
         board.close()
