@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .checkpoint import Saved
-from .codecs.dct import transform
 from .codecs.wire import Header
 from .config import ExchangeConfig
 from .fragments import expand
@@ -17,7 +15,7 @@ from .mailbox import replica_weights, unpack_bits
 from .parts import read_head
 from .patterns import covers, kind
 from .payload import Section
-from .recut import Recut, Rows, Side
+from .recut import Rows, Side
 
 Flying = tuple[int, tuple[str, ...], tuple[str, ...]]  # a message under way: step, members, those that have not applied it
 
@@ -122,37 +120,6 @@ class Book:
             return mine.mean([b[begin : begin + mine.num_bytes] for b in arrived["bodies"]], weights, flight["step"]), present
         begin = sum(len(sections[m].spans) for m in before if not sections[m].gathered)
         return mine.workspace(arrived["means"][begin : begin + len(mine.spans)], flight["step"]), present
-
-
-def whole_tensors(saved: Saved, key: str = "anchor", island: int | None = None) -> dict[str, Tensor]:
-    """The tensors of a workspace ("anchor", "momentum", "accumulator") in the element domain, whole, fp32, on the CPU, by name.
-
-    Args:
-        saved: parts of one island or more; `island`: whose, by default the first that is complete.
-
-    Raises:
-        ValueError: that island is not complete.
-    """
-    book = Book(saved)
-    island = book.islands[0] if island is None else island
-    if island not in book.islands:
-        raise ValueError(f"island {island} is not complete; complete are {book.islands}")
-    made: dict[str, Recut] = {}
-    for shard, lane in ((s, c) for s in range(book.shards) for c in range(book.lanes)):
-        kept = book.saved.state(book.heads[island, shard, lane]["rank"], island)["channels"]
-        for name, mine in book.covered.items():
-            if key in kept[name]:
-                shapes = [tuple(book.parameters[0][n]["global_shape"]) for n in mine]
-                kinds, rows = [kind(book.channels[name], n) for n in mine], [(0, length(s)) for s in shapes]
-                whole = made.setdefault(name, Recut(Side(mine, shapes, kinds, rows, 0, 1), key == "accumulator"))
-                whole.add(book.side(name, shard, lane), kept[name][key], 1.0)
-    out: dict[str, Tensor] = {}
-    for recut in made.values():
-        target, work = recut.target, recut.result()
-        tensors = [torch.empty(s) for s in target.shapes]
-        target.layout.unpack(transform(target.layout, work, inverse=True) if key == "accumulator" else work, tensors)
-        out |= dict(zip(target.names, tensors, strict=True))
-    return out
 
 
 def flying(f: Mapping[str, Any]) -> Flying:

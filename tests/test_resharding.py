@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo.book import whole_tensors
 from fsdp_demo.checkpoint import open_exchange
 from fsdp_demo.codecs.dct import transform
 from fsdp_demo.patterns import kind
@@ -262,16 +261,6 @@ def test_what_did_not_arrive_everywhere_is_taken_back(name: str, changes: dict, 
     for i, s in ((0, 0), (0, 1), (1, 0), (1, 1)):
         near(new[i][s].state["channels"][channel]["accumulator"], with_source[i][s])
         assert new[i][s].state["in_flight"] == [] and new[i][s].state["last"] == {channel: -1}
-
-
-def test_whole_tensors(tmp_path) -> None:
-    conf = config("demo", {})
-    saved = resharded.all_ranks(conf, Form(2, 2, 2))
-    folders = resharded.save(saved, tmp_path)
-    found = whole_tensors(open_exchange(*folders), "accumulator", island=1)
-    assert list(found) == list(SHAPES)
-    for n in SHAPES:
-        near(found[n], resharded.value(1, "momentum", "accumulator", n), 2e-6)
 
 
 def test_an_island_is_lost(tmp_path, caplog) -> None:

@@ -6,8 +6,8 @@ Launched as islands (ISLAND_* variables) or as a mesh (`ExchangeParallelismConfi
 Alone, a preset that keeps the user's optimizer leaves the Trainer as if the line were not there; a preset with an optimizer of its own
 acts as its method does with one replica.
 
-The callback finds its Trainer and wraps five of its methods on that one object (`train`, `training_step`, `evaluation_loop`, `log`,
-`push_to_hub`): what it must see or show there passes through no event. Facts: transformers 5.23, `Trainer._run_epoch`,
+The callback finds its Trainer and wraps methods of that one object (`train`, `training_step`, `evaluation_loop`, `log`; for the hub
+`push_to_hub`, `create_model_card`): what it must see or show there passes through no event. Facts: transformers 5.23, `Trainer._run_epoch`,
 `_maybe_log_save_evaluate`, `_finalize_training`.
 """
 
