@@ -444,7 +444,7 @@ class Exchange:
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
         """Within this context `model` holds the parameters that the method calls its result: the anchor, or the mean over the replicas.
 
-        Use it to evaluate and export. All replicas enter at the same step (presets without consensus communicate here). Gradient
+        Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step, since they communicate here. Gradient
         presets hold them anyway. Local parameters come back at the end.
         """
         if self.finished or self._mailbox.broken or self.shows == "parameters":

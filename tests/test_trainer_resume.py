@@ -72,7 +72,8 @@ class Dies(TrainerCallback):
             raise ZeroDivisionError("before the save")
 
 
-def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks):
+@pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
+def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, fsdp):
     """Island 1 ends after island 0 has saved step 8: step 4 must still be there, with save_total_limit=1, and both go on from it."""
 
     def run(rank):
@@ -80,7 +81,7 @@ def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks):
         line = {"period": 3}
 
         def train(where, callbacks=(), resume=None):
-            trained = script.trainer(rank.folder / where, extra("diloco", line), callbacks=callbacks, **settings)
+            trained = script.trainer(rank.folder / where, extra("diloco", line), fsdp=fsdp, callbacks=callbacks, **settings)
             trained.train(resume_from_checkpoint=resume)
             return history(trained, "loss"), sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
 
@@ -92,9 +93,9 @@ def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks):
         resumed = train("cut", resume=True)
         return whole, left, resumed
 
-    first, second = run_ranks(run, islands=2, procs=1, timeout=120)
-    assert first[1] == [4, 8, 9] and second[1] == [4]  # the survivor saved where it noticed
-    for whole, _, resumed in (first, second):
+    out = run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
+    assert out[0][1] == [4, 8, 9] and out[-1][1] == [4]  # the survivor saved where it noticed
+    for whole, _, resumed in out:
         assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2  # the other may not have said yet
 
 
