@@ -18,7 +18,7 @@ from .presets import presets
 from .retention import MANIFEST
 
 DEPTH = 4  # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"(?:checkpoint|emergency)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Found:
 
 
 def find(root: Path) -> list[Found]:
-    """All checkpoints at or below `root`, those of one island together, by step.
+    """All checkpoints at or below `root`, those of one island together, by step; among them what ranks saved on their way out.
 
     Raises:
         ValueError: there is no such folder, or none in it.

@@ -24,6 +24,7 @@ import state  # noqa: E402
 
 from fsdp_demo import Exchange  # noqa: E402
 from fsdp_demo.checkpoint import Checkpoints  # noqa: E402
+from fsdp_demo.inspecting import inspect  # noqa: E402
 from fsdp_demo.replica import replica_tree  # noqa: E402
 
 STEPS = 10
@@ -217,6 +218,8 @@ def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
     assert [o.status for o in outcomes] == [75, 75, -signal.SIGKILL, -signal.SIGKILL], outcomes[0].log
     held = saves(source / "part")
     assert held == {"island0": ["checkpoint-3", "checkpoint-6", "emergency-6"], "island1": [".checkpoint-6.part", "checkpoint-3"]}
+    told = {Path(one["folder"]).name: one["complete"] for one in inspect(source / "part") if "island0" in one["folder"]}
+    assert told == {"checkpoint-3": True, "checkpoint-6": True, "emergency-6": True}
     resumed = run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "part", [*DEMO, "--resume"]))
     assert_same(whole, resumed, 3)
     for island in range(2):

@@ -138,6 +138,8 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, Saved]]], l
     whole: dict[int, dict[int, tuple[Found, Saved]]] = {}
     broken: list[str] = []
     for found in find(run):
+        if found.folder.name.startswith("emergency-"):  # shards of single ranks, without a model that can be read whole
+            continue
         try:
             saved = found.open()
         except ValueError as error:
