@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -70,20 +69,9 @@ class Board:
     def _connect(self) -> Any:
         if self._store is None:
             t = self.topology
-            self._store = dist.PrefixStore(f"{t.run}/checkpoints{self._number}", _world_store() if t.kind == "mesh" else _island_store(t))
+            self._store = dist.PrefixStore(f"{t.run}/checkpoints{self._number}", _world_store() if t.kind == "mesh" else t.open_store())
         return self._store
 
 
 def _world_store() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-def _island_store(t: Topology) -> Any:
-    host, _, port = t.endpoint.rpartition(":")
-    try:
-        return dist.TCPStore(host.strip("[]"), int(port), None, False, timedelta(seconds=t.timeout), wait_for_workers=False)
-    except RuntimeError as error:
-        raise PeerLost(
-            f"no store answers at ISLAND_ENDPOINT={t.endpoint} after {t.timeout:g} s: start there `fsdp-demo store --bind {t.endpoint}` "
-            f"and check that this port is open ({str(error).splitlines()[0][:120]})"
-        ) from error

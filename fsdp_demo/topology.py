@@ -165,16 +165,24 @@ class Topology:
             raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {error}") from error
         return Line(group, self.island, self.islands, [i["name"] for i in infos], self.timeout, link, position.shards * lanes), lanes
 
-    def _connect(self) -> Any:
+    def open_store(self) -> Any:
+        """A connection of its own to the store at ISLAND_ENDPOINT.
+
+        Raises:
+            PeerLost: nobody answers there within `timeout` seconds.
+        """
         host, _, port = self.endpoint.rpartition(":")
         try:
             limit = timedelta(seconds=self.timeout)
-            store = dist.TCPStore(host.strip("[]"), int(port), None, is_master=False, wait_for_workers=False, timeout=limit)
+            return dist.TCPStore(host.strip("[]"), int(port), None, is_master=False, wait_for_workers=False, timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
                 f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start there `fsdp-demo store --bind "
                 f"{self.endpoint}` and check that this port is open ({str(error).splitlines()[0][:120]})"
             ) from error
+
+    def _connect(self) -> Any:
+        store = self.open_store()
         self._prefix = f"{self.run}/{_epochs[self.endpoint, self.run]}"
         _epochs[self.endpoint, self.run] += 1
         if store.add(f"{self._prefix}/start/{self.island}/{self.rank}", 1) > 1:
