@@ -1,1 +1,13 @@
-"""DeepSpeed (ZeRO) adapter of `fsdp_demo`. Nothing is here yet: the adapter comes in a later release."""
+"""The exchange of `fsdp_demo` for DeepSpeed engines at ZeRO-1, 2 and 3.
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")
+    exchange = deepspeed_ext.attach(engine, "demo")
+
+Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo`; DeepSpeed is imported here and nowhere else.
+"""
+
+from .attaching import attach, clipping
+from .node import installed, shard_within_node
+from .shards import ZeroShards
+
+__all__ = ["ZeroShards", "attach", "clipping", "installed", "shard_within_node"]

@@ -8,12 +8,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from . import engines
 from .checkpoint import Saved
 from .config import ExchangeConfig
 from .exchange import Exchange
 from .loading import load_config
-from .shards import unwrap
+from .shards import Shards
 from .topology import Topology
+from .torch_shards import TorchShards, unwrap
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -35,7 +37,8 @@ def attach(
     Call it after the model is sharded and the optimizer built (after `accelerator.prepare`), on all ranks of all islands.
 
     Args:
-        optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in turns.
+        optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in turns; or an engine of a package that
+            offers an `attach` of its own (`engines.py`; deepspeed_ext: what `deepspeed.initialize` returned).
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
         model: gives parameters their names, and its frozen parameters and buffers are made equal on all replicas.
         topology: default `Topology.from_env()`.
@@ -57,18 +60,44 @@ def attach(
         >>> exchange.consensus
         True
     """
-    if isinstance(config, str):
-        config = load_config(config, changes)
-    elif changes:
-        config = config.changed(changes)
+    given = {"model": model, "topology": topology, "agree": agree, "step": step, "state": state, "batch": batch}
+    if (door := engines.find(optimizer)) is not None:
+        attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v}, **changes)
+        return attached
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
-    for o in optimizers:
+    inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
+    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    return join(TorchShards(optimizers, inner), settled(config, changes), **{**given, "model": inner})
+
+
+def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
+    """A preset's name or yaml file as a configuration, with the changes made."""
+    if isinstance(config, str):
+        return load_config(config, changes)
+    return config.changed(changes) if changes else config
+
+
+def join(
+    shards: Shards,
+    config: ExchangeConfig,
+    *,
+    model: torch.nn.Module | None,
+    topology: Topology | None,
+    agree: dict[str, Any] | None = None,
+    step: int = 0,
+    state: dict[str, Any] | Saved | None = None,
+    batch: tuple[int, int] | None = None,
+) -> Exchange:
+    """`attach` for the parameters of any engine.
+
+    Raises:
+        ValueError: one of its optimizers has an exchange already; and as `attach`.
+    """
+    for o in shards.optimizers:
         before = _attached.get(o)
         if before is not None and before.running:
             raise ValueError("this optimizer has an exchange already: finish() or detach() that one first, or attach once")
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
-    inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
-    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-    exchange = Exchange(optimizers, config, inner, topology or Topology.from_env(), facts, step, state, batch or ())
-    _attached.update(dict.fromkeys(optimizers, exchange))
+    exchange = Exchange(shards, config, model, topology or Topology.from_env(), facts, step, state, batch or ())
+    _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange

@@ -26,12 +26,11 @@ from .codecs.wire import STOP
 from .config import Applier, Channel, ExchangeConfig
 from .council import Council
 from .fragments import expand
-from .inner import check_inner, materialise
+from .inner import check_inner
 from .island import Island
 from .mailbox import COUNTED, SKIPPED, Flown, Mailbox
 from .meter import Meter
-from .shards import TorchShards
-from .ticks import Ticks
+from .shards import Shards
 from .topology import Topology
 from .transport import Courier, PeerLost, leave
 
@@ -78,7 +77,7 @@ class Exchange:
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        shards: Shards,
         config: ExchangeConfig,
         model: torch.nn.Module | None,
         topology: Topology,
@@ -89,11 +88,9 @@ class Exchange:
     ):
         self.config, self.topology, self.step = config, topology, step
         self.drift: float | None = None
-        self._optimizers, self._model = list(optimizers), model
-        check_inner(config, self._optimizers)
-        for o in self._optimizers:
-            materialise(o)
-        self.shards = TorchShards(optimizers, model)
+        self.shards = shards
+        check_inner(config, shards.optimizer_names, shards.optimizers)
+        shards.materialise()
         channels = expand(config, [s.name for s in self.shards.shards if not s.frozen])
         gradients = any(c.before_step for c in channels)
         self._skipping = self._ended = self._finished = self._stop_wanted = self._stop_sent = False
@@ -108,7 +105,8 @@ class Exchange:
         self._line, self._courier = line, Courier(line) if line is not None else None
         self._meter = line.meter if line is not None else Meter()
         self._island = Island(topology, position)
-        self._ticks = Ticks(self._optimizers, self._island, self._before, self._after, closures=not gradients)
+        needed = gradients or (config.clip is not None and config.clip_over == "islands")
+        self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
         self._mailbox = Mailbox([], self._courier, self._island, config.digest(), self.shards.device)
         try:
             self._bind(channels, lanes)
@@ -150,8 +148,33 @@ class Exchange:
         if self.step:
             joining.equalise_state(self._line, self.channels, donor)
             if any(c.channel.before_step for c in self.channels):
-                joining.equalise_optimizers(self._line, self._island, self._parameters, self._optimizers, donor)
+                joining.equalise_optimizers(self._line, self._island, self._parameters, donor)
             self._mailbox.agree_on_resume()
+
+    @torch.no_grad()
+    def rejoin(self, state: dict[str, Any] | Saved | None, step: int, model: torch.nn.Module | None = None) -> None:
+        """What `attach` does when it joins, once more: for an engine that loads a checkpoint after it was attached.
+
+        All ranks of all replicas call it together, each with its parameters and inner optimizer states loaded. What is under way is
+        forgotten.
+
+        Args:
+            state, model: as for `attach`. Without a state the channels start anew, and all replicas take over from the one that is furthest.
+            step: the job's step, where there is no state.
+
+        Raises:
+            ValueError: the state does not belong to this run.
+        """
+        self._usable()
+        self._mailbox.ask(lambda: None)  # what is under way has arrived
+        self._mailbox.flights.clear()
+        self._tokens, self._weighed, self.drift, self._equal = 0, {}, None, None
+        self._losses.clear()
+        for c in self.channels:
+            c.present = [False] * len(c.covered)
+        self.step = step
+        with self.paused():
+            self._join({}, model, state)
 
     def _check_covered(self) -> None:
         """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
@@ -167,7 +190,7 @@ class Exchange:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The innermost optimizers that are attached."""
-        return list(self._optimizers)
+        return list(self.shards.optimizers)
 
     @property
     def finished(self) -> bool:
@@ -274,7 +297,10 @@ class Exchange:
         self._launch({c.channel.name: c.encode(self.step, c.accumulate(self._mailbox.under_way(c))) for c in channels})
 
     def _settle(self, applied: Sequence[ActiveChannel]) -> None:
-        """Parameters that were averaged after a delta channel are its anchor from now on; their drift is what the mean has moved them."""
+        """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
+        is what the mean has moved them."""
+        if any(c.channel.source in ("delta", "parameter") for c in applied):
+            self.shards.commit()
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
                 for d in self.channels:
@@ -337,25 +363,24 @@ class Exchange:
         """
         self._usable()
         if self._ticks.partial:
-            raise RuntimeError(f"skip() in step {self.step}, when {self._ticks.partial} of {len(self._optimizers)} optimizers have stepped")
+            of = len(self.shards.optimizers)
+            raise RuntimeError(f"skip() in step {self.step}, when {self._ticks.partial} of {of} optimizers have stepped")
         self._skipping = True
-        outcome.reshard(self._model)
         try:
             self.shards.gradients([False] * len(self.shards.shards))
-            if any(c.channel.before_step for c in self.channels):
-                with self._ticks.forced():
-                    self.shards.base_step()
-            else:
-                self._before()
-                self._after()
+            self._ticks.skip(self._base_step if any(c.channel.before_step for c in self.channels) else None)
         finally:
             self._skipping = False
+
+    def _base_step(self) -> None:
+        """The base optimizers' step on gradients that the exchange has made."""
+        self.shards.base_step()
+        self.shards.commit()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Wait for what is in flight and apply it, in order of its steps."""
         self._usable()
-        outcome.reshard(self._model)
         while self._mailbox.flights:
             first = self._mailbox.flights[0]
             late = [c for c in self.channels if c.channel.name in first.parts]
@@ -366,7 +391,7 @@ class Exchange:
             if gradients:
                 self._clip(mean=True)
                 with self.paused():
-                    self.shards.base_step()
+                    self._base_step()
 
     @torch.no_grad()
     def finish(self, close: bool = True) -> None:
@@ -391,7 +416,6 @@ class Exchange:
 
     def _conclude(self) -> None:
         """The last exchange."""
-        outcome.reshard(self._model)
         moving = [c for c in self.channels if c.channel.source in ("delta", "parameter")]
         if self.config.shared:
             # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
@@ -407,12 +431,14 @@ class Exchange:
             for c in moving:
                 if c.channel.source == "delta" and not c.channel.consensus:
                     c.show_anchor()
+            self.shards.commit()
             self._equal = self.digests_equal()
             if not self._equal and self.topology.rank == 0:
                 log.warning("%s: parameters differ between islands at the end: unlike hardware, or unlike training", self.topology.name)
         else:
             self.flush()
             self.drift = outcome.set_mean(self._parameters, self._mailbox, self._line, self._island)
+            self.shards.commit()
 
     @property
     def council(self) -> Council:
@@ -452,7 +478,7 @@ class Exchange:
                 with self.paused():
                     yield
             finally:
-                outcome.reshard(model)
+                self.shards.commit(model)
             return
         anchors = self.shows == "anchor"
         with self.paused(), outcome.shown(model, self.channels, self._parameters, self._mailbox, self._line, anchors):

@@ -47,12 +47,11 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
     return torch.optim.AdamW(params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options})
 
 
-def check_inner(config: ExchangeConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError if the preset is not defined for one of the optimizers; the message says the cure."""
+def check_inner(config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`); the message says the cure."""
     if {"any", "as_is"} & set(config.inner):
         return
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
+    for name, optimizer in zip(names, optimizers, strict=True):
         momentum = [g.get("momentum", 0) for g in optimizer.param_groups] if config.inner == ("sgd",) else []
         if name.lower() not in config.inner or any(momentum):
             found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")

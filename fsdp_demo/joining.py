@@ -16,7 +16,7 @@ from . import agreement
 from .channel import ActiveChannel
 from .config import ExchangeConfig
 from .island import Island
-from .shards import Shards, local_part
+from .shards import Shards
 from .transport import Line
 
 log = logging.getLogger("fsdp_demo")
@@ -50,6 +50,7 @@ def equalise_parameters(line: Line | None, island: Island, parameters: ActiveCha
         changed = agreement.equalise(line, work, donor, keep)
     if island.largest(float(changed))[0]:
         parameters.write(work, parameters.tensors("parameter"))
+        parameters.shards.commit()
         if parameters.position.shard == parameters.position.copy == 0:
             log.info("parameters taken over from island %d", donor)
 
@@ -66,8 +67,7 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
         if island.largest(float(differ))[0]:
             raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
         return
-    rest = [p.detach() for p in model.parameters() if not p.requires_grad] + [b.detach() for b in model.buffers()]
-    local = [t for t in (local_part(t) for t in rest) if t.numel()]
+    local = [t for t in shards.rest(model) if t.numel()]
     if not local:
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
@@ -90,9 +90,7 @@ def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: 
                 c.written = c.pack("parameter")
 
 
-def equalise_optimizers(
-    line: Line | None, island: Island, parameters: ActiveChannel, optimizers: Sequence[torch.optim.Optimizer], donor: int
-) -> None:
+def equalise_optimizers(line: Line | None, island: Island, parameters: ActiveChannel, donor: int) -> None:
     """State of the inner optimizers, on resume of a preset whose replicas are equal because they take equal inner steps.
 
     Taken over from the donor; where replicas hold other states than each other, or states unlike the parameters, they are left alone,
@@ -100,7 +98,7 @@ def equalise_optimizers(
     """
     if parameters.size == 1:
         return
-    pairs = [(p, o.state[p]) for o in optimizers for g in o.param_groups for p in g["params"] if p in o.state]
+    pairs = parameters.shards.optimizer_states()
     states = [s for _, s in pairs]
     shapes = {(k, v.shape == p.shape) for p, s in pairs for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"}
     names = sorted({k for k, _ in shapes})

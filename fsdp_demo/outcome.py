@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from .channel import ActiveChannel
 from .island import Island
@@ -61,19 +60,12 @@ def shown(
                 c.show_anchor()
         else:
             parameters.write(mean_parameters(parameters, mailbox, line), parameters.tensors("parameter"))
-    reshard(model)
+    parameters.shards.commit(model)
     try:
         yield
     finally:
-        reshard(model)
+        parameters.shards.commit(model)
         with torch.no_grad():
             for t, old in zip([t for t in parameters.shards.read("parameter") if t is not None], kept, strict=True):
                 t.copy_(old)
-
-
-def reshard(model: torch.nn.Module | None) -> None:
-    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards. A forward without a backward (an
-    evaluation) leaves the root unsharded."""
-    for module in model.modules() if model is not None else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        parameters.shards.commit(model)

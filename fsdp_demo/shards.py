@@ -1,35 +1,69 @@
 """The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
 
-`TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
-(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
+`Shards` is what an engine offers the exchange: `torch_shards.TorchShards` for torch optimizers (FSDP2, unsharded), others by packages of
+their own (`engines.py`). It hands out local tensors and views, steps the base optimizers, and knows the engine's clock.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from .codecs.wire import memory
 from .topology import Position
+
+if TYPE_CHECKING:
+    from .island import Island
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What is fixed about one local tensor: its name, the whole tensor's shape and the local one."""
+    """What is fixed about one local tensor: its name, the whole tensor's shape and the local one.
+
+    `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is whole or cut along dim 0 as FSDP2 does.
+    A parameter may lie here in several shards of one name, or in an empty one.
+    """
 
     name: str
     global_shape: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     frozen: bool
+    offset: int | None = None
+
+
+class Ticks(Protocol):
+    """An engine's steps. It calls what `Shards.ticks` was given: `before` ahead of the base step of a tick, `after` behind it."""
+
+    def start(self) -> None:
+        """Hang on the engine's steps."""
+        ...
+
+    def stop(self) -> None:
+        """Let go of them."""
+        ...
+
+    @property
+    def partial(self) -> int:
+        """How many optimizers have stepped in a tick that is not complete."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within this context steps do not count."""
+        ...
+
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that the training loop did not take; `base_step` runs between `before` and `after`."""
+        ...
 
 
 class Shards(Protocol):
@@ -38,12 +72,34 @@ class Shards(Protocol):
     shards: list[Shard]
     device: torch.device
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The base optimizers."""
+        ...
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """The kind of each optimizer, by the name of torch's class where it does the same."""
+        ...
+
     def read(self, source: str) -> list[Tensor | None]:
         """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
         ...
 
     def states(self) -> list[str]:
         """Names of the optimizer states that are exchangeable: tensors of the shape of their parameter."""
+        ...
+
+    def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What the optimizers step, with the state of each."""
+        ...
+
+    def materialise(self) -> None:
+        """Make the optimizers' state now, as their first step would."""
+        ...
+
+    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+        """Local tensors of the model that no optimizer steps: frozen parameters and buffers."""
         ...
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
@@ -54,100 +110,30 @@ class Shards(Protocol):
         """Run the base optimizers once (for a step that the training loop did not take)."""
         ...
 
+    def commit(self, model: torch.nn.Module | None = None) -> None:
+        """Let the model (where it is not known, `model`) see what was written into the local parameters. All ranks of the island call it
+        together."""
+        ...
+
     def check(self) -> None:
         """Raise RuntimeError if parameters joined or left since `attach`."""
         ...
 
-
-class TorchShards:
-    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
-        self._optimizers = optimizers
-        names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
-        self._places: list[tuple[int, int, int]] = []
-        self.shards: list[Shard] = []
-        seen: set[int] = set()
-        for o, g, i, p, given in self._walk():
-            if id(p) in seen:  # tied weights handed over twice
-                continue
-            seen.add(id(p))
-            name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
-            local = local_part(p)
-            self._places.append((o, g, i))
-            self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
-        if not self.shards:
-            raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
-        self._count = len(list(self._walk()))
-        self.device = local_part(self._param(0)).device
-
-    def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
-        for o, optimizer in enumerate(self._optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                given = group.get("param_names", [])
-                for i, p in enumerate(group["params"]):
-                    yield o, g, i, p, given[i] if i < len(given) else ""
-
-    def _param(self, index: int) -> Tensor:
-        o, g, i = self._places[index]
-        return self._optimizers[o].param_groups[g]["params"][i]
-
-    def check(self) -> None:
-        """Raise RuntimeError if parameters joined or left the optimizer since `attach`."""
-        now = sum(len(g["params"]) for o in self._optimizers for g in o.param_groups)
-        if now != self._count:
-            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {self._count}: detach() and attach again")
-
-    def read(self, source: str) -> list[Tensor | None]:
-        """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
-        out: list[Tensor | None] = []
-        for index, (o, _, _) in enumerate(self._places):
-            p = self._param(index)
-            if source == "parameter":
-                out.append(local_part(p))
-            elif source == "gradient":
-                out.append(None if p.grad is None else local_part(p.grad))
-            else:
-                state = self._optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
-                out.append(None if state is None else local_part(state))
-        return out
-
-    def states(self) -> list[str]:
-        """See `Shards.states`."""
-        pairs = [(p, o.state.get(p, {})) for o in self._optimizers for g in o.param_groups for p in g["params"]]
-        return sorted({k for p, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and k != "step"})
-
-    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `Shards.gradients`."""
-        out: list[Tensor | None] = []
-        for index, want in enumerate(wanted):
-            p = self._param(index)
-            if want is False:
-                p.grad = None
-            elif want and p.grad is None:
-                p.grad = torch.zeros_like(p)
-            out.append(local_part(p.grad) if p.grad is not None else None)
-        return out
-
     def position(self, rank: int, world: int) -> Position:
-        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh (ranks are copy-major)."""
-        shards = 1
-        for index in range(len(self.shards)):
-            p = self._param(index)
-            if isinstance(p, DTensor):
-                sharded = [d for d, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
-                size = 1
-                for d in sharded:
-                    size *= p.device_mesh.size(d)
-                shards = max(shards, size)
-        if world % shards:
-            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of that")
-        return Position(shards, rank % shards, world // shards, rank // shards)
+        """Shard and copy of this rank in an island of `world` ranks."""
+        ...
 
-    def base_step(self) -> None:
-        """Run the base optimizers once (for a step that the training loop did not take)."""
-        for optimizer in self._optimizers:
-            optimizer.step()
+    def ticks(
+        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> Ticks:
+        """The job's clock, which this engine's steps drive; not started.
+
+        Args:
+            before, after: run ahead of and behind the base step of every tick.
+            skip: run for a step that the engine itself has skipped.
+            gradients: whether `before` needs or changes gradients.
+        """
+        ...
 
 
 def plain_name(name: str) -> str:
@@ -168,13 +154,3 @@ def digest(tensors: Sequence[Tensor | None]) -> bytes:
         if t is not None and t.numel():
             h.update(memory(t.detach().cpu().contiguous().view(-1).view(torch.uint8)))
     return h.digest()
-
-
-def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards."""
-    seen = optimizer
-    while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
-        seen = seen.optimizer
-    if not isinstance(seen, torch.optim.Optimizer):
-        raise ValueError(f"attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found {type(optimizer).__name__}")
-    return seen

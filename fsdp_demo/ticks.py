@@ -13,7 +13,7 @@ from .island import Island
 from .shards import local_part
 
 
-class Ticks:
+class TorchTicks:
     """Calls `before` at the first base step of a round and `after` at its end.
 
     Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make optimizer state.
@@ -65,12 +65,15 @@ class Ticks:
         finally:
             self._off -= 1
 
-    @contextmanager
-    def forced(self) -> Iterator[None]:
-        """Within this context every step counts, even one with zero gradients and learning rate zero."""
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients and learning rate zero."""
+        if base_step is None:
+            self._run_before()
+            self._run_after()
+            return
         self._forced = True
         try:
-            yield
+            base_step()
         finally:
             self._forced = False
 

@@ -21,8 +21,8 @@ from fsdp_demo.codecs import dct, values, wire
 from fsdp_demo.inner import materialise
 from fsdp_demo.memory import Memory, inner_state, plan_memory
 from fsdp_demo.plan import local_shape, plan_model
-from fsdp_demo.shards import TorchShards
 from fsdp_demo.topology import Position
+from fsdp_demo.torch_shards import TorchShards
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))

@@ -245,7 +245,7 @@ def test_the_last_exchange_is_seen_after_an_evaluation(run_ranks):
     """A forward without a backward leaves FSDP2's root unsharded, and what is written into the shards then would not be seen."""
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_demo.outcome import reshard
+    from fsdp_demo.torch_shards import reshard
 
     def run(rank):
         model, rows = script.model(), torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(rank.rank))

@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..exchange import Exchange
-from ..outcome import reshard
+from ..torch_shards import reshard
 from .trainer_setup import check_best
 
 log = logging.getLogger("fsdp_demo")

@@ -1,0 +1,87 @@
+"""`attach`: from a DeepSpeed engine to an `Exchange`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_demo import Exchange, ExchangeConfig, Topology
+from fsdp_demo.attaching import join, settled
+from fsdp_demo.checkpoint import Saved
+
+from . import checkpoints as folders
+from .node import topology_of
+from .refusals import refuse
+from .shards import ZeroShards
+
+
+def attach(
+    engine: Any,
+    config: ExchangeConfig | str,
+    *,
+    model: Any = None,
+    topology: Topology | None = None,
+    agree: dict[str, Any] | None = None,
+    step: int | None = None,
+    state: dict[str, Any] | Saved | None = None,
+    batch: tuple[int, int] | None = None,
+    checkpoints: bool = True,
+    **changes: Any,
+) -> Exchange:
+    """Join the replicas of a model that a ZeRO engine trains: from now on every step of `engine` takes part in the exchange.
+
+    Call it after `deepspeed.initialize`, on all ranks of all replicas. Steps are counted by `engine.global_steps`; gradients are clipped by
+    the engine's `gradient_clipping`, which takes the place of the preset's norm.
+
+    Args:
+        engine: a DeepSpeed engine at ZeRO-1, 2 or 3 (under Accelerate: the prepared model).
+        config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
+        model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ..., model=...)` works.
+        topology: default the node of `shard_within_node`, else `Topology.from_env()` (islands).
+        agree, batch: as for `fsdp_demo.attach`; `batch` is known from the engine.
+        step: default `engine.global_steps`.
+        state: the exchange's state to go on from, where the engine itself is loaded already. With `checkpoints` nobody needs it:
+            `engine.load_checkpoint` brings it.
+        checkpoints: `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per replica, with the exchange's state in it.
+        changes: changes of the preset, as in `fsdp_demo.preset(name, **changes)`.
+
+    Raises:
+        ValueError: an engine without ZeRO or with something the exchange does not go with; a wrong configuration; islands that run
+            something else; ISLAND_* variables that only some ranks have.
+        PeerLost: replicas that did not come in time.
+
+    Example:
+        >>> import deepspeed_ext
+        >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")  # doctest: +SKIP
+        >>> exchange = deepspeed_ext.attach(engine, "demo")  # doctest: +SKIP
+    """
+    config = settled(config, changes)
+    topology = topology or topology_of(engine) or Topology.from_env()
+    refuse(engine, config, topology)
+    config = clipping(engine, config)
+    exchange = join(
+        ZeroShards(engine),
+        config,
+        model=engine.module,
+        topology=topology,
+        agree=agree,
+        step=engine.global_steps if step is None else step,
+        state=state,
+        batch=batch or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+    )
+    if checkpoints:
+        folders.follow(engine, exchange)
+    return exchange
+
+
+def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
+    """One norm, the engine's `gradient_clipping`, clips once.
+
+    Where the method clips the mean gradient, or by one norm over the replicas, the exchange does it and the engine's own clipping is
+    switched off; else the engine clips each replica's own.
+    """
+    zero = engine.optimizer
+    norm = engine.gradient_clipping()
+    if config.clips_mean or config.clip_over == "islands":
+        zero.clip_grad = 0.0
+        return config.changed({"clip": norm or None})
+    return config.changed({"clip": None})

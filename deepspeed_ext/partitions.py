@@ -1,0 +1,286 @@
+"""One view of DeepSpeed's three ZeRO wrappers: flat fp32 masters, what lies in them, and the inner step.
+
+| wrapper | stages | a master is | the inner optimizer steps |
+|---|---|---|---|
+| `DeepSpeedZeroOptimizer` | 1, 2 | a rank's part of a parameter group | once per group |
+| `DeepSpeedZeroOptimizer_Stage3` | 3 | a rank's parts of a sub-group's tensors | once per sub-group |
+| `BF16_Optimizer` | 1, bf16 with fp32 accumulation | a rank's part of a parameter group | once |
+
+The first two make the gradient of one master, step it and free it before they turn to the next. A gradient channel that sent one message
+per master would pay a round trip for each; so the steps of all but the last are held back until the last one's gradient is there. The cost
+is that all fp32 gradients of this rank exist at once: 4 bytes per element it holds instead of those of the largest master.
+
+Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py`. They are
+private; `Partitions.of` refuses wrappers that lack them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import __version__ as VERSION
+from deepspeed import comm
+from torch import Tensor
+
+__all__ = ["Fragment", "Partitions"]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What a master holds of one parameter: elements start..start + numel of the flattened tensor, at `offset` of the master.
+
+    numel is 0 where this rank holds nothing of it.
+    """
+
+    master: int
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    numel: int
+
+
+class Partitions:
+    """The ZeRO wrapper of one engine; `Partitions.of(engine)` makes the right kind.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+
+    Attributes:
+        zero: the wrapper, `engine.optimizer`. inner: the optimizer that it steps.
+    """
+
+    needs: tuple[str, ...] = ()
+
+    def __init__(self, engine: Any):
+        self.engine, self.zero = engine, engine.optimizer
+        self._held: list[Tensor | None] = []
+        grads = [m.grad for m in self.masters()] if self.offloads else []
+        self._buffers = [g for g in grads if g is not None]
+
+    @staticmethod
+    def of(engine: Any) -> Partitions:
+        """The adapter of an engine's wrapper.
+
+        Raises:
+            ValueError: the engine shards nothing, or has a wrapper that is not known here.
+            RuntimeError: a wrapper without the names this was written for.
+        """
+        zero = engine.optimizer
+        kinds = {"BF16_Optimizer": _Bf16, "DeepSpeedZeroOptimizer": _Stage12, "DeepSpeedZeroOptimizer_Stage3": _Stage3}
+        kind = next((kinds[c.__name__] for c in type(zero).__mro__ if c.__name__ in kinds), None)
+        if kind is None:
+            raise ValueError(
+                f"this engine's optimizer is {type(zero).__name__}, without ZeRO: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's "
+                "configuration, or train without DeepSpeed and call fsdp_demo.attach(optimizer, ...)"
+            )
+        lacking = [name for name in (*kind.needs, "optimizer", "clip_grad") if not hasattr(zero, name)]
+        if lacking:
+            raise RuntimeError(
+                f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which deepspeed_ext needs: take "
+                "deepspeed>=0.19,<0.20 (tried: 0.19.8)"
+            )
+        return kind(engine)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that steps the masters."""
+        inner: torch.optim.Optimizer = self.zero.optimizer
+        return inner
+
+    def masters(self) -> list[Tensor]:
+        """The flat fp32 partitions of this rank [numel, padding included], in the order of the wrapper."""
+        raise NotImplementedError
+
+    def fragments(self) -> list[Fragment]:
+        """Every trained parameter's part in the masters, in the order of the masters' parameters; empty ones too."""
+        raise NotImplementedError
+
+    def push(self) -> None:
+        """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of the island call it together."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Step every master on the gradient that it has; one without a gradient stays as it is."""
+        for i in range(len(self.masters())):
+            self._step_one(i)
+        self.free_gradients()
+
+    def _step_one(self, index: int) -> None:
+        type(self.zero)._optimizer_step(self.zero, index)
+
+    def step_on_zeros(self) -> None:
+        """Step every master on a gradient of zeros, one at a time."""
+        for i in range(len(self.masters())):
+            self.zero_gradient(i)
+            self._step_one(i)
+            self.free_gradients()
+
+    def zero_gradient(self, index: int) -> Tensor:
+        """Give a master a gradient of zeros: in the wrapper's own buffer where it keeps one, else a new tensor."""
+        master = self.masters()[index]
+        master.grad = self._buffers[index].zero_() if self._buffers else torch.zeros_like(master)
+        return master.grad
+
+    def free_gradients(self) -> None:
+        """After a step: gradients of masters go, or become the wrapper's own buffers again, empty: DeepSpeed writes only what a backward
+        has a gradient for, and would take what the exchange left there for one."""
+        for i, master in enumerate(self.masters()):
+            master.grad = self._buffers[i].zero_() if self._buffers else None
+
+    def intercept(self, before: Callable[[], None], together: bool) -> None:
+        """Run `before` once in every step of the wrapper, ahead of the inner optimizer.
+
+        Args:
+            together: it wants the gradients of all masters at once.
+        """
+        self._before, self._together = before, together
+        self.zero._optimizer_step = self._intercepted
+
+    def release(self) -> None:
+        """Undo `intercept`."""
+        self.zero.__dict__.pop("_optimizer_step", None)
+
+    def _intercepted(self, index: int) -> None:
+        """In the place of the wrapper's `_optimizer_step`."""
+        masters = self.masters()
+        last = len(masters) - 1
+        if not self._together:
+            if index == 0:
+                self._before()
+            self._step_one(index)
+            return
+        if index == 0:
+            self._held.clear()  # of a step that failed
+        self._held.append(masters[index].grad)
+        if index < last:
+            return
+        for master, grad in zip(masters, self._held, strict=True):
+            master.grad = grad
+        self._held.clear()
+        self._before()
+        for i in range(len(masters)):
+            self._step_one(i)
+            if i < last:
+                self._publish(i)
+        self.free_gradients()
+
+    def _publish(self, index: int) -> None:
+        """What the wrapper did too early for a master that was held back: copy it to this rank's low-precision part."""
+        raise NotImplementedError
+
+    @property
+    def offloads(self) -> bool:
+        """Whether masters live in host memory, with gradient buffers that the wrapper keeps."""
+        return False
+
+
+def _names(engine: Any) -> dict[Any, str]:
+    return {p: n for n, p in engine.module.named_parameters()}
+
+
+class _Flat(Partitions):
+    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal parts (`_hp_mapping` knows which)."""
+
+    def _groups(self) -> list[list[Any]]:
+        raise NotImplementedError
+
+    def fragments(self) -> list[Fragment]:
+        names, out = _names(self.engine), []
+        for i, group in enumerate(self._groups()):
+            for p in group:
+                where = p._hp_mapping
+                here, there = (where.lp_fragment_address, where.hp_fragment_address) if where is not None else (None, None)
+                start, offset, numel = (here.start, there.start, there.numel) if here is not None and there is not None else (0, 0, 0)
+                out.append(Fragment(i, names[p], tuple(p.shape), int(start), int(offset), int(numel)))
+        return out
+
+    def push(self) -> None:
+        self.zero.update_lp_params()
+
+
+class _Stage12(_Flat):
+    needs = ("_optimizer_step", "single_partition_of_fp32_groups", "bit16_groups", "parallel_partitioned_bit16_groups", "update_lp_params")
+
+    def masters(self) -> list[Tensor]:
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def _groups(self) -> list[list[Any]]:
+        return list(self.zero.bit16_groups)
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.zero.cpu_offload)
+
+    def _publish(self, index: int) -> None:
+        place = comm.get_rank(group=self.zero.real_dp_process_group[index])
+        part = self.zero.parallel_partitioned_bit16_groups[index][place]
+        part.data.copy_(self.zero.single_partition_of_fp32_groups[index].data)
+
+
+class _Stage3(Partitions):
+    needs = ("_optimizer_step", "fp32_partitioned_groups_flat", "fp16_groups", "_reassign_or_swap_out_partitioned_parameters")
+
+    def masters(self) -> list[Tensor]:
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    def fragments(self) -> list[Fragment]:
+        names, out = _names(self.engine), []
+        for i, group in enumerate(self.zero.fp16_groups):
+            offset = 0
+            for p in group:
+                part = p.partition_numel()
+                start = self.zero._get_param_partition_rank(p) * part
+                valid = max(0, min(part, p.ds_numel - start))  # the last ranks' parts may be padding
+                out.append(Fragment(i, names[p], tuple(p.ds_shape), start if valid else 0, offset if valid else 0, valid))
+                offset += part
+        return out
+
+    def push(self) -> None:
+        self.zero._partition_all_parameters()  # small ones that stay gathered would not be gathered again
+        for i in range(len(self.zero.fp16_groups)):
+            self._publish(i)
+        if self.zero.persistent_parameters:
+            self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
+        self.zero.invalidate_secondary_tensor()
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.zero.offload_optimizer)
+
+    def _publish(self, index: int) -> None:
+        self.zero._reassign_or_swap_out_partitioned_parameters(index)
+
+
+class _Bf16(_Flat):
+    needs = ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params")
+
+    def masters(self) -> list[Tensor]:
+        return list(self.zero.fp32_groups_flat_partition)
+
+    def _groups(self) -> list[list[Any]]:
+        return list(self.zero.bf16_groups)
+
+    def step(self) -> None:
+        self._alone = True
+        try:
+            self.inner.step()
+        finally:
+            self._alone = False
+        self.free_gradients()
+
+    def step_on_zeros(self) -> None:
+        for i in range(len(self.masters())):
+            self.zero_gradient(i)
+        self.inner.step()
+        self.free_gradients()
+
+    def intercept(self, before: Callable[[], None], together: bool) -> None:
+        self._alone = False
+        self._hook = self.inner.register_step_pre_hook(lambda *_: None if self._alone else before())
+
+    def release(self) -> None:
+        self._hook.remove()

@@ -1,0 +1,210 @@
+"""The fp32 partitions of a ZeRO engine as the exchange's `Shards`.
+
+A rank holds of each parameter a stretch of the flattened tensor: all of it, a part, or nothing. The stretch becomes
+
+* one shard of whole rows [rows, ...] where it begins and ends at rows: what FSDP2 would hold where ZeRO-3 cuts dim 0 evenly;
+* else up to three: the end of a row (flat), whole rows, the beginning of a row (flat).
+
+Which is decided by the parameter's shape and the stretch alone, so that it is the same on every island. Parameters of which this rank
+holds nothing are there as empty shards: all ranks of an island see the same names, and make the same channels of them.
+
+Padding belongs to no shard: it is neither sent nor compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from deepspeed import comm
+from torch import Tensor
+
+from fsdp_demo.island import Island
+from fsdp_demo.shards import Shard, plain_name
+from fsdp_demo.topology import Position
+
+from .partitions import Partitions
+from .ticks import EngineTicks
+
+_SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "MuonWithAuxAdam": "MuonAdamW"}
+"""DeepSpeed's optimizers by the name of what does the same; Adam with decoupled decay is AdamW."""
+
+_KNOWN = ("SGD", "Adam", "AdamW")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One shard inside a master: elements offset.. of it, seen in a shape."""
+
+    master: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The shard in a flat tensor that lies as the master does."""
+        return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
+
+
+class ZeroShards:
+    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements `fsdp_demo.shards.Shards`.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+
+    Raises:
+        ValueError: the engine shards nothing.
+        RuntimeError: DeepSpeed's internals are not those this was written for.
+
+    Example:
+        >>> from deepspeed_ext import ZeroShards
+        >>> shards = ZeroShards(engine)  # doctest: +SKIP
+        >>> shards.shards[0].name  # doctest: +SKIP
+        'model.embed_tokens.weight'
+    """
+
+    def __init__(self, engine: Any):
+        self.engine, self.partitions = engine, Partitions.of(engine)
+        self.shards: list[Shard] = []
+        self._pieces: list[_Piece] = []
+        masters = self.partitions.masters()
+        for f in self.partitions.fragments():
+            for start, shape in pieces(f.shape, f.start, f.numel):
+                self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
+                self.shards.append(Shard(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
+        self.device = masters[0].device
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer that ZeRO steps; DeepSpeed may exchange the object."""
+        return [self.partitions.inner]
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """See `fsdp_demo.shards.Shards.optimizer_names`."""
+        inner = self.partitions.inner
+        name = _SAME.get(type(inner).__name__, type(inner).__name__)
+        return ["AdamW" if name == "Adam" and getattr(inner, "adam_w_mode", False) else name]
+
+    def _flats(self, source: str) -> list[Tensor | None]:
+        """One flat tensor per master."""
+        masters = self.partitions.masters()
+        if source == "parameter":
+            return list(masters)
+        if source == "gradient":
+            return [m.grad for m in masters]
+        kept = [self.partitions.inner.state.get(m, {}).get(source.removeprefix("state:")) for m in masters]
+        return [v if isinstance(v, Tensor) and v.shape == m.shape else None for v, m in zip(kept, masters, strict=True)]
+
+    def _views(self, flats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """See `fsdp_demo.shards.Shards.read`: fp32 views into the masters, their gradients and their states."""
+        return self._views(self._flats(source))
+
+    def states(self) -> list[str]:
+        """See `fsdp_demo.shards.Shards.states`."""
+        pairs = self.optimizer_states()
+        return sorted({k for m, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == m.shape and k != "step"})
+
+    def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """See `fsdp_demo.shards.Shards.optimizer_states`: one pair per master."""
+        state = self.partitions.inner.state
+        return [(m, state[m]) for m in self.partitions.masters() if m in state]
+
+    def materialise(self) -> None:
+        """Step every master once with zero gradients and learning rate zero, then set step counters to zero. One gradient at a time."""
+        inner, masters = self.partitions.inner, self.partitions.masters()
+        if self.optimizer_names[0] not in _KNOWN or any(m in inner.state for m in masters):
+            return
+        rates = [g["lr"] for g in inner.param_groups]
+        for g in inner.param_groups:
+            g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0
+        self.partitions.step_on_zeros()
+        for g, rate in zip(inner.param_groups, rates, strict=True):
+            g["lr"] = rate
+        for counted in [*(state for _, state in self.optimizer_states()), *inner.param_groups]:
+            if "step" in counted:
+                counted["step"] = counted["step"] * 0
+
+    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+        """See `fsdp_demo.shards.Shards.rest`. Under ZeRO-3 frozen parameters lie in parts (`ds_tensor`)."""
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in frozen] + [b.detach() for b in model.buffers()]
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """See `fsdp_demo.shards.Shards.gradients`. A master has one gradient: it goes when nothing in it is wanted, else what is not
+        wanted becomes zeros."""
+        for index, master in enumerate(self.partitions.masters()):
+            here = [(p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index]
+            if all(want is False for _, want in here):
+                master.grad = None
+            elif master.grad is None and any(want for _, want in here):
+                self.partitions.zero_gradient(index)
+            elif master.grad is not None:
+                for p, want in here:
+                    if want is False:
+                        p.view(master.grad).zero_()
+        return self.read("gradient")
+
+    def base_step(self) -> None:
+        """See `fsdp_demo.shards.Shards.base_step`."""
+        self.partitions.step()
+
+    def commit(self, model: torch.nn.Module | None = None) -> None:
+        """Push the masters to the model's parameters: stages 1 and 2 gather them inside the island, stage 3 its persistent ones."""
+        with torch.no_grad():
+            self.partitions.push()
+
+    def check(self) -> None:
+        """Raise RuntimeError if DeepSpeed has other masters than at `attach`."""
+        if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
+            raise RuntimeError("the ZeRO engine has other partitions than at attach: detach() and attach again")
+
+    def position(self, rank: int, world: int) -> Position:
+        """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.
+
+        Raises:
+            ValueError: the group is not the island.
+        """
+        group = self.engine.seq_data_parallel_group
+        shards, shard = comm.get_world_size(group=group), comm.get_rank(group=group)
+        if (shards, shard) != (world, rank):
+            raise ValueError(
+                f"ZeRO shards over {shards} ranks (this one is {shard}), the replica has {world} (this one is {rank}): in one world over "
+                "several nodes call deepspeed_ext.shard_within_node(node_size) before deepspeed.initialize; islands need none"
+            )
+        return Position(shards, shard, 1, 0)
+
+    def ticks(
+        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> EngineTicks:
+        """The engine's own count of steps."""
+        return EngineTicks(self.engine, self.partitions, before, after, skip, gradients)
+
+
+def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Cut elements start..start + numel of a flattened tensor into (start, shape): whole rows keep the tensor's dims, the rest is flat.
+
+    Example:
+        >>> from deepspeed_ext.shards import pieces
+        >>> list(pieces((4, 3), 2, 8))
+        [(2, (1,)), (3, (2, 3)), (9, (1,))]
+    """
+    row = prod(shape[1:]) if len(shape) > 1 else 1
+    if numel == prod(shape):
+        yield start, tuple(shape)
+        return
+    head = min(-start % row, numel)
+    rows, tail = divmod(numel - head, row)
+    if numel == 0:
+        yield start, (0, *shape[1:]) if shape else (0,)
+    if head:
+        yield start, (head,)
+    if rows:
+        yield start + head, (rows, *shape[1:])
+    if tail:
+        yield start + head + rows * row, (tail,)

@@ -1,0 +1,101 @@
+"""The clock of a ZeRO engine: one tick is one step that the engine counts (`global_steps`), taken or skipped.
+
+DeepSpeed calls the inner optimizer once, once per group or once per sub-group, and `engine.step()` once per micro-batch; none of these is
+a step. It skips a step alone, on one replica, when that one's gradient norm is not finite: the replica then takes the tick with
+nothing to say, and steps its scheduler, which DeepSpeed leaves behind, so that rates stay equal on all replicas.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .partitions import Partitions
+
+log = logging.getLogger("fsdp_demo")
+
+
+class EngineTicks:
+    """Implements `fsdp_demo.shards.Ticks` on `engine.step`.
+
+    Args:
+        engine, partitions: the engine and the view of its wrapper.
+        before: run ahead of the inner step. after: run when `engine.step` is done with a step. skip: run instead of both for a step that
+            the engine has skipped.
+        gradients: `before` needs or changes gradients.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        partitions: Partitions,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        skip: Callable[[], None],
+        gradients: bool,
+    ):
+        self._engine, self._partitions, self._gradients = engine, partitions, gradients
+        self._run_before, self._run_after, self._run_skip = before, after, skip
+        self._off = 0
+        self._skipped: dict[str, Any] | None = None  # the engine's arguments for its scheduler, in a step that it has skipped
+
+    def start(self) -> None:
+        """Wrap `engine.step`, and the inner step of its wrapper."""
+        self._step = self._engine.step
+        self._engine.step = self._stepped
+        self._partitions.intercept(self._inner, self._gradients)
+
+    def stop(self) -> None:
+        """Let go of the engine."""
+        self._engine.__dict__.pop("step", None)
+        self._partitions.release()
+
+    @property
+    def partial(self) -> int:
+        """A ZeRO engine has one optimizer: no tick is ever incomplete."""
+        return 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context steps do not count."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that was not taken; where the engine does not know of it, count it there too. The scheduler steps behind
+        the base step, as DeepSpeed's own order is."""
+        self._run_before()
+        if base_step is not None:
+            base_step()
+        if self._skipped is None:
+            self._engine.global_steps += 1
+            self._engine.skipped_steps += 1
+        if self._engine.lr_scheduler is not None:
+            self._engine.lr_scheduler.step(**(self._skipped or {}))
+        self._run_after()
+
+    def _inner(self) -> None:
+        if not self._off:
+            self._run_before()
+
+    def _stepped(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
+        engine, steps = self._engine, self._engine.global_steps
+        result = self._step(*args, **kwargs)
+        if engine.global_steps == steps or self._off:
+            return result
+        if engine.was_step_applied():
+            self._run_after()
+            return result
+        log.warning("step %d was skipped: the gradient norm is not finite; this replica has nothing to say in it", steps)
+        self._skipped = kwargs.get("lr_kwargs", args[0] if args else None) or {}
+        try:
+            self._run_skip()
+        finally:
+            self._skipped = None
+        return result

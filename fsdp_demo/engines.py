@@ -1,0 +1,34 @@
+"""Training engines of other packages: who offers an `attach` of its own for an object that is not a torch optimizer.
+
+A package names itself in the entry point group `fsdp_demo.engines`: the entry's name is the top-level module of the engine's classes, its
+value a module with
+
+* `attach(engine, config, **keywords) -> Exchange`, keywords as of `fsdp_demo.attach`;
+* `clipping(engine, config) -> config` and `topology() -> Topology | None`, for hosts that build the engine themselves (the Trainer).
+
+It is imported only when such an object turns up.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+GROUP = "fsdp_demo.engines"
+
+
+def find(thing: Any) -> ModuleType | None:
+    """The module that attaches to `thing`, or to what it wraps under `.optimizer`; None for what is torch's own."""
+    for module in {c.__module__.partition(".")[0] for c in type(thing).__mro__} - {"torch", "builtins"}:
+        if (door := named(module)) is not None:
+            return door
+    return None
+
+
+def named(name: str) -> ModuleType | None:
+    """The module that attaches to engines of the package `name`; None where no installed package offers one."""
+    for entry in entry_points(group=GROUP, name=name):
+        door: ModuleType = entry.load()
+        return door
+    return None

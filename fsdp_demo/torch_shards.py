@@ -1,0 +1,158 @@
+"""Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
+
+`TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
+(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from .inner import materialise
+from .island import Island
+from .shards import Shard, local_part, plain_name
+from .ticks import TorchTicks
+from .topology import Position
+
+
+class TorchShards:
+    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
+        self.optimizers, self._model = list(optimizers), model
+        names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
+        self._places: list[tuple[int, int, int]] = []
+        self.shards: list[Shard] = []
+        seen: set[int] = set()
+        for o, g, i, p, given in self._walk():
+            if id(p) in seen:  # tied weights handed over twice
+                continue
+            seen.add(id(p))
+            name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
+            local = local_part(p)
+            self._places.append((o, g, i))
+            self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
+        if not self.shards:
+            raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
+        self._count = len(list(self._walk()))
+        self.device = local_part(self._param(0)).device
+
+    def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
+        for o, optimizer in enumerate(self.optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                given = group.get("param_names", [])
+                for i, p in enumerate(group["params"]):
+                    yield o, g, i, p, given[i] if i < len(given) else ""
+
+    def _param(self, index: int) -> Tensor:
+        o, g, i = self._places[index]
+        return self.optimizers[o].param_groups[g]["params"][i]
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters joined or left the optimizer since `attach`."""
+        now = sum(len(g["params"]) for o in self.optimizers for g in o.param_groups)
+        if now != self._count:
+            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {self._count}: detach() and attach again")
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
+        out: list[Tensor | None] = []
+        for index, (o, _, _) in enumerate(self._places):
+            p = self._param(index)
+            if source == "parameter":
+                out.append(local_part(p))
+            elif source == "gradient":
+                out.append(None if p.grad is None else local_part(p.grad))
+            else:
+                state = self.optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
+                out.append(None if state is None else local_part(state))
+        return out
+
+    def states(self) -> list[str]:
+        """See `Shards.states`."""
+        pairs = [(p, o.state.get(p, {})) for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        return sorted({k for p, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and k != "step"})
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """See `Shards.gradients`."""
+        out: list[Tensor | None] = []
+        for index, want in enumerate(wanted):
+            p = self._param(index)
+            if want is False:
+                p.grad = None
+            elif want and p.grad is None:
+                p.grad = torch.zeros_like(p)
+            out.append(local_part(p.grad) if p.grad is not None else None)
+        return out
+
+    def position(self, rank: int, world: int) -> Position:
+        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh (ranks are copy-major)."""
+        shards = 1
+        for index in range(len(self.shards)):
+            p = self._param(index)
+            if isinstance(p, DTensor):
+                sharded = [d for d, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
+                size = 1
+                for d in sharded:
+                    size *= p.device_mesh.size(d)
+                shards = max(shards, size)
+        if world % shards:
+            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of that")
+        return Position(shards, rank % shards, world // shards, rank // shards)
+
+    def base_step(self) -> None:
+        """Run the base optimizers once (for a step that the training loop did not take)."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def commit(self, model: torch.nn.Module | None = None) -> None:
+        """See `Shards.commit`: free unsharded FSDP2 parameters."""
+        reshard(model if model is not None else self._model)
+
+    def ticks(
+        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> TorchTicks:
+        """One tick is one complete round of the optimizers' steps. `step(closure)` computes gradients inside: not where they are needed."""
+        return TorchTicks(self.optimizers, island, before, after, closures=not gradients)
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """See `Shards.optimizer_names`."""
+        return [type(o).__name__ for o in self.optimizers]
+
+    def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """See `Shards.optimizer_states`."""
+        return [(p, o.state[p]) for o in self.optimizers for g in o.param_groups for p in g["params"] if p in o.state]
+
+    def materialise(self) -> None:
+        """See `inner.materialise`."""
+        for optimizer in self.optimizers:
+            materialise(optimizer)
+
+    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+        """See `Shards.rest`."""
+        return [local_part(p) for p in model.parameters() if not p.requires_grad] + [local_part(b) for b in model.buffers()]
+
+
+def reshard(model: torch.nn.Module | None) -> None:
+    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards. A forward without a backward (an
+    evaluation) leaves the root unsharded."""
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards."""
+    seen = optimizer
+    while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
+        seen = seen.optimizer
+    if not isinstance(seen, torch.optim.Optimizer):
+        raise ValueError(f"attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found {type(optimizer).__name__}")
+    return seen
