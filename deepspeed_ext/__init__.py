@@ -7,7 +7,8 @@ Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo
 """
 
 from .attaching import attach, clipping
+from .launched import topology
 from .node import installed, shard_within_node
 from .shards import ZeroShards
 
-__all__ = ["ZeroShards", "attach", "clipping", "installed", "shard_within_node"]
+__all__ = ["ZeroShards", "attach", "clipping", "installed", "shard_within_node", "topology"]

@@ -9,7 +9,7 @@ from fsdp_demo.attaching import join, settled
 from fsdp_demo.checkpoint import Saved
 
 from . import checkpoints as folders
-from .node import topology_of
+from .launched import topology as place
 from .refusals import refuse
 from .shards import ZeroShards
 
@@ -55,7 +55,7 @@ def attach(
         >>> exchange = deepspeed_ext.attach(engine, "demo")  # doctest: +SKIP
     """
     config = settled(config, changes)
-    topology = topology or topology_of(engine) or Topology.from_env()
+    topology = topology or place(engine)
     refuse(engine, config, topology)
     config = clipping(engine, config)
     exchange = join(

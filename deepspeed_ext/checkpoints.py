@@ -28,7 +28,7 @@ from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
 from fsdp_demo.parts import in_one_piece, sync_folder
 from fsdp_demo.transport import PeerLost
 
-from .finding import CURE, PARTS, Choice, choose, choose_tag, folder_of, look
+from .finding import CURE, PARTS, Choice, choose, choose_tag, folder_of, latest, look
 
 log = logging.getLogger("fsdp_demo")
 
@@ -108,6 +108,8 @@ class _Folders:
         """DeepSpeed's load. How gradients are clipped is said by the configuration and by `attach`, not by the checkpoint."""
         zero, error, result = self.engine.optimizer, None, (None, None)
         clip = zero.clip_grad
+        if self.engine.zero_optimization_stage() == 3:
+            options = self._weights_of_stage3(folder, tag, options)
         try:
             result = self.theirs[1](str(folder), tag, **options)
         except Exception as e:
@@ -115,6 +117,20 @@ class _Folders:
         zero.clip_grad = clip
         self.all_well(error, f"{folder}/{tag} could not be loaded by another rank")
         return result
+
+    @staticmethod
+    def _weights_of_stage3(folder: Path, tag: str | None, options: dict[str, Any]) -> dict[str, Any]:
+        """Under ZeRO-3 `load_module_only` loads nothing, silently, unless `load_optimizer_states` is off; then weights are read from the
+        tag in `latest`, whichever was asked for."""
+        if not options["load_module_only"] and options["load_optimizer_states"]:
+            return options
+        named = latest(folder)
+        if tag is not None and named != tag:
+            raise ValueError(
+                f"{folder / 'latest'} names {named}: DeepSpeed's ZeRO-3 reads weights without optimizer states from there only, not from "
+                f"{tag}. Write {tag} into it, or load the optimizer states too"
+            )
+        return {**options, "load_optimizer_states": False}
 
     @contextmanager
     def _own_clipping(self) -> Iterator[None]:
@@ -193,10 +209,7 @@ class _Separate(_Folders):
         options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
         root = Path(load_dir)
 
-        def newest() -> str | None:
-            return (root / "latest").read_text().strip() if (root / "latest").is_file() else None
-
-        tag = self.from_first(newest, torch.distributed.group.WORLD) if tag is None else str(tag)
+        tag = self.from_first(lambda: latest(root), torch.distributed.group.WORLD) if tag is None else str(tag)
         own = self._folder(root)
         if tag is not None and not self.from_first(lambda: (own / str(tag)).is_dir()):
             if self.first:

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero import partition_parameters, partitioned_param_coord
 from deepspeed.utils import groups
 from torch.utils.data import DistributedSampler
 
+from .checkpoints import separate
 from .node_config import node_config, refuse_beside
 
 KNOWN = "0.19.8 is known to work"
@@ -115,6 +116,8 @@ class Confinement:
         self._engines.append(weakref.ref(engine))
         assert_confined(engine, self.mpu)
         engine.deepspeed_io = functools.partial(self._loader, engine, engine.deepspeed_io)
+        if self.mpu.replicas > 1:
+            separate(engine, self.mpu.replica)
         if data is not None:
             engine.training_dataloader = loader = engine.deepspeed_io(data)
         return engine, optimizer, loader, scheduler

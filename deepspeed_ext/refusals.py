@@ -6,13 +6,11 @@ deepspeed 0.19.8, whose engine answers for its configuration.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -122,18 +120,6 @@ def _place(engine: Any, topology: Topology) -> Iterator[str]:
         yield f"a mesh, and an engine that reduces over all nodes: {first}"
     if mine is not None and mine.kind == "mesh" and kind != "mesh":
         yield f"an engine of shard_within_node in a topology of kind {kind!r}: pass no topology; on islands leave shard_within_node out"
-    world, local = dist.get_world_size(), _local_ranks()
-    if kind == "single" and mine is None and "ISLAND_COUNT" not in os.environ and 0 < local < world:
-        yield (
-            f"one world of {world} ranks over several nodes of {local}, and nobody to exchange with: {first}, or launch each node as an "
-            "island (ISLAND_RANK, ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are one replica"
-        )
-
-
-def _local_ranks() -> int:
-    """Ranks per node as the launcher says (torchrun, accelerate: LOCAL_WORLD_SIZE; deepspeed: LOCAL_SIZE); 0 if it does not."""
-    text = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "").strip()
-    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _inner(engine: Any) -> Iterator[str]:

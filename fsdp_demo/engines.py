@@ -19,10 +19,13 @@ GROUP = "fsdp_demo.engines"
 
 
 def find(thing: Any) -> ModuleType | None:
-    """The module that attaches to `thing`, or to what it wraps under `.optimizer`; None for what is torch's own."""
-    for module in {c.__module__.partition(".")[0] for c in type(thing).__mro__} - {"torch", "builtins"}:
-        if (door := named(module)) is not None:
-            return door
+    """The module that attaches to `thing`, or to what it wraps under `.optimizer` (it says what to pass instead); None for what is torch's
+    own."""
+    while thing is not None:
+        for module in {c.__module__.partition(".")[0] for c in type(thing).__mro__} - {"torch", "builtins"}:
+            if (door := named(module)) is not None:
+                return door
+        thing = next(iter(thing), None) if isinstance(thing, (list, tuple)) else getattr(thing, "optimizer", None)
     return None
 
 

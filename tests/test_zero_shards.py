@@ -13,6 +13,7 @@ from torch import nn
 import deepspeed_ext
 import fsdp_demo
 from deepspeed_ext.shards import pieces
+from fsdp_demo.plan import Plan
 
 from . import zero
 
@@ -297,3 +298,28 @@ def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_rank
         assert exchange.step == 5 and made.global_steps == 7
 
     run_ranks(run)
+
+
+REST = [p for p in fsdp_demo.presets() if p not in ("full", "demo", "diloco", "desloc", "streaming_diloco")]
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
+@pytest.mark.parametrize("preset", REST)
+def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ranks, preset, stage):
+    """Those that `test_zero_oracle.py` does not follow step by step."""
+
+    def run(me):
+        config = fsdp_demo.preset(preset)
+        made = zero.engine(zero.settings(stage, bf16=True), zero.sgd if config.inner[0] == "sgd" else zero.adamw)
+        exchange = deepspeed_ext.attach(made, preset, **({} if config.channels[0].before_step else {"period": 2}))
+        sections = [(c.channel, c.section, len(c.present)) for c in exchange.channels]
+        planned = Plan(sections, me.islands, me.island).over(range(4)).bytes_sent
+        zero.train(made, range(4), me.rank)
+        counted = exchange.metrics()["bytes_sent"]
+        exchange.finish()
+        return planned, counted, zero.whole(made)
+
+    results = run_ranks(run)
+    for planned, counted, whole in results:
+        assert planned == counted > 0
+        assert all(torch.equal(whole[n], results[0][2][n]) and bool(whole[n].isfinite().all()) for n in whole)

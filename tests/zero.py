@@ -89,16 +89,21 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def engine(
-    config: dict[str, Any], optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, model: nn.Module | None = None, **keywords: Any
+    config: dict[str, Any],
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = adamw,
+    model: nn.Module | None = None,
+    **keywords: Any,
 ) -> Any:
-    """A DeepSpeed engine on the default group of this rank; equal weights everywhere unless `model` is given."""
+    """A DeepSpeed engine on the default group of this rank; equal weights everywhere unless `model` is given. Without `optimizer` the
+    configuration names one."""
     if not comm.is_initialized():
         deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     if model is None:
         torch.manual_seed(7)
         model = Model()
     groups = keywords.pop("groups", None) or [p for p in model.parameters() if p.requires_grad]
-    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer(groups), config=config, **keywords)
+    handed = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer(groups)}
+    made, *_ = deepspeed.initialize(model=model, config=config, **handed, **keywords)
     return made
 
 

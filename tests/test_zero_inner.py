@@ -1,0 +1,67 @@
+"""DeepSpeed's own inner optimizers under the exchange. They are compiled at run time: minutes, and a C++ compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_ext
+import fsdp_demo
+
+from . import zero
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its optimizers: needs a C++ compiler (c++)"),
+]
+
+OWN: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "AdamW": ("zero2", {}, "desloc", "AdamW"),
+    "Adam": ("zero3-parts", {"offload": True}, "local_adam", "AdamW"),
+    "SGD": ("zero3", {}, "demo", "SGD"),
+    "Muon": ("zero2", {}, "muloco", "MuonAdamW"),
+}
+
+
+def train(me: Any, kind: str) -> Any:
+    """Six steps; what the exchange calls the optimizer, and the parameters at the end."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+    stage, more, preset, _ = OWN[kind]
+    torch.manual_seed(7)
+    model = zero.Model()
+    for p in model.parameters():  # as DeepSpeed wants it told
+        p.use_muon = p.ndim == 2  # type: ignore[attr-defined]
+    settings = zero.settings(stage, **more, optimizer={"type": kind, "params": {"lr": 1e-2}})
+    made = zero.engine(settings, None, model)
+    exchange = deepspeed_ext.attach(made, preset, **({} if preset == "demo" else {"period": 2}))
+    losses = zero.train(made, range(6), me.rank)
+    exchange.finish()
+    return exchange.shards.optimizer_names, losses, exchange.digests_equal(), zero.whole(made)
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.timeout(900)
+def test_deepspeeds_own_optimizers(run_ranks, kind):
+    results = run_ranks(train, args=(kind,), timeout=800)
+    for names, losses, equal, whole in results:
+        assert names == [OWN[kind][3]] and equal and len(losses) == 6
+        assert all(bool(x.isfinite().all()) for x in whole.values())
+        assert all(torch.equal(whole[n], results[0][3][n]) for n in whole)
+    assert set(results[0][3]) == {n for n, _ in zero.Model().named_parameters()}
+
+
+def test_torchs_muon_is_refused_with_the_cure(run_ranks):
+    def run(me):
+        torch.manual_seed(7)
+        model = zero.Model()
+        inner = fsdp_demo.MuonAdamW(model.named_parameters())
+        with pytest.raises(ValueError, match='"type": "Muon"'):
+            deepspeed_ext.attach(zero.engine(zero.settings("zero2"), lambda _: inner, model), "muloco")
+
+    run_ranks(run, 1, 2, group=True)
