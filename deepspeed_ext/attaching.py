@@ -37,7 +37,7 @@ def attach(
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
         model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ..., model=...)` works.
         topology: default the node of `shard_within_node`, else `Topology.from_env()` (islands).
-        agree, batch: as for `fsdp_demo.attach`; `batch` is known from the engine.
+        agree, batch: as for `fsdp_demo.attach`; `batch` is known from the engine, and the norm that clips is agreed anyway.
         step: default `engine.global_steps`.
         state: the exchange's state to go on from, where the engine itself is loaded already. With `checkpoints` nobody needs it:
             `engine.load_checkpoint` brings it.
@@ -57,6 +57,7 @@ def attach(
     config = settled(config, changes)
     topology = topology or place(engine)
     refuse(engine, config, topology)
+    agree = {"gradient_clipping": engine.gradient_clipping(), **(agree or {})}
     config = clipping(engine, config)
     exchange = join(
         ZeroShards(engine),

@@ -15,6 +15,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -80,19 +81,23 @@ class _Folders:
         self.group = engine.seq_data_parallel_group
         self.first = comm.get_rank(group=self.group) == 0
 
-    def save_into(self, folder: Path, tag: Any, client_state: Any, save_latest: bool, frozen: bool, beside: Callable[[Path], None]) -> Any:
-        """DeepSpeed's files, then `beside(FOLDER/TAG)` on every rank, then `latest`."""
+    def save_into(
+        self, folder: Path, tag: Any, client_state: Any, save_latest: bool, frozen: bool, parts: Callable[[Path], None] | None = None
+    ) -> Any:
+        """DeepSpeed's files, then on every rank `parts(FOLDER/TAG/exchange)`, then `latest`."""
         engine = self.engine
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder / tag / PARTS, ignore_errors=True)  # from now on what was there is not whole
-            (folder / tag / PARTS).mkdir(parents=True)
+            if parts is not None:
+                (folder / tag / PARTS).mkdir(parents=True)
         with self._own_clipping():
             done = self.theirs[0](str(folder), tag, client_state or {}, False, frozen)
         error: Exception | None = None
         try:
-            beside(folder / tag)
+            if parts is not None:
+                parts(folder / tag / PARTS)
             if self.first and engine.global_rank != 0:
                 engine._copy_recovery_script(str(folder))
         except Exception as e:  # the other ranks wait for this one's vote
@@ -188,12 +193,7 @@ class _Separate(_Folders):
         exclude_frozen_parameters: bool = False,
     ) -> Any:
         """As DeepSpeed's, into this replica's folder."""
-
-        def no_parts(place: Path) -> None:
-            if self.first:
-                (place / PARTS).rmdir()
-
-        return self.save_into(self._folder(Path(save_dir)), tag, client_state, save_latest, exclude_frozen_parameters, no_parts)
+        return self.save_into(self._folder(Path(save_dir)), tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -233,10 +233,7 @@ class _Followed(_Folders):
     ) -> Any:
         """As DeepSpeed's, into `save_dir/<name of the replica>`, with the exchange's state."""
         folder = folder_of(Path(save_dir), self.exchange.topology)
-
-        def parts(place: Path) -> None:
-            save_exchange(place / PARTS, self.exchange)
-
+        parts = partial(save_exchange, exchange=self.exchange)
         return self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)
 
     def load_checkpoint(

@@ -32,13 +32,13 @@ def topology(engine: Any = None) -> Topology:
         engine: where there is one, its mpu counts.
 
     Raises:
-        ValueError: ranks have different ISLAND_* variables; a mesh and islands at once; one world over several nodes that is neither, unless
-            ISLAND_COUNT=1 says so; and as `Topology.from_env`.
+        ValueError: ranks have different ISLAND_* variables; a mesh and islands at once; one world over several nodes that is neither,
+            unless ISLAND_COUNT=1 says so; and as `Topology.from_env`.
     """
     compare_environment()
     mesh, islands = topology_of(engine or SimpleNamespace(mpu=installed())), Topology.from_env()
     world, local = dist.get_world_size() if dist.is_initialized() else 1, _local_ranks()
-    if mesh is None and islands.islands == 1 and "ISLAND_COUNT" not in os.environ and 0 < local < world:
+    if installed() is None and mesh is None and "ISLAND_COUNT" not in os.environ and 0 < local < world:
         raise ValueError(
             f"one world of {world} ranks over nodes of {local}: ZeRO reduces between the nodes, and there is nobody to exchange with. Call "
             "deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and deepspeed.initialize is called, or launch each "

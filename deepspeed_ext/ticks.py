@@ -72,6 +72,7 @@ class EngineTicks:
         self._run_before()
         if base_step is not None:
             base_step()
+        self._partitions.free_gradients()
         if self._skipped is None:
             self._engine.global_steps += 1
             self._engine.skipped_steps += 1

@@ -188,6 +188,7 @@ class Rate:
 
 
 SKIPS = [("full", stage) for stage in (*zero.STAGES, "wrapper")]
+SKIPS += [("full", "zero2-offload"), ("diloco", "zero3-parts-offload")]
 SKIPS += [("demo", "zero2"), ("demo", "zero3-parts"), ("diloco", "zero1"), ("diloco", "zero3")]
 
 

@@ -59,7 +59,9 @@ class Aligned(Model):
 def settings(
     stage: str, *, clip: float = 0.0, accumulate: int = 1, bf16: bool = False, offload: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration as a dict. Stage "wrapper": bf16 with gradients accumulated in fp32, which `BF16_Optimizer` does."""
+    """DeepSpeed's configuration as a dict. Stage "wrapper": bf16 with gradients accumulated in fp32, which `BF16_Optimizer` does;
+    "...-offload": the optimizer in host memory."""
+    stage, offload = stage.removesuffix("-offload"), offload or stage.endswith("-offload")
     if stage == "wrapper":
         stage, bf16, more = "zero1", True, {"data_types": {"grad_accum_dtype": "fp32"}, **more}
     zero = dict(STAGES[stage])
