@@ -57,18 +57,22 @@ def attach(
     config = settled(config, changes)
     topology = topology or place(engine)
     refuse(engine, config, topology)
-    agree = {"gradient_clipping": engine.gradient_clipping(), **(agree or {})}
-    config = clipping(engine, config)
-    exchange = join(
-        ZeroShards(engine),
-        config,
-        model=engine.module,
-        topology=topology,
-        agree=agree,
-        step=engine.global_steps if step is None else step,
-        state=state,
-        batch=batch or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
-    )
+    facts = {"gradient_clipping": engine.gradient_clipping(), **(agree or {})}
+    shards, config = ZeroShards(engine), clipping(engine, config)
+    try:
+        exchange = join(
+            shards,
+            config,
+            model=engine.module,
+            topology=topology,
+            agree=facts,
+            step=engine.global_steps if step is None else step,
+            state=state,
+            batch=batch or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+        )
+    except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
+        shards.partitions.clip_again()
+        raise
     if checkpoints:
         folders.follow(engine, exchange)
     return exchange
@@ -85,4 +89,5 @@ def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
     if config.clips_mean or config.clip_over == "islands":
         zero.clip_grad = 0.0
         return config.changed({"clip": norm or None})
+    zero.clip_grad = norm  # a checkpoint that was loaded may have brought another
     return config.changed({"clip": None})

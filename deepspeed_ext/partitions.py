@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from deepspeed import __version__ as VERSION
 from deepspeed import comm
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor
 
 __all__ = ["Fragment", "Partitions"]
@@ -131,6 +132,14 @@ class Partitions:
         for i, master in enumerate(self.masters()):
             master.grad = self._buffers[i].zero_() if self._buffers else None
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the backwards since the last step, as the wrapper does when it skips one."""
+        raise NotImplementedError
+
+    def clip_again(self) -> None:
+        """Let the engine clip by the norm of its configuration."""
+        self.zero.clip_grad = self.engine.gradient_clipping()
+
     def intercept(self, before: Callable[[], None], together: bool) -> None:
         """Run `before` once in every step of the wrapper, ahead of the inner optimizer.
 
@@ -215,6 +224,15 @@ class _Stage12(_Flat):
     def offloads(self) -> bool:
         return bool(self.zero.cpu_offload)
 
+    def drop_gradients(self) -> None:
+        self.zero.zero_grad(set_to_none=True)
+        self.zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        if self.offloads:
+            self.zero._offload_accumulated_param_ids = set()
+            self.zero.reset_cpu_buffers()
+        for i in self.zero.averaged_gradients:
+            self.zero.averaged_gradients[i] = self.zero.all_grad_tensors[i] = None
+
     def _publish(self, index: int) -> None:
         place = comm.get_rank(group=self.zero.real_dp_process_group[index])
         part = self.zero.parallel_partitioned_bit16_groups[index][place]
@@ -251,6 +269,9 @@ class _Stage3(Partitions):
     def offloads(self) -> bool:
         return bool(self.zero.offload_optimizer)
 
+    def drop_gradients(self) -> None:
+        self.zero._overflow_clean_up(self.zero.loss_scale)
+
     def _publish(self, index: int) -> None:
         self.zero._reassign_or_swap_out_partitioned_parameters(index)
 
@@ -263,6 +284,10 @@ class _Bf16(_Flat):
 
     def _groups(self) -> list[list[Any]]:
         return list(self.zero.bf16_groups)
+
+    def drop_gradients(self) -> None:
+        self.zero.clear_hp_grads()
+        self.zero.clear_lp_grads()
 
     def step(self) -> None:
         self._alone = True

@@ -120,6 +120,8 @@ class ZeroShards:
         inner, masters = self.partitions.inner, self.partitions.masters()
         if self.optimizer_names[0] not in _KNOWN or any(m in inner.state for m in masters):
             return
+        if any(g.get("dampening") for g in inner.param_groups):  # a second step is not what the first is
+            return
         rates = [g["lr"] for g in inner.param_groups]
         for g in inner.param_groups:
             g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0

@@ -48,9 +48,10 @@ class EngineTicks:
         self._partitions.intercept(self._inner, self._gradients)
 
     def stop(self) -> None:
-        """Let go of the engine."""
+        """Let go of the engine, which clips by itself again."""
         self._engine.__dict__.pop("step", None)
         self._partitions.release()
+        self._partitions.clip_again()
 
     @property
     def partial(self) -> int:
@@ -67,17 +68,21 @@ class EngineTicks:
             self._off -= 1
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that was not taken; where the engine does not know of it, count it there too. The scheduler steps behind
-        the base step, as DeepSpeed's own order is."""
+        """Make a tick of a step that was not taken; where the engine does not know of it, count it there too, and drop what its backwards
+        have left. The scheduler steps behind the base step, as DeepSpeed's own order is."""
+        engine = self._engine
+        if self._skipped is None:
+            self._partitions.drop_gradients()
+            engine.micro_steps += engine.gradient_accumulation_steps() - engine.micro_steps % engine.gradient_accumulation_steps()
         self._run_before()
         if base_step is not None:
             base_step()
         self._partitions.free_gradients()
         if self._skipped is None:
-            self._engine.global_steps += 1
-            self._engine.skipped_steps += 1
-        if self._engine.lr_scheduler is not None:
-            self._engine.lr_scheduler.step(**(self._skipped or {}))
+            engine.global_steps += 1
+            engine.skipped_steps += 1
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step(**(self._skipped or {}))
         self._run_after()
 
     def _inner(self) -> None:
@@ -99,4 +104,5 @@ class EngineTicks:
             self._run_skip()
         finally:
             self._skipped = None
+        self._partitions.zero.overflow = False  # the step counts: hosts that ask (Accelerate, the Trainer) step their schedulers
         return result

@@ -140,6 +140,7 @@ class Exchange:
         resumes = state is not None and own == self.step
         joining.equalise_parameters(self._line, self._island, self._parameters, donor, keep=resumes and not self._gradients_only)
         joining.equalise_rest(self._line, self._island, self.shards, model, donor)
+        self.shards.commit(model)
         for c in self.channels:
             c.start()
         self._mailbox.last = {c.channel.name: self.step for c in self.channels}
@@ -159,7 +160,7 @@ class Exchange:
         forgotten.
 
         Args:
-            state, model: as for `attach`. Without a state the channels start anew, and all replicas take over from the one that is furthest.
+            state, model: as for `attach`. Without a state channels start anew, and all replicas take over from the one that is furthest.
             step: the job's step, where there is no state.
 
         Raises:

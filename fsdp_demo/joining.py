@@ -50,7 +50,6 @@ def equalise_parameters(line: Line | None, island: Island, parameters: ActiveCha
         changed = agreement.equalise(line, work, donor, keep)
     if island.largest(float(changed))[0]:
         parameters.write(work, parameters.tensors("parameter"))
-        parameters.shards.commit()
         if parameters.position.shard == parameters.position.copy == 0:
             log.info("parameters taken over from island %d", donor)
 

@@ -154,19 +154,23 @@ def test_islands_start_from_the_masters_frozen_parameters_and_buffers_of_island_
         torch.manual_seed(me.island)
         model = zero.Model()
         model.layers[1].weight.requires_grad_(False)
+        model.norm.weight.requires_grad_(False).fill_(1.0 + me.island)
         model.scale.fill_(me.island + 1.0)
         made = zero.engine(zero.settings(stage), model=model)
         exchange = deepspeed_ext.attach(made, "diloco")
+        with torch.no_grad():
+            seen = made(zero.batch(0, 0)[0]).clone()
         with zero.gathered(made.module):
             out = {n: p.detach().clone() for n, p in [*made.module.named_parameters(), *made.module.named_buffers()]}
         exchange.detach()
-        return out
+        return out, seen
 
     results = run_ranks(run)
     torch.manual_seed(0)
     first = zero.Model().state_dict()
-    for result in results:
+    for result, seen in results:
         assert all(torch.equal(result[n], value) for n, value in first.items())
+        assert torch.equal(seen, results[0][1])
 
 
 # -- steps that are not taken ----------------------------------------------------------------------------------------
@@ -228,20 +232,24 @@ def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset
         assert not all(torch.equal(whole[n], sound[0][5][n]) for n in whole)
 
 
-@pytest.mark.parametrize("stage, preset", [("zero1", "full"), ("zero3-parts", "demo"), ("zero2", "diloco")])
+@pytest.mark.parametrize(
+    "stage, preset",
+    [("zero1", "full"), ("zero3-parts", "demo"), ("zero2", "diloco"), ("wrapper", "full"), ("zero2-offload", "demo"), ("zero3", "full")],
+)
 def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(run_ranks, stage, preset):
     def run(me, by_loop):
-        made = zero.engine(zero.settings(stage), zero.sgd if preset == "demo" else zero.adamw)
+        made = zero.engine(zero.settings(stage, accumulate=2), zero.sgd if preset == "demo" else zero.adamw)
         with zero.another_run():
             exchange = deepspeed_ext.attach(made, preset, **({} if preset != "diloco" else {"period": 2}))
         for t in range(5):
-            if me.island == 1 and t == 3 and by_loop:
-                exchange.skip()
-                continue
-            rows, targets = zero.batch(t, me.rank)
-            loss = nn.functional.cross_entropy(made(rows), targets)
-            made.backward(loss * (math.nan if me.island == 1 and t == 3 else 1.0))
-            made.step()
+            for micro in range(2):
+                rows, targets = zero.batch(t, me.rank, micro)
+                loss = nn.functional.cross_entropy(made(rows), targets)
+                made.backward(loss * (math.nan if me.island == 1 and t == 3 else 1.0))
+                if me.island == 1 and t == 3 and micro == 1 and by_loop:
+                    exchange.skip()
+                else:
+                    made.step()
         assert exchange.step == made.global_steps == 5 and made.skipped_steps == me.island
         out = zero.whole(made)
         exchange.detach()
@@ -249,6 +257,27 @@ def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(r
 
     for one, other in run_ranks(lambda me: (run(me, True), run(me, False))):
         assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_attaching_changes_no_step(run_ranks, dampening):
+    """SGD whose first step is not like later ones: making its state early must not make the first step a later one."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=dampening)
+
+    def run(me):
+        ends = []
+        for attached in (True, False):
+            made = zero.engine(zero.settings("zero3-parts"), sgd)
+            exchange = deepspeed_ext.attach(made, "local_sgd", period=100) if attached else None
+            zero.train(made, range(3), me.rank)
+            ends.append(zero.whole(made))
+            if exchange is not None:
+                exchange.detach()
+        return all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+
+    assert all(run_ranks(run))
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -283,7 +312,7 @@ def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(run_ran
 
 def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_ranks):
     def run(me):
-        made = zero.engine(zero.settings("zero2", accumulate=3))
+        made = zero.engine(zero.settings("zero2", accumulate=3, clip=0.5))
         zero.train(made, range(2), me.rank, accumulate=3)
         exchange = deepspeed_ext.attach(made, "diloco", period=2)
         assert exchange.step == made.global_steps == 2
@@ -297,6 +326,14 @@ def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_rank
         exchange.detach()
         zero.train(made, range(1), me.rank, accumulate=3)
         assert exchange.step == 5 and made.global_steps == 7
+        with zero.another_run():
+            exchange = deepspeed_ext.attach(made, "full")
+        assert made.optimizer.clip_grad == 0.0 and "0.5 clips the mean" in exchange.clips
+        exchange.detach()
+        assert made.optimizer.clip_grad == 0.5
+        with pytest.raises(ValueError, match="no covered parameter has it"):
+            deepspeed_ext.attach(made, "desloc", states={"momentum_buffer": 2})
+        assert made.optimizer.clip_grad == 0.5
 
     run_ranks(run)
 
