@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_demo import Exchange, ExchangeConfig, Topology
+from fsdp_demo import Exchange, ExchangeConfig, Topology, preset, presets
 from fsdp_demo.attaching import join, settled
 from fsdp_demo.checkpoint import Saved
 
@@ -83,9 +83,17 @@ def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
 
     Where the method clips the mean gradient, or by one norm over the replicas, the exchange does it and the engine's own clipping is
     switched off; else the engine clips each replica's own.
+
+    Raises:
+        ValueError: a norm of the caller's own beside the engine's.
     """
-    zero = engine.optimizer
-    norm = engine.gradient_clipping()
+    zero, norm = engine.optimizer, engine.gradient_clipping()
+    usual = preset(config.preset).clip if config.preset in presets() else None
+    if config.clip not in (None, usual, norm):
+        raise ValueError(
+            f"clip={config.clip:g} beside DeepSpeed's gradient_clipping={norm:g} (1.0 where its configuration is silent): set "
+            f'"gradient_clipping": {config.clip:g} there, and no clip here'
+        )
     if config.clips_mean or config.clip_over == "islands":
         zero.clip_grad = 0.0
         return config.changed({"clip": norm or None})

@@ -82,6 +82,12 @@ class ZeroShards:
         return [self.partitions.inner]
 
     @property
+    def clips(self) -> str:
+        """See `fsdp_demo.shards.Shards.clips`."""
+        norm = self.partitions.zero.clip_grad
+        return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
+
+    @property
     def optimizer_names(self) -> list[str]:
         """See `fsdp_demo.shards.Shards.optimizer_names`."""
         inner = self.partitions.inner

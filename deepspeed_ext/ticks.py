@@ -92,7 +92,12 @@ class EngineTicks:
     def _stepped(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
         engine, steps = self._engine, self._engine.global_steps
-        result = self._step(*args, **kwargs)
+        try:
+            result = self._step(*args, **kwargs)
+        except BaseException:  # of the exchange: the micro-batch is over, and so is its gradient
+            engine.micro_steps += 1
+            engine._running_engine_step = False
+            raise
         if engine.global_steps == steps or self._off:
             return result
         if engine.was_step_applied():

@@ -15,13 +15,18 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
+import torch
+
 GROUP = "fsdp_demo.engines"
+_LEVELS = 4  # of wrappers: a list, Accelerate's, the engine's own
 
 
 def find(thing: Any) -> ModuleType | None:
     """The module that attaches to `thing`, or to what it wraps under `.optimizer` (it says what to pass instead); None for what is torch's
-    own."""
-    while thing is not None:
+    own, whoever wrote the class."""
+    for _ in range(_LEVELS):
+        if isinstance(thing, torch.optim.Optimizer) and not isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer):
+            return None
         for module in {c.__module__.partition(".")[0] for c in type(thing).__mro__} - {"torch", "builtins"}:
             if (door := named(module)) is not None:
                 return door

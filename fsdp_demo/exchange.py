@@ -212,7 +212,7 @@ class Exchange:
     def clips(self) -> str:
         """Which gradient clipping is in force, as a sentence."""
         if self.config.clip is None:
-            return "the exchange clips no gradients"
+            return self.shards.clips or "the exchange clips no gradients"
         where = "the mean gradient over the islands" if self.config.clips_mean else "each replica's own gradient before the step"
         if self.config.clip_over == "islands" and not self.config.clips_mean:
             where = "the gradients by one norm over the islands (one round trip per step)"

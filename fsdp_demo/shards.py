@@ -78,6 +78,11 @@ class Shards(Protocol):
         ...
 
     @property
+    def clips(self) -> str:
+        """Which clipping the engine itself does, as a sentence; empty where it does none or it is not known."""
+        ...
+
+    @property
     def optimizer_names(self) -> list[str]:
         """The kind of each optimizer, by the name of torch's class where it does the same."""
         ...

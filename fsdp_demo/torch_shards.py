@@ -121,6 +121,8 @@ class TorchShards:
         """One tick is one complete round of the optimizers' steps. `step(closure)` computes gradients inside: not where they are needed."""
         return TorchTicks(self.optimizers, island, before, after, closures=not gradients)
 
+    clips = ""
+
     @property
     def optimizer_names(self) -> list[str]:
         """See `Shards.optimizer_names`."""

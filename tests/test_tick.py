@@ -402,3 +402,20 @@ def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
         exchange.finish()
 
     islands(run)
+
+
+def test_engines_are_told_from_optimizers_of_other_packages() -> None:
+    """What torch.optim.Optimizer is goes to torch, whatever package wrote it; odd objects end the search."""
+    from unittest.mock import MagicMock
+
+    from fsdp_demo import engines
+
+    other = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    engine = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})()
+    wrapper = type("Wrapper", (), {"__module__": "accelerate.utils", "optimizer": engine})()
+    round_and_round = type("Odd", (), {"__module__": "odd"})()
+    round_and_round.optimizer = round_and_round  # type: ignore[attr-defined]
+    assert engines.find(other([torch.zeros(1)], lr=0.1)) is None
+    assert engines.find(round_and_round) is None and engines.find(MagicMock()) is None
+    doors = [engines.find(thing) for thing in (engine, wrapper, [engine, engine])]
+    assert all(door is not None and door.__name__ == "deepspeed_ext" for door in doors)

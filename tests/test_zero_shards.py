@@ -316,6 +316,7 @@ def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_rank
         zero.train(made, range(2), me.rank, accumulate=3)
         exchange = deepspeed_ext.attach(made, "diloco", period=2)
         assert exchange.step == made.global_steps == 2
+        assert exchange.clips == "DeepSpeed clips each replica's own gradient to norm 0.5"
         with pytest.raises(ValueError, match="has an exchange already"):
             deepspeed_ext.attach(made, "diloco")
         zero.train(made, range(2, 5), me.rank, accumulate=3)
@@ -331,6 +332,8 @@ def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_rank
         assert made.optimizer.clip_grad == 0.0 and "0.5 clips the mean" in exchange.clips
         exchange.detach()
         assert made.optimizer.clip_grad == 0.5
+        with pytest.raises(ValueError, match='set "gradient_clipping": 0.3 there'):
+            deepspeed_ext.attach(made, "full", clip=0.3)
         with pytest.raises(ValueError, match="no covered parameter has it"):
             deepspeed_ext.attach(made, "desloc", states={"momentum_buffer": 2})
         assert made.optimizer.clip_grad == 0.5
