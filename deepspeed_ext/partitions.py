@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -99,6 +100,27 @@ class Partitions:
     def fragments(self) -> list[Fragment]:
         """Every trained parameter's part in the masters, in the order of the masters' parameters; empty ones too."""
         raise NotImplementedError
+
+    def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
+        """The same stretch of the parameter that the model computes with, flat, in the model's dtype."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Compare the masters with the parameters that the model computes with: are stretches where DeepSpeed's internals are taken to
+        put them?
+
+        Raises:
+            RuntimeError: they are not, or somebody has changed masters and not the parameters.
+        """
+        masters, parameters = self.masters(), dict(self.engine.module.named_parameters())
+        for f in self.fragments():
+            low = self.computed_with(f, parameters[f.name])
+            if not torch.equal(masters[f.master].detach()[f.offset : f.offset + f.numel].to(low), low):
+                raise RuntimeError(
+                    f"the fp32 master of {f.name} [{f.start}:{f.start + f.numel}] is not what the model computes with: after "
+                    f"safe_set_full_fp32_param take a step first; else deepspeed {VERSION} lays partitions out in a way that is not known "
+                    "here (tried: 0.19.8)"
+                )
 
     def push(self) -> None:
         """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of the island call it together."""
@@ -192,33 +214,55 @@ def _names(engine: Any) -> dict[Any, str]:
 
 
 class _Flat(Partitions):
-    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal parts (`_hp_mapping` knows which)."""
+    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal parts."""
 
     def _groups(self) -> list[list[Any]]:
         raise NotImplementedError
 
+    def _offsets(self, index: int) -> dict[int, int]:
+        """Where each parameter of a group (by id) begins in the group's flat tensor, in elements."""
+        raise NotImplementedError
+
     def fragments(self) -> list[Fragment]:
         names, out = _names(self.engine), []
-        for i, group in enumerate(self._groups()):
+        for i, (group, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
+            lo, offsets = comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel(), self._offsets(i)
             for p in group:
-                where = p._hp_mapping
-                here, there = (where.lp_fragment_address, where.hp_fragment_address) if where is not None else (None, None)
-                start, offset, numel = (here.start, there.start, there.numel) if here is not None and there is not None else (0, 0, 0)
-                out.append(Fragment(i, names[p], tuple(p.shape), int(start), int(offset), int(numel)))
+                begin = offsets[id(p)]
+                first, last = max(begin, lo), min(begin + p.numel(), lo + master.numel())
+                start, offset, numel = (first - begin, first - lo, last - first) if first < last else (0, 0, 0)
+                out.append(Fragment(i, names[p], tuple(p.shape), start, offset, numel))
         return out
+
+    def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
+        whole: Tensor = parameter.detach()
+        return whole.reshape(-1)[fragment.start : fragment.start + fragment.numel]
 
     def push(self) -> None:
         self.zero.update_lp_params()
 
 
 class _Stage12(_Flat):
-    needs = ("_optimizer_step", "single_partition_of_fp32_groups", "bit16_groups", "parallel_partitioned_bit16_groups", "update_lp_params")
+    needs = (
+        "_optimizer_step",
+        "single_partition_of_fp32_groups",
+        "bit16_groups",
+        "parallel_partitioned_bit16_groups",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "update_lp_params",
+    )
 
     def masters(self) -> list[Tensor]:
         return list(self.zero.single_partition_of_fp32_groups)
 
     def _groups(self) -> list[list[Any]]:
         return list(self.zero.bit16_groups)
+
+    def _offsets(self, index: int) -> dict[int, int]:
+        """With round_robin_gradients in another order than the group's, which DeepSpeed's own `_hp_mapping` does not know."""
+        order = zip(self.zero.round_robin_bit16_groups[index], self.zero.round_robin_bit16_offsets[index], strict=True)
+        return {id(p): int(offset) for p, offset in order}
 
     @property
     def offloads(self) -> bool:
@@ -257,6 +301,10 @@ class _Stage3(Partitions):
                 offset += part
         return out
 
+    def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
+        part: Tensor = parameter.ds_tensor
+        return part.detach()[: fragment.numel]
+
     def push(self) -> None:
         self.zero._partition_all_parameters()  # small ones that stay gathered would not be gathered again
         for i in range(len(self.zero.fp16_groups)):
@@ -284,6 +332,10 @@ class _Bf16(_Flat):
 
     def _groups(self) -> list[list[Any]]:
         return list(self.zero.bf16_groups)
+
+    def _offsets(self, index: int) -> dict[int, int]:
+        group = self.zero.bf16_groups[index]
+        return dict(zip([id(p) for p in group], accumulate([0, *(p.numel() for p in group[:-1])]), strict=True))
 
     def drop_gradients(self) -> None:
         self.zero.clear_hp_grads()

@@ -67,6 +67,7 @@ class ZeroShards:
 
     def __init__(self, engine: Any):
         self.engine, self.partitions = engine, Partitions.of(engine)
+        self.partitions.check()
         self.shards: list[Shard] = []
         self._pieces: list[_Piece] = []
         masters = self.partitions.masters()
@@ -139,9 +140,10 @@ class ZeroShards:
                 counted["step"] = counted["step"] * 0
 
     def rest(self, model: torch.nn.Module) -> list[Tensor]:
-        """See `fsdp_demo.shards.Shards.rest`. Under ZeRO-3 frozen parameters lie in parts (`ds_tensor`)."""
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in frozen] + [b.detach() for b in model.buffers()]
+        """See `fsdp_demo.shards.Shards.rest`. Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
+        stepped = {s.name for s in self.shards}
+        left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
+        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [b.detach() for b in model.buffers()]
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """See `fsdp_demo.shards.Shards.gradients`. A master has one gradient: it goes when nothing in it is wanted, else what is not

@@ -139,7 +139,11 @@ class TorchShards:
 
     def rest(self, model: torch.nn.Module) -> list[Tensor]:
         """See `Shards.rest`."""
-        return [local_part(p) for p in model.parameters() if not p.requires_grad] + [local_part(b) for b in model.buffers()]
+        named = [(plain_name(n), p) for n, p in model.named_parameters()]
+        stepped = {s.name for s in self.shards if not s.frozen}
+        if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
+            stepped = {n for n, p in named if p.requires_grad}
+        return [local_part(p) for n, p in named if n not in stepped] + [local_part(b) for b in model.buffers()]
 
 
 def reshard(model: torch.nn.Module | None) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import deepspeed_ext
@@ -40,16 +39,24 @@ def test_pieces_cover_every_stretch_once_and_keep_whole_rows(shape):
     assert list(pieces(shape, 0, total)) == [(0, shape)]
 
 
-@pytest.mark.parametrize("stage", zero.STAGES)
+LAYOUTS: dict[str, dict[str, Any]] = {stage: {} for stage in (*zero.STAGES, "wrapper")}
+LAYOUTS |= {"zero1-round": {"round_robin_gradients": True}, "zero2-round": {"round_robin_gradients": True}}
+LAYOUTS |= {"zero2-aligned": {"parameter_alignment": True, "round_robin_gradients": True}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, stage, bf16):
+def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout, bf16):
     """In one island of 3 ranks: nothing is even. Every rank names every parameter; a write through a shard is seen by the model."""
 
     def run(me):
-        made = zero.engine(zero.settings(stage, bf16=bf16))
+        settings = zero.settings(layout.split("-r")[0].split("-a")[0], bf16=bf16)
+        settings["zero_optimization"] |= LAYOUTS[layout]
+        made = zero.engine(settings)
         shards = deepspeed_ext.ZeroShards(made)
         assert shards.position(me.proc, me.procs) == fsdp_demo.topology.Position(3, me.proc, 1, 0)
-        full = {n: safe_get_full_fp32_param(p).clone() for n, p in made.module.named_parameters()}
+        with zero.gathered(made.module):  # what the model computes with, and the masters are made of
+            full = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
         held = [
             (s.name, s.offset, bool(torch.equal(full[s.name].reshape(-1)[s.offset : s.offset + x.numel()].view(s.shape), x)), x.numel())
             for s, x in zip(shards.shards, shards.read("parameter"), strict=True)
@@ -60,7 +67,10 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, stage, 
         shards.commit()
         with zero.gathered(made.module):
             low = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
-        seen = all(torch.equal(low[n], (2 * full[n]).to(torch.bfloat16 if bf16 else torch.float32).float()) for n in full)
+        seen = all(torch.equal(low[n], 2 * full[n]) for n in full)
+        with pytest.raises(RuntimeError, match="is not what the model computes with"):
+            shards.read("parameter")[[x.numel() > 0 for x in shards.read("parameter")].index(True)].add_(1.0)  # type: ignore[union-attr]
+            shards.partitions.check()
         return {n: tuple(p.shape) for n, p in full.items()}, held, seen
 
     results = run_ranks(run, 1, 3)
