@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Topology
 
 from .node import installed, topology_of
+from .roll import everyone, told
 
 NAMES = ("ISLAND_COUNT", "ISLAND_RANK", "ISLAND_ENDPOINT", "ISLAND_RUN", "ISLAND_NAME")
 
@@ -63,17 +62,13 @@ def compare_environment(env: Mapping[str, str] | None = None) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     env = os.environ if env is None else env
-    everyone = [json.loads(said) for said in _gather(json.dumps([env.get(name, "").strip() for name in NAMES]).encode())]
-    for name, values in zip(NAMES, zip(*everyone, strict=True), strict=True):
+    said = [json.loads(text) for text in everyone(json.dumps([env.get(name, "").strip() for name in NAMES]))]
+    for name, values in zip(NAMES, zip(*said, strict=True), strict=True):
         if len(set(values)) == 1:
             continue
-        ranks: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks.setdefault(value, []).append(rank)
-        told = "; ".join(f"{value or 'nothing'} on rank{'s' * (len(at) > 1)} {_spans(at)}" for value, at in ranks.items())
         raise ValueError(
-            f"ranks of one launch have different {name}: {told}. All need the same ISLAND_* variables; a hostfile launch passes them on "
-            "only if they stand in .deepspeed_env (NAME=value lines, in the home directory or in the folder where `deepspeed` is called)"
+            f"ranks of one launch have different {name}: {told(values)}. All need the same ISLAND_* variables; a hostfile launch passes them "
+            "on only if they stand in .deepspeed_env (NAME=value lines, in the home directory or in the folder where `deepspeed` is called)"
         )
 
 
@@ -81,27 +76,3 @@ def _local_ranks() -> int:
     """Ranks per node as the launcher says (torchrun, accelerate: LOCAL_WORLD_SIZE; deepspeed: LOCAL_SIZE); 0 if it does not."""
     text = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "").strip()
     return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _spans(ranks: list[int]) -> str:
-    """Example: [0, 1, 2, 5] -> '0-2, 5'."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
-
-
-def _gather(said: bytes) -> list[bytes]:
-    """What every rank of the world says, in the order of the ranks."""
-    device = "cpu" if dist.get_backend() == "gloo" else get_accelerator().current_device_name()
-    length = torch.tensor([len(said)], device=device)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)
-    longest = max(int(n) for n in lengths)
-    mine = torch.tensor(list(said.ljust(longest)), dtype=torch.uint8, device=device)
-    parts = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(parts, mine)
-    return [bytes(part.tolist())[: int(n)] for part, n in zip(parts, lengths, strict=True)]

@@ -22,6 +22,7 @@ from fsdp_demo import Topology
 from fsdp_demo.topology import LONGEST
 
 from .confine import Confinement
+from .roll import everyone, told
 
 log = logging.getLogger("fsdp_demo")
 
@@ -111,6 +112,9 @@ def check_size(node_size: Any) -> None:
             "shard_within_node: torch.distributed is not initialised. Call it after deepspeed.init_distributed(), under the Trainer after "
             "TrainingArguments(...), and before the model is made"
         )
+    sizes = everyone(repr(node_size))  # first of all: groups of unlike sizes would wait for each other
+    if len(set(sizes)) > 1:
+        raise ValueError(f"shard_within_node was called with different sizes: {told(sizes)}. Give one number on all ranks")
     world = dist.get_world_size()
     if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1 or world % node_size:
         allowed = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)

@@ -613,3 +613,13 @@ def test_the_trainer_is_confined_by_one_line(world, tmp_path: Path, stage: str) 
         assert mine["mpu"] and mine["batch"] == 2 * 2 * NODE and mine["steps"] == (4, 4)
         assert mine["topology"] == f"island{rank // NODE}"
         assert sum(e.size for e in mine["crossing"]) < 1000 < mine["inside"], mine["crossing"]
+
+
+def test_unlike_sizes_are_an_error_on_all_ranks(run_ranks):
+    """Where the size comes from the GPUs of unlike nodes, say: without it groups would wait for each other."""
+
+    def run(me):
+        with pytest.raises(ValueError, match="different sizes: 2 on ranks 0-2; 1 on rank 3. Give one number"):
+            shard_within_node(1 if me.rank == 3 else 2)
+
+    run_ranks(run, 1, 4)

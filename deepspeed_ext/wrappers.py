@@ -1,0 +1,184 @@
+"""The three ZeRO wrappers of DeepSpeed as `Partitions`: what each calls its masters, where it puts things, how it copies them.
+
+Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+from deepspeed import comm
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+from torch import Tensor
+
+from .partitions import Fragment, Partitions
+
+
+def _names(engine: Any) -> dict[Any, str]:
+    return {p: n for n, p in engine.module.named_parameters()}
+
+
+class Flat(Partitions):
+    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal parts."""
+
+    def _groups(self) -> list[list[Any]]:
+        raise NotImplementedError
+
+    def _offsets(self, index: int) -> dict[int, int]:
+        """Where each parameter of a group (by id) begins in the group's flat tensor, in elements."""
+        raise NotImplementedError
+
+    def fragments(self) -> list[Fragment]:
+        names, out = _names(self.engine), []
+        for i, (group, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
+            lo, offsets = comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel(), self._offsets(i)
+            for p in group:
+                begin = offsets[id(p)]
+                first, last = max(begin, lo), min(begin + p.numel(), lo + master.numel())
+                start, offset, numel = (first - begin, first - lo, last - first) if first < last else (0, 0, 0)
+                out.append(Fragment(i, names[p], tuple(p.shape), start, offset, numel))
+        return out
+
+    def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
+        whole: Tensor = parameter.detach()
+        return whole.reshape(-1)[fragment.start : fragment.start + fragment.numel]
+
+    def push(self) -> None:
+        self.zero.update_lp_params()
+
+
+class Stage12(Flat):
+    """`DeepSpeedZeroOptimizer`."""
+
+    needs = (
+        "_optimizer_step",
+        "single_partition_of_fp32_groups",
+        "bit16_groups",
+        "parallel_partitioned_bit16_groups",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "update_lp_params",
+    )
+
+    def masters(self) -> list[Tensor]:
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def _groups(self) -> list[list[Any]]:
+        return list(self.zero.bit16_groups)
+
+    def _offsets(self, index: int) -> dict[int, int]:
+        """With round_robin_gradients in another order than the group's, which DeepSpeed's own `_hp_mapping` does not know."""
+        order = zip(self.zero.round_robin_bit16_groups[index], self.zero.round_robin_bit16_offsets[index], strict=True)
+        return {id(p): int(offset) for p, offset in order}
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.zero.cpu_offload)
+
+    def drop_gradients(self) -> None:
+        self.zero.zero_grad(set_to_none=True)
+        self.zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        if self.offloads:
+            self.zero._offload_accumulated_param_ids = set()
+            self.zero.reset_cpu_buffers()
+        for i in self.zero.averaged_gradients:
+            self.zero.averaged_gradients[i] = self.zero.all_grad_tensors[i] = None
+
+    def _publish(self, index: int) -> None:
+        place = comm.get_rank(group=self.zero.real_dp_process_group[index])
+        part = self.zero.parallel_partitioned_bit16_groups[index][place]
+        part.data.copy_(self.zero.single_partition_of_fp32_groups[index].data)
+
+
+class Stage3(Partitions):
+    """`DeepSpeedZeroOptimizer_Stage3`: every tensor of a sub-group is cut into equal parts of its elements."""
+
+    needs = ("_optimizer_step", "fp32_partitioned_groups_flat", "fp16_groups", "_reassign_or_swap_out_partitioned_parameters")
+
+    def masters(self) -> list[Tensor]:
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    def fragments(self) -> list[Fragment]:
+        names, out = _names(self.engine), []
+        for i, group in enumerate(self.zero.fp16_groups):
+            offset = 0
+            for p in group:
+                part = p.partition_numel()
+                start = self.zero._get_param_partition_rank(p) * part
+                valid = max(0, min(part, p.ds_numel - start))  # the last ranks' parts may be padding
+                out.append(Fragment(i, names[p], tuple(p.ds_shape), start if valid else 0, offset if valid else 0, valid))
+                offset += part
+        return out
+
+    def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
+        part: Tensor = parameter.ds_tensor
+        return part.detach()[: fragment.numel]
+
+    def push(self) -> None:
+        self.zero._partition_all_parameters()  # small ones that stay gathered would not be gathered again
+        for i in range(len(self.zero.fp16_groups)):
+            self._publish(i)
+        if self.zero.persistent_parameters:
+            self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
+        self.zero.invalidate_secondary_tensor()
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.zero.offload_optimizer)
+
+    def drop_gradients(self) -> None:
+        self.zero._overflow_clean_up(self.zero.loss_scale)
+
+    def _publish(self, index: int) -> None:
+        self.zero._reassign_or_swap_out_partitioned_parameters(index)
+
+
+class Bf16(Flat):
+    """`BF16_Optimizer`, which steps its inner optimizer once."""
+
+    needs = ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params")
+
+    def masters(self) -> list[Tensor]:
+        return list(self.zero.fp32_groups_flat_partition)
+
+    def _groups(self) -> list[list[Any]]:
+        return list(self.zero.bf16_groups)
+
+    def _offsets(self, index: int) -> dict[int, int]:
+        group = self.zero.bf16_groups[index]
+        return dict(zip([id(p) for p in group], accumulate([0, *(p.numel() for p in group[:-1])]), strict=True))
+
+    def drop_gradients(self) -> None:
+        self.zero.clear_hp_grads()
+        self.zero.clear_lp_grads()
+
+    def step(self) -> None:
+        self._alone = True
+        try:
+            self.inner.step()
+        finally:
+            self._alone = False
+        self.free_gradients()
+
+    def step_on_zeros(self) -> None:
+        for i in range(len(self.masters())):
+            self.zero_gradient(i)
+        self.inner.step()
+        self.free_gradients()
+
+    def intercept(self, before: Callable[[], None], together: bool) -> None:
+        self._alone = False
+        self._hook = self.inner.register_step_pre_hook(lambda *_: None if self._alone else before())
+
+    def release(self) -> None:
+        self._hook.remove()
+
+
+KINDS: dict[str, type[Partitions]] = {
+    "BF16_Optimizer": Bf16,
+    "DeepSpeedZeroOptimizer": Stage12,
+    "DeepSpeedZeroOptimizer_Stage3": Stage3,
+}
+"""By the name of DeepSpeed's class."""
