@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +52,8 @@ class Book:
             raise ValueError(f"no island is complete: one has {self.shards} shards x {self.lanes}, (island, shard, copy) found are {here}")
         self.trees = {k: read_head(saved.paths[h["island"], h["rank"]])[1] for k, h in self.heads.items() if k[0] in self.islands}
         self.config = ExchangeConfig.from_dict(first["config"])
-        self.parameters = [{p["name"]: p for p in self.heads[self.islands[0], s, 0]["parameters"]} for s in range(self.shards)]
-        names = [n for n, p in self.parameters[0].items() if not p["frozen"]]
+        self.parameters = [self.heads[self.islands[0], s, 0]["parameters"] for s in range(self.shards)]
+        names = list(dict.fromkeys(p["name"] for p in self.parameters[0] if not p["frozen"]))
         self.channels = {c.name: c for c in expand(self.config, names)}
         self.covered = covered or {c.name: [n for n in names if covers(c, n)] for c in self.channels.values()}
         if set(self.channels) != set(self.covered):
@@ -67,7 +68,8 @@ class Book:
 
     def rows(self, name: str, shard: int) -> Rows:
         """Which rows of the whole tensor a saved shard holds; of a tensor that all shards hold, the first one has them."""
-        parts, whole = [tuple(p[name]["shape"]) for p in self.parameters], tuple(self.parameters[0][name]["global_shape"])
+        lying = [next(p for p in here if p["name"] == name) for here in self.parameters]
+        parts, whole = [tuple(p["shape"]) for p in lying], tuple(lying[0]["global_shape"])
         if all(p == whole for p in parts):
             return (0, length(whole)) if shard == 0 else (0, 0)
         ends = [sum(p[0] for p in parts[:s]) for s in range(self.shards + 1)]
@@ -78,11 +80,18 @@ class Book:
     def side(self, channel: str, shard: int, lane: int) -> Side:
         """A channel's tensors as one saved rank holds them."""
         if (channel, shard, lane) not in self._sides:
-            here, covered = self.parameters[shard], set(self.covered[channel])
-            names = [n for n in here if n in covered]
-            shapes, kinds = [tuple(here[n]["shape"]) for n in names], [kind(self.channels[channel], n) for n in names]
-            self._sides[channel, shard, lane] = Side(names, shapes, kinds, [self.rows(n, shard) for n in names], lane, self.lanes)
+            covered = set(self.covered[channel])
+            here = [p for p in self.parameters[shard] if p["name"] in covered]
+            names, shapes = [p["name"] for p in here], [tuple(p["shape"]) for p in here]
+            kinds, rows = [kind(self.channels[channel], n) for n in names], [self._rows(p, shard) for p in here]
+            self._sides[channel, shard, lane] = Side(names, shapes, kinds, rows, lane, self.lanes)
         return self._sides[channel, shard, lane]
+
+    def _rows(self, p: Mapping[str, Any], shard: int) -> Rows:
+        """Of one tensor as a saved shard lists it: its rows, or the elements of a stretch that ZeRO has cut."""
+        if p.get("offset") is None:
+            return self.rows(p["name"], shard)
+        return p["offset"], p["offset"] + prod(p["shape"])
 
     def section(self, channel: str, shard: int, lane: int) -> Section:
         """What the channel had put into that rank's messages."""
@@ -107,7 +116,7 @@ class Book:
             return arrived["decoded"][name], present
         members = [m for m in self.channels if m in flight["members"]]
         before, sections = members[: members.index(name)], {m: self.section(m, shard, lane) for m in members}
-        bits = {m: len(self.covered[m]) if self.channels[m].before_step else 0 for m in members}
+        bits = {m: len(self.side(m, shard, lane).names) if self.channels[m].before_step else 0 for m in members}
         count, at = sum(bits.values()), sum(bits[m] for m in before)
         prefix = (count + 7) // 8
         if present is not None:

@@ -45,7 +45,14 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "lanes": exchange.channels[0].lanes,
         "torch": torch.__version__,
         "parameters": [
-            {"name": s.name, "global_shape": s.global_shape, "shape": s.shape, "dtype": str(s.dtype)[len("torch.") :], "frozen": s.frozen}
+            {
+                "name": s.name,
+                "global_shape": s.global_shape,
+                "shape": s.shape,
+                "offset": s.offset,
+                "dtype": str(s.dtype)[len("torch.") :],
+                "frozen": s.frozen,
+            }
             for s in exchange.shards.shards
         ],
     }
@@ -145,11 +152,10 @@ class Saved:
         Raises:
             ValueError: another preset or model; parts that are missing or damaged; format 0 with other numbers.
         """
-        mine = describe(exchange)
-        self._check_kin(mine)
+        mine = self.check(exchange)
         island, rank = mine["island"], mine["rank"]
         head = next((h for h in self.heads if (h["island"], h["rank"]) == (island, rank)), None)
-        if head is not None and all(head.get(k) in (mine[k], None) for k in PLACE) and _shapes(head) in (_shapes(mine), None):
+        if head is not None and all(head.get(k) in (mine[k], None) for k in PLACE) and _stretches(head) in (_stretches(mine), None):
             return self.state(rank, island)
         first = self.heads[0]
         if first["format"] == 0:
@@ -163,6 +169,32 @@ class Saved:
 
         converted: dict[str, Any] = convert(self, exchange)
         return converted
+
+    def check(self, exchange: Exchange) -> dict[str, Any]:
+        """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own rank, were it saved now.
+
+        Raises:
+            ValueError: another preset or model, or parameters cut in a way that cannot be joined and cut anew.
+        """
+        mine = describe(exchange)
+        self._check_kin(mine)
+        self._check_stretches(mine)
+        return mine
+
+    def _check_stretches(self, mine: Mapping[str, Any]) -> None:
+        """Stretches of flattened tensors (ZeRO) are taken over by who holds the same ones."""
+        heads = [h for h in self.heads if "parameters" in h]
+        if not any(p.get("offset") is not None for h in [*heads, mine] for p in h["parameters"]):
+            return
+        alike = [h for h in heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])]
+        if heads and (not alike or any(_stretches(h) != _stretches(mine) for h in alike)):
+            first = heads[0]
+            form = ["by ZeRO" if any(p.get("offset") is not None for p in h["parameters"]) else "along dim 0" for h in (first, mine)]
+            raise ValueError(
+                f"{self._where()}: the saved ranks hold other stretches of the parameters ({first['shards']} shards, cut {form[0]}) than "
+                f"those of this run ({mine['shards']} shards, cut {form[1]}), and parts that ZeRO has cut are not cut anew: resume with as "
+                f"many ranks per replica, the same ZeRO stage and parameter groups, {FRESH}"
+            )
 
     def _check_kin(self, mine: Mapping[str, Any]) -> None:
         """Refuse another preset, and another model."""
@@ -262,5 +294,6 @@ def _load_format0(path: Path) -> dict[str, Any]:
     return content
 
 
-def _shapes(head: Mapping[str, Any]) -> list[tuple[int, ...]] | None:
-    return [tuple(p["shape"]) for p in head["parameters"]] if "parameters" in head else None
+def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]] | None:
+    """Local shape of each tensor, and where it begins in the whole one (None: cut along dim 0, or whole)."""
+    return [(tuple(p["shape"]), p.get("offset")) for p in head["parameters"]] if "parameters" in head else None

@@ -25,7 +25,7 @@ def find(thing: Any) -> ModuleType | None:
     """The module that attaches to `thing`, or to what it wraps under `.optimizer` (it says what to pass instead); None for what is torch's
     own, whoever wrote the class."""
     for _ in range(_LEVELS):
-        if isinstance(thing, torch.optim.Optimizer) and not isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer):
+        if isinstance(thing, torch.optim.Optimizer) and getattr(thing, "optimizer", None) is None:
             return None
         for module in {c.__module__.partition(".")[0] for c in type(thing).__mro__} - {"torch", "builtins"}:
             if (door := named(module)) is not None:

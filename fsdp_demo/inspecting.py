@@ -41,20 +41,27 @@ def find(root: Path) -> list[Found]:
     """
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; name a checkpoint-N, or a run's folder that holds some")
-    if root.name == "exchange" or not _CHECKPOINT.fullmatch(root.name) and any(root.glob("rank*.json")):
+    if root.name == "exchange" or not _is_checkpoint(root) and any(root.glob("rank*.json")):
         return [Found(root.parent if root.name == "exchange" else root, root)]
-    folders = [root] if _CHECKPOINT.fullmatch(root.name) else sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
+    folders = [root] if _is_checkpoint(root) else sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
     if not folders:
-        raise ValueError(f"{root} holds no checkpoint: looked for folders named checkpoint-N, {DEPTH} levels deep")
+        raise ValueError(
+            f"{root} holds no checkpoint: looked for folders named checkpoint-N or with exchange/rank0.json, {DEPTH} levels deep"
+        )
     return [Found(folder, _exchange_in(folder)) for folder in folders]
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
     for child in folder.iterdir() if depth else ():
-        if child.is_dir() and _CHECKPOINT.fullmatch(child.name):
+        if child.is_dir() and _is_checkpoint(child):
             yield child
         elif child.is_dir() and not child.name.startswith("."):
             yield from _below(child, depth - 1)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the exchange's parts in it."""
+    return _CHECKPOINT.fullmatch(folder.name) is not None or (folder / "exchange").is_dir() and any((folder / "exchange").glob("rank*"))
 
 
 def _exchange_in(folder: Path) -> Path:
@@ -62,7 +69,7 @@ def _exchange_in(folder: Path) -> Path:
 
 
 def _step(folder: Path) -> int:
-    found = _CHECKPOINT.fullmatch(folder.name)
+    found = re.search(r"(\d+)$", folder.name)
     return int(found[1]) if found else -1
 
 
@@ -108,7 +115,8 @@ def describe(found: Found) -> dict[str, Any]:
     out |= {"method": config.describe(), "settings": settings(config), "digest": f"{config.digest():016x}", "run": first["run"]}
     out |= {"topology": first["kind"], "shards": first["shards"], "copies": first["copies"]}
     for name, frozen in (("parameters", False), ("frozen", True)):
-        out[name] = sum(math.prod(p["global_shape"]) for p in first["parameters"] if p["frozen"] == frozen)
+        whole = {p["name"]: p["global_shape"] for p in first["parameters"] if p["frozen"] == frozen}  # ZeRO has a tensor in several shards
+        out[name] = sum(map(math.prod, whole.values()))
     out |= {"tokens": 0, "states": {}, "in_flight": []}
     for path in saved.paths.values():
         _add_part(out, path)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .blocks import Layout
 from .codecs.dct import transform
 
-Rows = tuple[int, int]  # of dim 0: from, to
+Rows = tuple[int, int]  # of dim 0, or elements of what ZeRO has cut: from, to
 
 
 @dataclass
@@ -82,6 +82,7 @@ class Recut:
                 self._whole.add_(work, alpha=weight)
             return
         where = {n: s for s, n in enumerate(source.names)}
+        assert len(where) == len(source.names), "stretches of one tensor are taken as they lie"
         for t, name in enumerate(self.target.names):
             self._add(t, source, where[name], work, weight)
 

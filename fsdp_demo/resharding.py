@@ -15,13 +15,15 @@ parameters and inner optimizer states by the same shares (`average`), else a del
   the parameters, behind their anchor, and goes out with the next exchange; a plain gradient is lost.
 * `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the earliest.
 
-Shards: see `recut.py`. Saved parts are opened one after the other: in memory are one of them, the new part and one tensor.
+Shards: see `recut.py`. What ZeRO has cut (`Shard.offset`) is taken as it lies: the saved ranks must hold the same stretches. Saved parts
+are opened one after the other: in memory are one of them, the new part and one tensor.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,8 +195,10 @@ def _target(active: ActiveChannel) -> Side:
 
 
 def _rows(shard: Shard, place: Position) -> Rows:
-    """Which rows of the whole tensor this rank holds: torch.chunk's, or all."""
+    """Which rows of the whole tensor this rank holds: torch.chunk's, or all. Of a stretch that ZeRO has cut, which elements."""
     whole, local = shard.global_shape, shard.shape
+    if shard.offset is not None:
+        return shard.offset, shard.offset + prod(local)
     if local == whole:
         return 0, length(whole)
     each = -(-whole[0] // place.shards)
@@ -212,7 +216,7 @@ def convert(saved: Saved, exchange: Exchange) -> dict[str, Any]:
     """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands, shards or copies. No collectives.
 
     Args:
-        saved: heads of the parts of all islands (of the one or few that are left, where others are lost).
+        saved: heads of the parts of all islands (of the one or few that are left, where others are lost); `Saved.check` lets them pass.
         exchange: freshly attached to the model as it was at `saved.step`, its channels started.
 
     Raises:

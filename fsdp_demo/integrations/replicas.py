@@ -148,11 +148,18 @@ def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
         kept = saved.state(head["rank"], island)["channels"]
         for channel in channels:
             mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
+            layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["lanes"])
+            if any(p.get("offset") is not None for p in mine):
+                stretches = [torch.empty(p["shape"]) for p in mine]
+                layout.unpack(kept[channel.name]["anchor"], stretches)
+                for p, stretch in zip(mine, stretches, strict=True):
+                    (whole,) = local.setdefault(p["name"], [torch.zeros(p["global_shape"])])
+                    whole.view(-1)[p["offset"] : p["offset"] + stretch.numel()] = stretch.view(-1)
+                continue
             for p in mine:
                 parts = local.setdefault(p["name"], [])
                 if len(parts) == shard:
                     parts.append(torch.empty(p["shape"]))
-            layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["lanes"])
             layout.unpack(kept[channel.name]["anchor"], [local[p["name"]][shard] for p in mine])  # the lanes fill a shard together
     return {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"] if p["name"] in local}
 
