@@ -68,7 +68,7 @@ def compare_environment(env: Mapping[str, str] | None = None) -> None:
             continue
         raise ValueError(
             f"ranks of one launch have different {name}: {told(values)}. All need the same ISLAND_* variables; a hostfile launch passes "
-            "them on only if they stand in .deepspeed_env (NAME=value lines, in the home directory or in the folder where `deepspeed` is called)"
+            "them on only if they stand in .deepspeed_env (NAME=value lines, in the home directory or where `deepspeed` is called)"
         )
 
 

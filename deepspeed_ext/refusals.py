@@ -82,6 +82,13 @@ def _precision(engine: Any) -> Iterator[str]:
         yield "fp16: its loss scaling skips steps on one replica only; set fp16.enabled to false and bf16.enabled to true, or take fp32"
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         yield "torch_autocast in float16: its loss scaling skips steps on one replica only; set torch_autocast.dtype to bfloat16"
+    zero = engine.optimizer
+    blind = not getattr(zero, "check_grad_overflow", True) and engine.zero_optimization_stage() < 3
+    if blind and (zero.dtype == torch.bfloat16 or not zero.compute_grad_norm):
+        yield (
+            "gradients that nobody looks at, so that a NaN of one replica would reach all: set bf16.check_grad_overflow and "
+            "zero_optimization.compute_grad_norm to true"
+        )
     if engine.bf16_master_weights_and_gradients() or engine.bf16_optimizer_states():
         yield (
             "bf16 masters or optimizer states, where the exchange works on fp32: set bf16.bf16_master_weights_and_grads and "

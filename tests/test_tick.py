@@ -413,7 +413,7 @@ def test_engines_are_told_from_optimizers_of_other_packages() -> None:
     other = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
     engine = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})()
     wrapper = type("Wrapper", (), {"__module__": "accelerate.utils", "optimizer": engine})()
-    accelerated = type("DeepSpeedOptimizerWrapper", (torch.optim.SGD,), {"__module__": "accelerate.utils.deepspeed"})([torch.zeros(1)], lr=0.1)
+    accelerated = type("DeepSpeedOptimizerWrapper", (torch.optim.SGD,), {"__module__": "accelerate.utils"})([torch.zeros(1)], lr=0.1)
     accelerated.optimizer = type("ZeRO", (), {"__module__": "deepspeed.runtime.zero"})()  # type: ignore[attr-defined]
     round_and_round = type("Odd", (), {"__module__": "odd"})()
     round_and_round.optimizer = round_and_round  # type: ignore[attr-defined]
