@@ -54,6 +54,9 @@ def attach(
         >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")  # doctest: +SKIP
         >>> exchange = deepspeed_ext.attach(engine, "demo")  # doctest: +SKIP
     """
+    norm = engine.gradient_clipping() if hasattr(engine, "gradient_clipping") else None
+    if "clip" in changes and norm is not None and (changes["clip"] or 0.0) != norm:
+        raise ValueError(_two_norms(changes["clip"] or 0.0, norm))
     config = settled(config, changes)
     topology = topology or place(engine)
     refuse(engine, config, topology)
@@ -90,12 +93,16 @@ def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
     zero, norm = engine.optimizer, engine.gradient_clipping()
     usual = preset(config.preset).clip if config.preset in presets() else None
     if config.clip not in (None, usual, norm):
-        raise ValueError(
-            f"clip={config.clip:g} beside DeepSpeed's gradient_clipping={norm:g} (1.0 where its configuration is silent): set "
-            f'"gradient_clipping": {config.clip:g} there, and no clip here'
-        )
+        raise ValueError(_two_norms(config.clip, norm))
     if config.clips_mean or config.clip_over == "islands":
         zero.clip_grad = 0.0
         return config.changed({"clip": norm or None})
     zero.clip_grad = norm  # a checkpoint that was loaded may have brought another
     return config.changed({"clip": None})
+
+
+def _two_norms(ours: float, theirs: float) -> str:
+    return (
+        f"clip={ours:g} beside DeepSpeed's gradient_clipping={theirs:g} (1.0 where its configuration is silent): set "
+        f'"gradient_clipping": {ours:g} there, and no clip here'
+    )

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from deepspeed import __version__ as VERSION
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 __all__ = ["Fragment", "Partitions"]
@@ -105,20 +107,26 @@ class Partitions:
 
     def check(self) -> None:
         """Compare the masters with the parameters that the model computes with: are stretches where DeepSpeed's internals are taken to
-        put them?
+        put them? All ranks of the island call it together.
 
         Raises:
-            RuntimeError: they are not, or somebody has changed masters and not the parameters.
+            RuntimeError: on all of them, if they are not, or if somebody has changed one and not the other.
         """
         masters, parameters = self.masters(), dict(self.engine.module.named_parameters())
-        for f in self.fragments():
-            low = self.computed_with(f, parameters[f.name])
-            if not torch.equal(masters[f.master].detach()[f.offset : f.offset + f.numel].to(low), low):
-                raise RuntimeError(
-                    f"the fp32 master of {f.name} [{f.start}:{f.start + f.numel}] is not what the model computes with: after "
-                    f"safe_set_full_fp32_param take a step first; else deepspeed {VERSION} lays partitions out in a way that is not known "
-                    "here (tried: 0.19.8)"
-                )
+        wrong = [f for f in self.fragments() if not self._agrees(masters[f.master], f, parameters[f.name])]
+        vote = torch.tensor([float(bool(wrong))], device=get_accelerator().current_device_name())
+        comm.all_reduce(vote, op=comm.ReduceOp.MAX, group=self.engine.seq_data_parallel_group)
+        if vote.item():
+            where = f"of {wrong[0].name}, from element {wrong[0].start} on," if wrong else "of a parameter on another rank"
+            raise RuntimeError(
+                f"the fp32 master {where} is not what the model computes with: load weights before deepspeed.initialize or through "
+                f"engine.load_checkpoint, take a step after safe_set_full_fp32_param; else deepspeed {VERSION} lays partitions out in a "
+                "way that is not known here (tried: 0.19.8)"
+            )
+
+    def _agrees(self, master: Tensor, fragment: Fragment, parameter: Any) -> bool:
+        low = self.computed_with(fragment, parameter)
+        return torch.equal(master.detach()[fragment.offset : fragment.offset + fragment.numel].to(low), low)
 
     def push(self) -> None:
         """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of the island call it together."""

@@ -49,9 +49,11 @@ class EngineTicks:
 
     def stop(self) -> None:
         """Let go of the engine, which clips by itself again."""
-        self._engine.__dict__.pop("step", None)
-        self._partitions.release()
-        self._partitions.clip_again()
+        self._off += 1  # for whoever has wrapped it since
+        if self._engine.__dict__.get("step") == self._stepped:  # else another exchange's by now
+            del self._engine.step
+            self._partitions.release()
+            self._partitions.clip_again()
 
     @property
     def partial(self) -> int:

@@ -97,6 +97,8 @@ def join(
         before = _attached.get(o)
         if before is not None and before.running:
             raise ValueError("this optimizer has an exchange already: finish() or detach() that one first, or attach once")
+        if before is not None:
+            before.detach()  # finished: what it left on the optimizer only says so
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     exchange = Exchange(shards, config, model, topology or Topology.from_env(), facts, step, state, batch or ())
     _attached.update(dict.fromkeys(shards.optimizers, exchange))

@@ -68,8 +68,9 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
         with zero.gathered(made.module):
             low = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
         seen = all(torch.equal(low[n], 2 * full[n]) for n in full)
+        if me.proc == 1:  # one rank holds it, all hear of it
+            next(x for x in shards.read("parameter") if x.numel()).add_(1.0)  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match="is not what the model computes with"):
-            shards.read("parameter")[[x.numel() > 0 for x in shards.read("parameter")].index(True)].add_(1.0)  # type: ignore[union-attr]
             shards.partitions.check()
         return {n: tuple(p.shape) for n, p in full.items()}, held, seen
 
@@ -342,8 +343,9 @@ def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_rank
         assert made.optimizer.clip_grad == 0.0 and "0.5 clips the mean" in exchange.clips
         exchange.detach()
         assert made.optimizer.clip_grad == 0.5
-        with pytest.raises(ValueError, match='set "gradient_clipping": 0.3 there'):
-            deepspeed_ext.attach(made, "full", clip=0.3)
+        for clip, said in ((0.3, "0.3"), (1.0, "1"), (None, "0")):
+            with pytest.raises(ValueError, match=f'set "gradient_clipping": {said} there'):
+                deepspeed_ext.attach(made, "full", clip=clip)
         with pytest.raises(ValueError, match="no covered parameter has it"):
             deepspeed_ext.attach(made, "desloc", states={"momentum_buffer": 2})
         assert made.optimizer.clip_grad == 0.5
@@ -374,3 +376,27 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
     for planned, counted, whole in results:
         assert planned == counted > 0
         assert all(torch.equal(whole[n], results[0][2][n]) and bool(whole[n].isfinite().all()) for n in whole)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
+def test_after_the_end_one_attaches_again_and_the_old_exchange_touches_nothing(run_ranks, stage):
+    def run(me):
+        made = zero.engine(zero.settings(stage))
+        first = deepspeed_ext.attach(made, "diloco", period=2)
+        zero.train(made, range(2), me.rank)
+        first.finish()
+        with pytest.raises(RuntimeError, match="the exchange is finished"):
+            zero.train(made, range(1), me.rank)
+        with zero.another_run():
+            second = deepspeed_ext.attach(made, "diloco", period=2)
+        first.detach()
+        at = made.global_steps
+        zero.train(made, range(4), me.rank)
+        assert second.step == made.global_steps == at + 4 and second.metrics()["exchanges"] == 2
+        second.finish()
+        second.detach()
+        second.detach()
+        zero.train(made, range(1), me.rank)
+        return zero.whole(made)
+
+    run_ranks(run)
