@@ -2,13 +2,15 @@
 
     fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain_trainer.py --model small --data stdlib --exchange diloco --set period=20
 
-Takes all flags of TrainingArguments. Lines that differ from an ordinary Trainer script are marked (*).
+Takes all flags of TrainingArguments; `--deepspeed recipes/deepspeed/zero2.json` takes ZeRO in the place of FSDP2. Lines that differ from an
+ordinary Trainer script are marked (*).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -32,14 +34,21 @@ class DataArguments:
 
 
 def parser() -> HfArgumentParser:
-    """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has several ranks, fp32 parameters."""
+    """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has ranks enough (not DeepSpeed), fp32 parameters."""
     made = HfArgumentParser((DataArguments, ExchangeArguments, TrainingArguments))
     mesh = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) > 1
     sharded = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or any(flag.partition("=")[0] == "--deepspeed" for flag in sys.argv)
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or os.environ.get("DS_ACCELERATOR") == "cpu"
+    if zero:
+        from pretrain_deepspeed import without_compiler
+
+        without_compiler()
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would leave DeepSpeed out without a word; `use_cpu` has it
     made.set_defaults(
         output_dir="outputs/pretrain-trainer",
-        use_cpu=not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
+        use_cpu=cpu or not torch.accelerator.is_available(),
         max_steps=300,
         learning_rate=None,
         lr_scheduler_type="cosine",
@@ -50,7 +59,7 @@ def parser() -> HfArgumentParser:
         eval_steps=50,
         save_steps=100,
         report_to="none",
-        **({"fsdp": True, "fsdp_config": sharded} if ranks > 1 else {}),
+        **({"fsdp": True, "fsdp_config": sharded} if ranks > 1 and not zero else {}),
         **({"parallelism_config": ExchangeParallelismConfig()} if mesh else {}),  # (*) all nodes in one launch; else islands
     )
     return made
@@ -93,6 +102,7 @@ def main() -> None:
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
+    trainer.accelerator.end_training()  # ranks that leave their process group to the interpreter sometimes abort, under DeepSpeed above all
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ from ..attaching import attach
 from ..codecs.wire import WireError
 from ..config import ExchangeConfig
 from ..exchange import Exchange
-from ..inner import base_optimizer
 from ..loading import load_config
 from ..retention import seal_sizes
 from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
+from .trainer_engine import before_steps, engine_of
 from .trainer_evaluation import Evaluations
+from .trainer_optimizer import exchange_optimizer
 from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
 from .trainer_state import Rotation, find_checkpoint, open_state, put_aside, refuse_alone, restore_local, save_state
 from .trainer_stop import Stops
@@ -77,6 +78,8 @@ class ExchangeCallback(TrainerCallback):
         self._fresh, self._topology = fresh, Topology()
         self._trainer: Trainer | None = None
         self._active = False
+        self._engine: Any = None  # DeepSpeed's, while it trains
+        self._undo: list[Callable[[], None]] = []
         self._limit: float | None = None
         self._kept_total: int | None = None
         self._rotation: Rotation | None = None
@@ -139,12 +142,16 @@ class ExchangeCallback(TrainerCallback):
         handler = self._trainer.callback_handler  # last in a new list (the old one is being walked): sees what every other callback wishes
         handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
         trainer, self._topology = self._trainer, topology_of(self._trainer)
-        self._limit = args.max_grad_norm
-        config, args.max_grad_norm = clipping(self.config, args.max_grad_norm)
+        self._limit, self._engine, config, options = args.max_grad_norm, engine_of(trainer), self.config, {}
+        if self._engine is None:
+            config, args.max_grad_norm = clipping(config, args.max_grad_norm)
+        else:  # clips by itself; the exchange's state is beside what the Trainer saves
+            options = {"checkpoints": False}
+            self._undo.append(before_steps(trainer.accelerator, self._hear))
         facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")}}
         facts |= {"optimizer": described(trainer.optimizer), "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs), "at": state.global_step}
         self.exchange = exchange = attach(
-            trainer.optimizer,
+            trainer.optimizer if self._engine is None else self._engine,
             config,
             model=trainer.model,
             topology=self._topology,
@@ -152,13 +159,14 @@ class ExchangeCallback(TrainerCallback):
             step=state.global_step,
             state=open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step else None,
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
+            **options,
         )
         if exchange.step != state.global_step:
             raise ValueError(
                 f"{self._topology.name} resumes at step {state.global_step}, another island at {exchange.step}: resume all from one step"
             )
         if state.global_step and not self._fresh:
-            restore_local(self._checkpoint(args, state), exchange)
+            restore_local(self._checkpoint(args, state), exchange, self._engine is not None)
         if args.should_save and state.global_step:
             put_aside(Path(args.output_dir), state.global_step)
         if self._topology.kind == "islands" and args.process_index == 0:
@@ -182,9 +190,19 @@ class ExchangeCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step's loss goes into the next header."""
+        if self._engine is None:
+            self._note()
+
+    def _note(self) -> None:
         if (exchange := self._live) is not None:
             exchange.note(loss=self._loss)
             self._loss = 0.0
+
+    def _hear(self, loss: torch.Tensor, last: bool) -> None:
+        """A micro-batch's loss, before the engine steps."""
+        self._loss = self._loss + loss
+        if last:
+            self._note()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the exchange of this step: compare clocks, take part in a stop, gather numbers for the log, end at the last step."""
@@ -237,7 +255,7 @@ class ExchangeCallback(TrainerCallback):
         """This rank's part of the exchange, beside the Trainer's own files."""
         if self.exchange is not None:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            save_state(checkpoint, self.exchange)
+            save_state(checkpoint, self.exchange, self._engine is not None)
             config = getattr(kwargs.get("model"), "config", None)
             if args.should_save and config is not None and not (checkpoint / "config.json").exists():
                 config.save_pretrained(checkpoint)  # a sharded checkpoint has none, `fsdp-demo export` needs it
@@ -287,6 +305,8 @@ class ExchangeCallback(TrainerCallback):
         if self._rotation is not None:
             self._rotation.close()
             self._rotation = None
+        while self._undo:
+            self._undo.pop()()
 
     # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
 
@@ -338,10 +358,10 @@ class ExchangeCallback(TrainerCallback):
         if (exchange := self._live) is None:
             return original(model, inputs, *args, **kwargs)
         self._first.look(inputs)
-        tokens = tokens_in(inputs)
+        exchange.note(tokens=tokens_in(inputs))
         loss = original(model, inputs, *args, **kwargs)
-        self._loss = self._loss + loss.detach() if isinstance(loss, torch.Tensor) else self._loss
-        exchange.note(tokens=tokens)
+        if self._engine is None and isinstance(loss, torch.Tensor):
+            self._loss = self._loss + loss.detach()
         return loss
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -354,41 +374,3 @@ class ExchangeCallback(TrainerCallback):
         if "loss" in logs and self._numbers:
             logs.update(self._numbers)
         return original(logs, *args, **kwargs)
-
-
-def exchange_optimizer(config: ExchangeConfig | str, lr: float | None = None, **changes: Any) -> tuple[type, dict[str, Any]]:
-    """The optimizer a preset is defined for, as `Trainer(optimizer_cls_and_kwargs=exchange_optimizer("demo", lr=1e-3))`.
-
-    Vectors (biases, norms) get no weight decay, as the Trainer does it; the rate follows the Trainer's schedule.
-
-    Args:
-        config: as for `ExchangeCallback`.
-        lr: default the preset's published one.
-        changes: of the preset; and `weight_decay` of the optimizer, by default that of `fsdp_demo.base_optimizer`.
-
-    Raises:
-        ValueError: no learning rate is given and the preset has none.
-
-    Example:
-        >>> from fsdp_demo.integrations.trainer import exchange_optimizer
-        >>> exchange_optimizer("demo", lr=1e-3)[1]["lr"]
-        0.001
-    """
-    decay = changes.pop("weight_decay", None)
-    config = load_config(config, changes) if isinstance(config, str) else config.changed(changes)
-    if lr is None and config.lr is None:
-        raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr=training_args.learning_rate")
-    return _Factory, {"config": config, "lr": lr if lr is not None else config.lr, "weight_decay": decay}
-
-
-class _Factory:
-    """What the Trainer calls an optimizer factory: `_Factory()(model, **keywords)`."""
-
-    def __call__(self, model: torch.nn.Module, config: ExchangeConfig, lr: float, weight_decay: float | None) -> torch.optim.Optimizer:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        options = {} if weight_decay is None else {"weight_decay": weight_decay}
-        if config.inner[0] == "muonadamw":  # sorts parameters by itself
-            return base_optimizer(config, named, lr, **options)
-        matrices = {"params": [pair for pair in named if pair[1].ndim >= 2]}
-        vectors = {"params": [pair for pair in named if pair[1].ndim < 2], "weight_decay": 0.0}
-        return base_optimizer(config, [group for group in (matrices, vectors) if group["params"]], lr, **options)

@@ -17,9 +17,9 @@ from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..loading import preset
 from ..presets import presets
-from ..shards import unwrap
 from ..topology import Topology
 from .mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
+from .trainer_engine import engine_problems, engine_topology, muon, settings_of
 
 log = logging.getLogger("fsdp_demo")
 
@@ -47,11 +47,13 @@ def find_trainer(callback: Any) -> Trainer:
 
 
 def topology_of(trainer: Trainer) -> Topology:
-    """Mesh where the Trainer was given `ExchangeParallelismConfig`, else islands from the environment.
+    """Mesh where the Trainer was given `ExchangeParallelismConfig`, else islands from the environment; DeepSpeed's package knows its own.
 
     Raises:
         ValueError: both at once, or a plain HSDP mesh.
     """
+    if trainer.is_deepspeed_enabled:
+        return engine_topology(trainer)
     axes = getattr(trainer.accelerator, "parallelism_config", None)
     refuse_hsdp(axes)
     islands = Topology.from_env()
@@ -65,15 +67,22 @@ def topology_of(trainer: Trainer) -> Topology:
 def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     """Raise ValueError for what cannot work, one sentence each."""
     args, model = trainer.args, trainer.model
-    line = f'optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={args.learning_rate:g})'
-    handed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    line = f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={args.learning_rate:g})) too'
+    if trainer.is_deepspeed_enabled and config.inner[0] == "muonadamw":
+        line = muon(trainer)
+    handed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None or "optimizer" in settings_of(trainer)
     native = getattr(model, "is_distributed_loading_by_transformers", False)
     half = args.fp16 or trainer.accelerator.mixed_precision == "fp16"
     unsharded = bool(args.fsdp) and not trainer.is_fsdp_enabled and args.world_size > 1
     clip, usual = config.clip, preset(config.preset).clip if config.preset in presets() else None
+    wanted = bool(args.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     checks = [
+        (
+            wanted and not trainer.is_deepspeed_enabled,
+            "a DeepSpeed configuration that Accelerate has left out, since ACCELERATE_USE_CPU is set: unset it, and give "
+            "TrainingArguments(use_cpu=True), which works",
+        ),
         (half, "fp16: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
-        (trainer.is_deepspeed_enabled, "a DeepSpeed engine: the exchange does not attach to ZeRO yet; take FSDP2 (fsdp=True)"),
         (native, "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; load it whole, with fsdp=True"),
         (
             unsharded,
@@ -81,7 +90,8 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
         ),
         (clip not in (None, usual, args.max_grad_norm), f"clip={clip} beside max_grad_norm={args.max_grad_norm}: set max_grad_norm alone"),
         (args.auto_find_batch_size, "auto_find_batch_size=True: islands would take different steps; set per_device_train_batch_size"),
-        (has_own_optimizer(config) and not handed, f"preset {config.preset!r} has an optimizer of its own: pass Trainer(..., {line}) too"),
+        (has_own_optimizer(config) and not handed, f"preset {config.preset!r} has an optimizer of its own: {line}"),
+        *engine_problems(trainer, config),
     ]
     for wrong, text in checks:
         if wrong:
@@ -93,7 +103,9 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
 
 def described(optimizer: Any) -> str:
     """What islands must share of the optimizer: its kind, and what stands in its groups."""
-    inner = unwrap(optimizer)
+    inner = optimizer
+    while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
+        inner = inner.optimizer
     keys = ("initial_lr", "weight_decay", "betas", "momentum", "nesterov", "eps")
     groups = [{key: group[key] for key in keys if key in group} for group in inner.param_groups]
     return f"{type(inner).__name__} {groups}"

@@ -29,11 +29,15 @@ log = logging.getLogger("fsdp_demo")
 CURE = "Resume from another checkpoint, or start the exchange's state anew with ExchangeCallback(..., fresh=True)"
 
 
-def save_state(checkpoint: Path, exchange: Exchange) -> None:
-    """Write this rank's part. No collectives."""
+def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
+    """Write this rank's part. No collectives.
+
+    Args:
+        apart: in a mesh, the Trainer's own files are those of each replica (DeepSpeed), not a mixture.
+    """
     folder = _folder(checkpoint, exchange.topology)
     save_exchange(folder, exchange)
-    if exchange.topology.kind == "mesh" and _differs(exchange):
+    if exchange.topology.kind == "mesh" and not apart and _differs(exchange):
         write_part(folder, f"local{exchange.topology.rank}", describe(exchange), replica_tree(exchange.optimizers))
 
 
@@ -62,9 +66,12 @@ def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> Saved | Non
     return open_exchange(*beside) if len(beside) > 1 else saved
 
 
-def restore_local(checkpoint: Path, exchange: Exchange) -> None:
+def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
     """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the place of the mixture that the Trainer has
     loaded.
+
+    Args:
+        apart: as for `save_state`: in a mesh there is nothing to put right.
 
     Raises:
         ValueError: the mesh had other numbers; a checkpoint of islands in a mesh, of which the Trainer has loaded one island's model.
@@ -75,6 +82,8 @@ def restore_local(checkpoint: Path, exchange: Exchange) -> None:
         return
     if not saved_in_mesh:
         raise ValueError(f"{checkpoint} was saved by islands, whose models differ: resume it as islands. {CURE}")
+    if apart and topology.kind == "mesh":
+        return
     path = folder / f"replica{topology.island}" / f"local{topology.rank}.json"
     if not path.exists():
         raise ValueError(f"{path} is missing: what the Trainer saved in a mesh mixes replicas of preset {exchange.config.preset!r}. {CURE}")
