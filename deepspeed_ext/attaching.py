@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_demo import Exchange, ExchangeConfig, Topology, preset, presets
-from fsdp_demo.attaching import join, settled
+from fsdp_demo.attaching import join, settled, vacate
 from fsdp_demo.checkpoint import Saved
 
 from . import checkpoints as folders
@@ -61,7 +61,9 @@ def attach(
     topology = topology or place(engine)
     refuse(engine, config, topology)
     facts = {"gradient_clipping": engine.gradient_clipping(), **(agree or {})}
-    shards, config = ZeroShards(engine), clipping(engine, config)
+    shards = ZeroShards(engine)
+    vacate(shards.optimizers)
+    config = clipping(engine, config)
     try:
         exchange = join(
             shards,

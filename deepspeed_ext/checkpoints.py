@@ -232,6 +232,8 @@ class _Followed(_Folders):
         exclude_frozen_parameters: bool = False,
     ) -> Any:
         """As DeepSpeed's, into `save_dir/<name of the replica>`, with the exchange's state."""
+        if self.exchange.showing:
+            raise RuntimeError("save_checkpoint inside outer_parameters would save these as the replica's own: leave the context first")
         folder = folder_of(Path(save_dir), self.exchange.topology)
         parts = partial(save_exchange, exchange=self.exchange)
         return self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)

@@ -113,6 +113,8 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
         return str(latest.pop()), ""
     if bad:
         raise ValueError(f"{bad[0]}; {CURE}")
+    if wanted:
+        raise ValueError(f"no replica sees a checkpoint {wanted[0]!r}: name one that is there, or none (the newest that all hold)")
     return None
 
 

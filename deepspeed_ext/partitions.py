@@ -177,9 +177,12 @@ class Partitions:
         self._before, self._together = before, together
         self.zero._optimizer_step = self._intercepted
 
-    def release(self) -> None:
-        """Undo `intercept`."""
-        self.zero.__dict__.pop("_optimizer_step", None)
+    def release(self) -> bool:
+        """Undo `intercept`; returns whether there was something to undo."""
+        mine = self.zero.__dict__.get("_optimizer_step") == self._intercepted
+        if mine:
+            del self.zero._optimizer_step
+        return mine
 
     def _intercepted(self, index: int) -> None:
         """In the place of the wrapper's `_optimizer_step`."""

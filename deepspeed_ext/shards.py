@@ -22,15 +22,13 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
+from fsdp_demo.inner import kind
 from fsdp_demo.island import Island
 from fsdp_demo.shards import Shard, plain_name
 from fsdp_demo.topology import Position
 
 from .partitions import Partitions
 from .ticks import EngineTicks
-
-_SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "MuonWithAuxAdam": "MuonAdamW"}
-"""DeepSpeed's optimizers by the name of what does the same; Adam with decoupled decay is AdamW."""
 
 _KNOWN = ("SGD", "Adam", "AdamW")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
 
@@ -91,9 +89,7 @@ class ZeroShards:
     @property
     def optimizer_names(self) -> list[str]:
         """See `fsdp_demo.shards.Shards.optimizer_names`."""
-        inner = self.partitions.inner
-        name = _SAME.get(type(inner).__name__, type(inner).__name__)
-        return ["AdamW" if name == "Adam" and getattr(inner, "adam_w_mode", False) else name]
+        return [kind(self.partitions.inner)]
 
     def _flats(self, source: str) -> list[Tensor | None]:
         """One flat tensor per master."""

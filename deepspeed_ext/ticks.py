@@ -7,6 +7,7 @@ nothing to say, and steps its scheduler, which DeepSpeed leaves behind, so that 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,20 +40,22 @@ class EngineTicks:
         self._engine, self._partitions, self._gradients = engine, partitions, gradients
         self._run_before, self._run_after, self._run_skip = before, after, skip
         self._off = 0
+        self._wrapped: Any = None
         self._skipped: dict[str, Any] | None = None  # the engine's arguments for its scheduler, in a step that it has skipped
 
     def start(self) -> None:
         """Wrap `engine.step`, and the inner step of its wrapper."""
         self._step = self._engine.step
-        self._engine.step = self._stepped
+        self._wrapped = functools.wraps(self._step)(functools.partial(self._stepped))
+        self._engine.step = self._wrapped
         self._partitions.intercept(self._inner, self._gradients)
 
     def stop(self) -> None:
         """Let go of the engine, which clips by itself again."""
         self._off += 1  # for whoever has wrapped it since
-        if self._engine.__dict__.get("step") == self._stepped:  # else another exchange's by now
+        if self._engine.__dict__.get("step") == self._wrapped:  # else somebody else's by now
             del self._engine.step
-            self._partitions.release()
+        if self._partitions.release():
             self._partitions.clip_again()
 
     @property

@@ -138,6 +138,8 @@ class Stage3(Partitions):
 class Bf16(Flat):
     """`BF16_Optimizer`, which steps its inner optimizer once."""
 
+    _hook: Any = None
+
     needs = ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params")
 
     def masters(self) -> list[Tensor]:
@@ -172,8 +174,11 @@ class Bf16(Flat):
         self._alone = False
         self._hook = self.inner.register_step_pre_hook(lambda *_: None if self._alone else before())
 
-    def release(self) -> None:
-        self._hook.remove()
+    def release(self) -> bool:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+        return hook is not None
 
 
 KINDS: dict[str, type[Partitions]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,7 @@ def attach(
     model: torch.nn.Module | None = None,
     topology: Topology | None = None,
     agree: dict[str, Any] | None = None,
-    step: int = 0,
+    step: int | None = None,
     state: dict[str, Any] | Saved | None = None,
     batch: tuple[int, int] | None = None,
     **changes: Any,
@@ -43,7 +44,7 @@ def attach(
         model: gives parameters their names, and its frozen parameters and buffers are made equal on all replicas.
         topology: default `Topology.from_env()`.
         agree: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
-        step: the job's step to start from (resume).
+        step: the job's step to start from (resume); default 0, of an engine its own count.
         state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.open_exchange(...)`, which may have been saved by another
             number of islands or shards. Replicas without one take over from the one that is furthest.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
@@ -62,7 +63,7 @@ def attach(
     """
     given = {"model": model, "topology": topology, "agree": agree, "step": step, "state": state, "batch": batch}
     if (door := engines.find(optimizer)) is not None:
-        attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v}, **changes)
+        attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes)
         return attached
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
@@ -84,7 +85,7 @@ def join(
     model: torch.nn.Module | None,
     topology: Topology | None,
     agree: dict[str, Any] | None = None,
-    step: int = 0,
+    step: int | None = None,
     state: dict[str, Any] | Saved | None = None,
     batch: tuple[int, int] | None = None,
 ) -> Exchange:
@@ -93,13 +94,22 @@ def join(
     Raises:
         ValueError: one of its optimizers has an exchange already; and as `attach`.
     """
-    for o in shards.optimizers:
+    vacate(shards.optimizers)
+    facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
+    exchange = Exchange(shards, config, model, topology or Topology.from_env(), facts, step or 0, state, batch or ())
+    _attached.update(dict.fromkeys(shards.optimizers, exchange))
+    return exchange
+
+
+def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Take away what finished exchanges have left on optimizers (it only says that they are finished).
+
+    Raises:
+        ValueError: one of them has an exchange that runs.
+    """
+    for o in optimizers:
         before = _attached.get(o)
         if before is not None and before.running:
             raise ValueError("this optimizer has an exchange already: finish() or detach() that one first, or attach once")
         if before is not None:
-            before.detach()  # finished: what it left on the optimizer only says so
-    facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
-    exchange = Exchange(shards, config, model, topology or Topology.from_env(), facts, step, state, batch or ())
-    _attached.update(dict.fromkeys(shards.optimizers, exchange))
-    return exchange
+            before.detach()

@@ -61,6 +61,7 @@ class Exchange:
             rule); None where replicas are equal by construction.
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
             `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not.
+        showing: the model holds `outer_parameters` at the moment, not this replica's own.
         told, heard: a number that this rank tells the other ranks of its island with every step, and the largest one after the last step.
 
     Example:
@@ -95,7 +96,7 @@ class Exchange:
         gradients = any(c.before_step for c in channels)
         self._skipping = self._ended = self._finished = self._stop_wanted = self._stop_sent = False
         self._stop_together = self.stopped = self.stopped_alone = False
-        self.raises_stopped, self.told, self.heard = True, 0.0, 0.0
+        self.raises_stopped, self.told, self.heard, self.showing = True, 0.0, 0.0, False
         self._tokens = 0
         self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
         self._losses: list[Tensor] = []  # noted since the last message
@@ -483,7 +484,11 @@ class Exchange:
             return
         anchors = self.shows == "anchor"
         with self.paused(), outcome.shown(model, self.channels, self._parameters, self._mailbox, self._line, anchors):
-            yield
+            self.showing = True
+            try:
+                yield
+            finally:
+                self.showing = False
 
     def timeline(self) -> list[Flown]:
         """The exchanges that have ended (the last 10 000): step of launch, step of application, when they were on the line."""

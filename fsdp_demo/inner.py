@@ -13,6 +13,9 @@ from .muon import MuonAdamW
 
 log = logging.getLogger("fsdp_demo")
 
+_SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "MuonWithAuxAdam": "MuonAdamW"}
+"""Optimizers of other packages by the name of what does the same; Adam with decoupled decay is AdamW."""
+
 _KNOWN = ("SGD", "Adam", "AdamW", "Muon")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
 
 
@@ -45,6 +48,12 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
     if config.inner[0] == "muonadamw":
         return MuonAdamW(params, lr=rate, **options)
     return torch.optim.AdamW(params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options})
+
+
+def kind(optimizer: torch.optim.Optimizer) -> str:
+    """The name of torch's class that does what `optimizer` does, else that of its own."""
+    name = _SAME.get(type(optimizer).__name__, type(optimizer).__name__)
+    return "AdamW" if name == "Adam" and getattr(optimizer, "adam_w_mode", False) else name
 
 
 def check_inner(config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from .inner import materialise
+from .inner import kind, materialise
 from .island import Island
 from .shards import Shard, local_part, plain_name
 from .ticks import TorchTicks
@@ -126,7 +126,7 @@ class TorchShards:
     @property
     def optimizer_names(self) -> list[str]:
         """See `Shards.optimizer_names`."""
-        return [type(o).__name__ for o in self.optimizers]
+        return [kind(o) for o in self.optimizers]
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """See `Shards.optimizer_states`."""
@@ -158,6 +158,8 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards."""
     seen = optimizer
     while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
+        if seen.optimizer is seen:
+            break
         seen = seen.optimizer
     if not isinstance(seen, torch.optim.Optimizer):
         raise ValueError(f"attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found {type(optimizer).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -310,6 +311,8 @@ def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(run_ran
         before = shown()
         with exchange.outer_parameters(made.module):
             outer = shown()
+            with pytest.raises(RuntimeError, match="leave the context first"):
+                made.save_checkpoint(str(me.folder))
         after = shown()
         exchange.finish()
         return before, outer, after, shown(), exchange.digests_equal()
@@ -381,7 +384,7 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
 def test_after_the_end_one_attaches_again_and_the_old_exchange_touches_nothing(run_ranks, stage):
     def run(me):
-        made = zero.engine(zero.settings(stage))
+        made = zero.engine(zero.settings(stage, clip=0.7))
         first = deepspeed_ext.attach(made, "diloco", period=2)
         zero.train(made, range(2), me.rank)
         first.finish()
@@ -394,9 +397,17 @@ def test_after_the_end_one_attaches_again_and_the_old_exchange_touches_nothing(r
         zero.train(made, range(4), me.rank)
         assert second.step == made.global_steps == at + 4 and second.metrics()["exchanges"] == 2
         second.finish()
-        second.detach()
-        second.detach()
+        with zero.another_run():
+            third = fsdp_demo.attach(made, "full", step=0)
+        assert third.step == 0 and made.optimizer.clip_grad == 0.0
+        ours = made.step
+        made.step = lambda *args, **kwargs: ours(*args, **kwargs)  # a profiler, say
+        zero.train(made, range(2), me.rank)
+        assert third.step == 2 and ours.__name__ == "step" and "lr_kwargs" in inspect.signature(ours).parameters
+        third.detach()
+        third.detach()
+        assert made.optimizer.clip_grad == 0.7 and "_optimizer_step" not in vars(made.optimizer)
         zero.train(made, range(1), me.rank)
-        return zero.whole(made)
+        return third.step == 2
 
-    run_ranks(run)
+    assert all(run_ranks(run))
