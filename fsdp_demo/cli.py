@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--procs", type=int, required=True, metavar="P", help="processes (ranks) per island")
     sub.add_argument("--link", metavar="RATE", help="rate of each island's link, for example 100Mbit (default: not limited)")
     sub.add_argument("--rtt", metavar="TIME", help="round trip between islands, for example 40ms (default: 0)")
-    sub.add_argument("--launcher", default="accelerate", choices=("accelerate", "torchrun"), help="default: accelerate")
+    sub.add_argument("--launcher", default="accelerate", choices=("accelerate", "torchrun", "deepspeed"), help="default: accelerate")
     sub.add_argument("--run", default="rehearse", metavar="ID", help="run id (ISLAND_RUN)")
     sub.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
     sub.add_argument("--grace", type=float, default=40.0, metavar="SECONDS", help="left to the others when an island dies (default: 40)")

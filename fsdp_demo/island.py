@@ -68,7 +68,8 @@ class Island:
         limit / (norm + 1e-6), at most 1.
         """
         present = [g for g in gradients if g is not None]
-        square = float(sum(n.square() for n in torch._foreach_norm(present, dtype=torch.float32))) if present else 0.0
+        norms = torch._foreach_norm(present, dtype=torch.float32) if present else ()
+        square = float(torch.stack(norms).square().sum()) if norms else 0.0  # one operation: per tensor each costs a microsecond
         if self.position.shards > 1:
             square = self.total(square)[0] / self.position.copies
         norm = (across(square) if across is not None else square) ** 0.5

@@ -1,10 +1,12 @@
 """Run an island's launcher and end with the status that its ranks ended with.
 
 `accelerate launch` and `torchrun` end with status 1 whatever a rank's status was. Here they run unchanged in this process,
-and the status of the rank that failed first becomes the status of the process (128 + number for a signal, as in a shell):
+and the status of the rank that failed first becomes the status of the process (128 + number for a signal, as in a shell); `deepspeed`
+keeps most statuses and loses some (`launch_deepspeed.py`):
 
     python -m fsdp_demo.launch torchrun --nproc-per-node 2 train.py
     python -m fsdp_demo.launch accelerate launch --num_processes 2 train.py
+    python -m fsdp_demo.launch deepspeed --num_gpus 2 train.py
 
 A rank that left by itself with status 75 (`fsdp_demo.guard`: saved, can go on) makes it 75, also where another rank of
 the island then failed with status 1 because of it.
@@ -28,7 +30,11 @@ SAVED = 75
 STATUS_FOLDER = "ISLAND_STATUS"
 """Variable with the folder where every rank that ends through `fsdp_demo.guard` writes its status, file `rank<R>`."""
 
-LAUNCHERS = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
+LAUNCHERS = {
+    "accelerate": "accelerate.commands.accelerate_cli",
+    "torchrun": "torch.distributed.run",
+    "deepspeed": "deepspeed.launcher.runner",
+}
 
 
 class _FirstStop(logging.Handler):
@@ -69,6 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in LAUNCHERS:
         raise ValueError(f"launcher {argv[:1]}: expected one of {sorted(LAUNCHERS)} and its arguments")
+    if argv[0] == "deepspeed":
+        from .launch_deepspeed import run
+
+        return run(argv)
     folder, stop = os.environ.get(STATUS_FOLDER), _FirstStop()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(stop)
     sys.argv = list(argv)

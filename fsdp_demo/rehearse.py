@@ -1,7 +1,7 @@
 """Several islands on one machine: each launched on its own, one store, output prefixed by island.
 
-What runs is what runs on separate machines: `accelerate launch` or `torchrun` once per island, with the `ISLAND_*` variables that
-a user would set there. Only the addresses (127.0.0.1) and, with a link, the pacing differ.
+What runs is what runs on separate machines: `accelerate launch`, `torchrun` or `deepspeed` once per island, with the `ISLAND_*`
+variables that a user would set there. Only the addresses (127.0.0.1) and, with a link, the pacing differ.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class Rehearsal:
                 raise ValueError(f"--{name} {value}: must be 1 or more")
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(LAUNCHERS)}")
-        if importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0]) is None:
-            raise ValueError(f"--launcher {self.launcher}: not installed; pip install -e '.[hf]', or --launcher torchrun")
+        spec = importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0])
+        if spec is None or spec.origin is None:  # no origin: a mere folder, as recipes/deepspeed for who stands in recipes/
+            extra = "deepspeed" if self.launcher == "deepspeed" else "hf"
+            raise ValueError(f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or --launcher torchrun")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run):
             raise ValueError(f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only")
         if self.grace < 0:
@@ -123,7 +125,9 @@ def environment(plan: Rehearsal, island: int, endpoint: str, folder: Path, visib
     if plan.link is not None:
         env["ISLAND_LINK"] = str(plan.link)
     if not visible:
-        env["ACCELERATE_USE_CPU"] = "true"
+        env["DS_ACCELERATOR"] = "cpu"
+        if plan.launcher != "deepspeed":  # Accelerate would leave DeepSpeed out without a word
+            env["ACCELERATE_USE_CPU"] = "true"
     if sys.stdout.isatty():
         # Progress bars take the width from here; the prefix needs some of it.
         env["COLUMNS"] = str(max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1))
@@ -135,6 +139,11 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
     port = str(reserve_port(LOCALHOST))
     if plan.launcher == "torchrun":
         words = ["--nnodes", "1", "--nproc-per-node", str(plan.procs), "--master-addr", LOCALHOST, "--master-port", port]
+    elif plan.launcher == "deepspeed":
+        # It takes the GPUs of CUDA_VISIBLE_DEVICES unless their number is given; then it takes the first ones. A hostfile of the machine
+        # would make it start ranks elsewhere. Scripts read LOCAL_RANK; few know the option --local_rank that it adds by itself.
+        words = ["--hostfile", os.devnull, "--master_port", port, "--log_level", "error", "--no_local_rank"]
+        words += [] if on_gpu else ["--num_gpus", str(plan.procs)]
     else:
         config = folder / "accelerate.yaml"
         config.write_text(_ACCELERATE_CONFIG.format(use_cpu=str(not on_gpu).lower()))

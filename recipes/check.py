@@ -1,4 +1,4 @@
-"""Does it work on these devices? Short runs of recipes/pretrain.py, every way it can be launched on one machine, and one table.
+"""Does it work on these devices? Short runs of the recipes, every way it can be launched on one machine, and one table.
 
     bash recipes/check.sh            # or: python recipes/check.py
 
@@ -66,6 +66,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def installed(name: str) -> bool:
+    """Whether there is such a package. The folders accelerate/ and deepspeed/ beside this file look like packages without a file."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def processes(gpus: int) -> int:
     """Processes of each of the two replicas."""
     return 2 if gpus == 0 else 1 if gpus == 1 else max(2, gpus // 2)
@@ -80,19 +86,22 @@ def plan(args: argparse.Namespace, gpus: int) -> dict[str, Row]:
     options += ["--set", *args.set] if args.set else []
     options += ["--bf16"] if gpus else []  # on a CPU bf16 is slow and shows nothing more
 
-    def islands(name: str, *more: str) -> list[str]:
+    def islands(name: str, *more: str, script: str = "pretrain.py", launcher: str = "accelerate") -> list[str]:
         words = [sys.executable, "-m", "fsdp_demo.cli", "rehearse", "--islands", 2, "--procs", procs, "--run", f"check-{name}", *own]
-        return [str(word) for word in [*words, "--", RECIPES / "pretrain.py", *options, *more, "--output", Path(args.output) / name]]
+        words += ["--launcher", launcher, "--", RECIPES / script]
+        return [str(word) for word in [*words, *options, *more, "--output", Path(args.output) / name]]
 
     two, shares = f"2 x {procs}", f" sharing {procs} GPU{'s' * (procs > 1)}" if 0 < gpus < 2 * procs else ""
     rows = {
         "fsdp2": Row("islands, FSDP2" if procs > 1 else "islands of one process", two + shares, islands("fsdp2"), 2),
         "unsharded": Row("islands, unsharded", two + shares, islands("unsharded", "--no-shard"), 2),
         "mesh": mesh(args, gpus, procs, options),
-        "zero": Row("islands, ZeRO", "-", skipped="not supported yet" if importlib.util.find_spec("deepspeed") else "no deepspeed here"),
+        "zero": Row("islands, ZeRO-2", two + shares, islands("zero", script="pretrain_deepspeed.py", launcher="deepspeed"), 2),
     }
     if procs == 1:
         rows["unsharded"] = Row("islands, unsharded", two, skipped="the row above: one process has nothing to shard")
+    if not installed("deepspeed"):
+        rows["zero"] = Row("islands, ZeRO-2", "-", skipped="no deepspeed here")
     wanted = args.rows.split(",") if args.rows else list(rows)
     unknown = [name for name in wanted if name not in rows]
     if unknown:
@@ -169,7 +178,7 @@ def judge(row: Row, status: int, folder: Path) -> tuple[str, list[str]]:
 def facts(args: argparse.Namespace, gpus: int) -> list[str]:
     """Lines about versions and devices, for the report."""
     names = ("fsdp_demo", "torch", "accelerate", "transformers", "deepspeed")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in names if importlib.util.find_spec(name)]
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names if installed(name)]
     cuda = [f"CUDA {torch.version.cuda}", "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))] if gpus else []
     devices = sorted({torch.cuda.get_device_name(number) for number in range(gpus)})
     where = f"{gpus} x {', '.join(devices)}, bf16 compute" if gpus else f"CPU, {os.cpu_count()} cores ({platform.machine()}), fp32"

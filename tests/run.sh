@@ -10,7 +10,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python=.venv/bin/python
 
 "$python" -m ruff check . || { echo "tests/run.sh: ruff found the above; tests were not run" >&2; exit 1; }
-"$python" -m mypy fsdp_demo || { echo "tests/run.sh: mypy found the above; tests were not run" >&2; exit 1; }
+"$python" -m mypy || { echo "tests/run.sh: mypy found the above; tests were not run" >&2; exit 1; }
 
 selection=(-m "not slow")
 [ "${FSDP_DEMO_SLOW:-0}" = 1 ] && selection=()

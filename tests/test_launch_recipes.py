@@ -4,6 +4,7 @@
 loader and taken as far as a machine without one allows.
 """
 
+import importlib.machinery
 import json
 import os
 import signal
@@ -151,7 +152,8 @@ def test_accelerate_reads_every_file(name):
         assert set(getattr(config, section)) <= set(options), f"keys of {section} that Accelerate does not know"
     assert config.mixed_precision == ("no" if name.startswith("cpu") else "bf16")
     assert config.num_machines == (2 if "mesh" in name else 1)
-    assert ("NOT USABLE" in (RECIPES / "accelerate" / name).read_text()) == name.startswith("zero")
+    if name.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(name[4]) and config.deepspeed_config["gradient_clipping"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["fsdp2-island.yaml", "fsdp2-mesh.yaml"])
@@ -189,8 +191,9 @@ def test_the_sizes_of_the_mesh_file_reach_the_exchange(monkeypatch):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_zero_files_make_a_deepspeed_plugin(stage):
-    """As far as a machine without DeepSpeed goes: what the launcher passes on; the plugin itself where DeepSpeed is installed."""
-    words = ["--config_file", str(RECIPES / "accelerate" / f"zero{stage}-island.yaml"), "script.py"]
+    """As far as a machine without DeepSpeed goes: what the launcher passes on; the plugin itself where DeepSpeed is installed. With an
+    exchange: test_zero_recipes.py."""
+    words = ["--config_file", str(RECIPES / "accelerate" / f"zero{stage}.yaml"), "script.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert args.use_deepspeed and not args.use_fsdp and int(args.zero_stage) == stage
     assert float(args.gradient_clipping) == 1.0 and args.mixed_precision == "bf16" and args.num_machines == 1
@@ -352,21 +355,28 @@ def checker(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "ranks", "skipped"),
     [
-        (0, "2 x 2", {"zero"}),
-        (1, "2 x 1 sharing 1 GPU", {"unsharded", "mesh", "zero"}),
-        (2, "2 x 2 sharing 2 GPUs", {"mesh", "zero"}),
-        (3, "2 x 2 sharing 2 GPUs", {"mesh", "zero"}),
-        (4, "2 x 2", {"zero"}),
-        (8, "2 x 4", {"zero"}),
+        (0, "2 x 2", set()),
+        (1, "2 x 1 sharing 1 GPU", {"unsharded", "mesh"}),
+        (2, "2 x 2 sharing 2 GPUs", {"mesh"}),
+        (3, "2 x 2 sharing 2 GPUs", {"mesh"}),
+        (4, "2 x 2", set()),
+        (8, "2 x 4", set()),
     ],
 )
-def test_check_does_with_the_gpus_what_it_says(checker, gpus, ranks, skipped):
+@pytest.mark.parametrize("deepspeed", [True, False])
+def test_check_does_with_the_gpus_what_it_says(checker, monkeypatch, gpus, ranks, skipped, deepspeed):
+    file = "deepspeed/__init__.py" if deepspeed else None  # none: the folder recipes/deepspeed alone
+    found = importlib.machinery.ModuleSpec("deepspeed", None, origin=file)
+    monkeypatch.setattr(checker.importlib.util, "find_spec", lambda name: found)
+    skipped = skipped if deepspeed else {*skipped, "zero"}
     rows = checker.planned(gpus)
     assert {name for name, row in rows.items() if row.skipped} == skipped
     assert rows["fsdp2"].ranks == ranks
     words = rows["fsdp2"].words
     assert ("--cpu" in words) == (gpus == 0) and ("--bf16" in words) == (gpus > 0)
-    assert rows["zero"].skipped in ("not supported yet", "no deepspeed here")
+    assert rows["zero"].skipped == ("" if deepspeed else "no deepspeed here")
+    if deepspeed:
+        assert ("--cpu" in rows["zero"].words) == (gpus == 0) and "pretrain_deepspeed.py" in " ".join(rows["zero"].words)
     assert list(checker.planned(gpus, "--rows", "fsdp2")) == ["fsdp2"]
     with pytest.raises(SystemExit, match="ddp: unknown"):
         checker.planned(gpus, "--rows", "ddp")
