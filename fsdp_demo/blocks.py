@@ -14,8 +14,9 @@ Where several ranks of an island hold the same tensors, `lanes` deals the blocks
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TypeVar
 
@@ -23,9 +24,11 @@ import torch
 from torch import Tensor
 
 from .config import BLOCK
+from .windows import EDGE, Box, Contiguous, Group, Window
 
-EDGE = 64
 MAX_PADDING = 1.1
+WINDOW, WINDOW_GPU = 512, 1024  # blocks worked on at once: 8 MiB, and 16 MiB where every kernel has to be launched; multiples of 4
+CACHED = 64  # blocks, 1 MiB: what a CPU transforms at once, so that what is written in between stays in the cache of a core
 
 T = TypeVar("T")
 
@@ -34,12 +37,10 @@ T = TypeVar("T")
 class Region:
     """y x `x` blocks of r x s elements of one tensor.
 
-    The upper left corner is (row, col) of the tensor's matrix view or, where `flat`, the element row * 64 of the flattened tensor seen
-    with 64 columns.
+    The upper left corner is (row, col) of the tensor seen with `cols` columns: those of its matrix view, or 64 where blocks are flat.
     """
 
     tensor: int
-    flat: bool
     row: int
     col: int
     y: int
@@ -47,20 +48,23 @@ class Region:
     r: int
     s: int
     transform: bool
+    cols: int
 
     @property
     def count(self) -> int:
         """Number of blocks."""
         return self.y * self.x
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """View [y, x, r, s] of the region in a contiguous local tensor."""
-        if self.flat:
-            offset = self.row * EDGE
-            m = tensor.view(-1)[offset : offset + self.y * self.r * EDGE].view(-1, EDGE)
-        else:
-            m = matrix(tensor)[self.row : self.row + self.y * self.r, self.col : self.col + self.x * self.s]
-        return m.unflatten(1, (self.x, self.s)).unflatten(0, (self.y, self.r)).transpose(1, 2)
+    def cut(self, lo: int, hi: int) -> Iterator[Box]:
+        """Where blocks lo..hi (row-major) lie, in at most three boxes: the end of a row of blocks, whole rows, the start of one."""
+        at, r, s, cols = lo, self.r, self.s, self.cols
+        while at < hi:
+            y, x = divmod(at, self.x)
+            whole_rows = (hi - at) // self.x if x == 0 else 0
+            end = at + whole_rows * self.x if whole_rows else min(hi, (y + 1) * self.x)
+            shape = (whole_rows or 1, self.x if whole_rows else end - at, r, s)
+            yield Box(self.tensor, (self.row + y * r) * cols + self.col + x * s, shape, (r * cols, s, cols, 1), at - lo, end - lo)
+            at = end
 
 
 @dataclass(frozen=True)
@@ -71,43 +75,6 @@ class Piece:
     lo: int
     hi: int
     start: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether this lane holds all blocks of the region."""
-        return self.hi - self.lo == self.region.count
-
-    def rows(self, view: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """The parts of a region's view that this piece covers, at most three: the end of a row of blocks, whole rows, the start of one.
-        With each come the piece's own blocks for it, counted from 0."""
-        x, at = self.region.x, self.lo
-        while at < self.hi:
-            row, col = divmod(at, x)
-            whole_rows = (self.hi - at) // x if col == 0 else 0
-            end = at + whole_rows * x if whole_rows else min(self.hi, (row + 1) * x)
-            part = view[row : row + whole_rows] if whole_rows else view[row : row + 1, col : col + end - at]
-            yield part, at - self.lo, end - self.lo
-            at = end
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive workspace slots whose blocks have the same r x s extent and the same transform."""
-
-    r: int
-    s: int
-    transform: bool
-    start: int
-    count: int
-
-    @property
-    def stop(self) -> int:
-        """First slot after the group."""
-        return self.start + self.count
-
-    def k(self, topk: int) -> int:
-        """Coefficients kept of each block: topk of 4096, in proportion for edge blocks, rounded up."""
-        return ceil(topk * self.r * self.s / BLOCK)
 
 
 @dataclass(frozen=True)
@@ -132,11 +99,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], numel // shape[0]
 
 
-def matrix(tensor: Tensor) -> Tensor:
-    """`tensor` viewed as `matrix_shape` says."""
-    return tensor.view(matrix_shape(tensor.shape))
-
-
 def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Region], int]:
     """The block regions of one tensor and the flat element from which on it is dense."""
     rows, cols = matrix_shape(shape)
@@ -147,16 +109,16 @@ def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Re
     padded = ceil(rows / EDGE) * ceil(cols / EDGE) * BLOCK
     if rows >= EDGE and cols >= EDGE and padded <= MAX_PADDING * numel and transform:
         found = [
-            Region(index, False, row, col, ny, nx, nr, ns, transform)
+            Region(index, row, col, ny, nx, nr, ns, transform, cols)
             for row, ny, nr in ((0, y, EDGE), (y * EDGE, 1, r))
             for col, nx, ns in ((0, x, EDGE), (x * EDGE, 1, s))
             if ny * nx * nr * ns
         ]
         return found, numel
     whole, tail = numel // BLOCK, numel % BLOCK // EDGE
-    found = [Region(index, True, 0, 0, whole, 1, EDGE, EDGE, transform)]
+    found = [Region(index, 0, 0, whole, 1, EDGE, EDGE, transform, EDGE)]
     if tail:
-        found.append(Region(index, True, whole * EDGE, 0, 1, 1, tail, EDGE, transform))
+        found.append(Region(index, whole * EDGE, 0, 1, 1, tail, EDGE, transform, EDGE))
     return found, (whole * EDGE + tail) * EDGE
 
 
@@ -210,51 +172,63 @@ class Layout:
         """View [num_dense] of a workspace."""
         return work[self.num_blocks * BLOCK :]
 
+    def windows(self, device: torch.device | str) -> list[Window]:
+        """The workspace in stretches that are worked on at once on `device`, each in parts that are packed and transformed at once."""
+        cpu = torch.device(device).type == "cpu"
+        size = WINDOW if cpu else WINDOW_GPU
+        part = CACHED if cpu else size
+        out, base = [], self.num_blocks * BLOCK
+        for g in self.groups:
+            for lo in range(g.start, g.stop, size):
+                hi = min(lo + size, g.stop)
+                inner = tuple(self._window(g, a, min(a + part, hi)) for a in range(lo, hi, part))
+                out.append(Window(g, lo * BLOCK, hi * BLOCK, parts=inner))
+        for lo in range(0, self.num_dense, size * BLOCK):
+            hi = min(lo + size * BLOCK, self.num_dense)
+            rows = []
+            for d in self.dense[bisect_right(self.dense, lo, key=_end) : bisect_left(self.dense, hi, key=_start)]:
+                a, b = max(lo, d.start), min(hi, _end(d))
+                if a < b:
+                    rows.append((d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo))
+            out.append(Window(None, base + lo, base + hi, rows=tuple(rows)))
+        return out
+
+    def _window(self, group: Group, lo: int, hi: int) -> Window:
+        """Slots lo..hi of a group."""
+        boxes = []
+        for p in self.pieces[bisect_right(self.pieces, lo, key=_end) : bisect_left(self.pieces, hi, key=_start)]:
+            a, b = max(lo, p.start), min(hi, _end(p))
+            if a < b:
+                cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
+                boxes += [replace(box, lo=box.lo + a - lo, hi=box.hi + a - lo) for box in cut]
+        return Window(group, lo * BLOCK, hi * BLOCK, tuple(boxes))
+
     def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
         """Copy this lane's share of `tensors` (any float dtype; None counts as zeros) into the fp32 workspace `out`."""
-        slots, dense = self.blocks(out).view(-1, EDGE, EDGE), self.dense_part(out)
-        for p in self.pieces:
-            g, tensor, all_slots = p.region, tensors[p.region.tensor], slots[p.start : p.start + p.hi - p.lo]
-            target = all_slots[:, : g.r, : g.s]
-            if tensor is None or g.r * g.s < BLOCK:  # the padding of an edge block is zero
-                all_slots.zero_()
-            if tensor is not None and p.whole:
-                target.unflatten(0, (g.y, g.x)).copy_(g.view(tensor.contiguous()))
-            elif tensor is not None:
-                target.copy_(g.view(tensor.contiguous()).flatten(0, 1)[p.lo : p.hi])
-        for d in self.dense:
-            part, tensor = dense[d.start : d.start + d.hi - d.lo], tensors[d.tensor]
-            if tensor is None:
-                part.zero_()
-            else:
-                part.copy_(tensor.reshape(-1)[d.lo : d.hi])
+        with Contiguous(tensors) as memory:
+            for w in self.windows(out.device):
+                for part in w.inner:
+                    part.pack(memory, part.of(out))
         return out
 
     def unpack(self, work: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Write this lane's share of workspace `work` into `tensors` in place (None is left out), casting to their dtype."""
-        slots, dense = self.blocks(work).view(-1, EDGE, EDGE), self.dense_part(work)
-        for p in self.pieces:
-            g, tensor = p.region, tensors[p.region.tensor]
-            if tensor is None:
-                continue
-            source = slots[p.start : p.start + p.hi - p.lo, : g.r, : g.s]
-            whole = tensor.contiguous()
-            for target, lo, hi in p.rows(g.view(whole)):
-                target.copy_(source[lo:hi].unflatten(0, target.shape[:2]))
-            if whole is not tensor:
-                tensor.copy_(whole)
-        for d in self.dense:
-            tensor = tensors[d.tensor]
-            if tensor is None:
-                continue
-            whole = tensor.contiguous()
-            whole.view(-1)[d.lo : d.hi].copy_(dense[d.start : d.start + d.hi - d.lo])
-            if whole is not tensor:
-                tensor.copy_(whole)
+        with Contiguous(tensors, back=True) as memory:
+            for w in self.windows(work.device):
+                for part in w.inner:
+                    part.unpack(part.of(work), memory)
 
     def new(self, device: torch.device | str) -> Tensor:
         """A workspace of zeros on `device`, fp32."""
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
+
+
+def _start(piece: Piece | DensePiece) -> int:
+    return piece.start
+
+
+def _end(piece: Piece | DensePiece) -> int:
+    return piece.start + piece.hi - piece.lo
 
 
 def _share(items: Sequence[T], sizes: Sequence[int], lane: int, lanes: int) -> Iterator[tuple[T, int, int]]:

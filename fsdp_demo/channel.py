@@ -11,7 +11,7 @@ nor applied again. A delayed mean of parameters corrects what was sent and keeps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .blocks import Layout
-from .codecs.dct import transform
+from .blocks import Contiguous, Layout, Window
+from .codecs.dct import Transform, transform
 from .config import Channel
-from .outer import local_step, outer_step
+from .means import Mean, Whole
+from .outer import local_step, outer_step, rate
 from .patterns import covers, kind
 from .payload import Section
 from .shards import Shards
@@ -86,6 +87,7 @@ class ActiveChannel:
         self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
         self.lane = position.copy if position.copy < lanes else None
         self.layout = self.layouts[self.lane] if self.lane is not None else None
+        self.windows = self.layout.windows(shards.device) if self.layout is not None else []
         self.section = Section(self.layout, channel, size, seed) if self.layout is not None else None
         self.moved = (0.0, 0.0)
         self.accumulator: Tensor | None = None
@@ -130,14 +132,13 @@ class ActiveChannel:
         host = torch.empty(work.shape, dtype=work.dtype, device=self._home, pin_memory=True)
         return host.copy_(work)
 
-    def _fetch(self, kept: Tensor | None) -> Tensor | None:
-        """Anchor or momentum on the device of the shards: itself, or a copy that `_store` writes back."""
-        return None if kept is None else kept.to(self.shards.device, non_blocking=True)
+    def _fetch(self, kept: Tensor | None, window: Window) -> Tensor | None:
+        """A window of anchor or momentum on the device of the shards: a view, or a copy that `_store` writes back."""
+        return None if kept is None else window.of(kept).to(self.shards.device, non_blocking=True)
 
-    @staticmethod
-    def _store(kept: Tensor | None, work: Tensor | None) -> None:
-        if kept is not None and work is not None and work is not kept:
-            kept.copy_(work, non_blocking=True)
+    def _store(self, kept: Tensor | None, window: Window, work: Tensor | None) -> None:
+        if kept is not None and work is not None and self._home != self.shards.device:
+            window.of(kept).copy_(work, non_blocking=True)
 
     def tensors(self, source: str) -> list[Tensor | None]:
         """The covered local tensors of a source, as `Shards.read` gives them."""
@@ -150,25 +151,35 @@ class ActiveChannel:
             return None
         return self.layout.pack(self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
 
-    def _source(self, flying: Sequence[Outgoing]) -> Tensor:
-        """The source in the element domain, a fresh workspace. A delta is anchor minus parameter, less what is in flight, and less what
-        rounding to a low-precision parameter took away when the anchor was last written."""
-        now = self.pack("parameter" if self.channel.source == "delta" else self.channel.source)
-        assert now is not None
+    def _source(self, window: Window, tensors: Contiguous, flying: Sequence[Outgoing], out: Tensor) -> Tensor:
+        """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and
+        less what rounding to a low-precision parameter took away when the anchor was last written."""
+        window.pack(tensors, out)
         if self.channel.source != "delta":
-            return now
-        before = self.written if self.written is not None else self._fetch(self.anchor)
+            return out
+        before = window.of(self.written) if self.written is not None else self._fetch(self.anchor, window)
         assert before is not None
-        torch.sub(before, now, out=now)
-        return self._less(now, flying)
+        torch.sub(before, out, out=out)
+        return self._less(out, window, flying)
 
     @staticmethod
-    def _less(work: Tensor, flying: Sequence[Outgoing]) -> Tensor:
-        """`work` minus the own deltas in flight, in place."""
+    def _less(work: Tensor, window: Window, flying: Sequence[Outgoing]) -> Tensor:
+        """A window minus the own deltas in flight, in place."""
         for out in flying:
             if out.own is not None:
-                work.sub_(out.own)
+                work.sub_(window.of(out.own))
         return work
+
+    def _into_accumulator(self, flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None) -> None:
+        """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
+        assert self.accumulator is not None
+        delta = self.channel.source == "delta"
+        with Contiguous(self.tensors("parameter" if delta else self.channel.source)) as tensors, self._transform() as made:
+            for part in (part for w in self.windows for part in w.inner):
+                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None))
+                if keep is not None:
+                    part.of(keep).copy_(x)
+                made.add(part.group, x, part.of(self.accumulator), beta, gain)
 
     @property
     def queues(self) -> bool:
@@ -190,12 +201,14 @@ class ActiveChannel:
         """Read the source, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under way."""
         if self.layout is None:
             return None
-        x = self._source(flying)
-        a, settings = self.accumulator, self.channel.accumulator
-        if a is not None and settings is not None:
-            keep = x.clone() if self._needs_own else None
-            a.mul_(settings.beta).add_(transform(self.layout, x), alpha=settings.gain)
+        if self.accumulator is not None and self.channel.accumulator is not None:
+            keep = torch.empty_like(self.accumulator) if self._needs_own else None
+            self._into_accumulator(flying, self.channel.accumulator.beta, self.channel.accumulator.gain, keep)
             return keep
+        x = torch.empty(self.layout.numel, device=self.shards.device)
+        with Contiguous(self.tensors("parameter" if self.channel.source == "delta" else self.channel.source)) as tensors:
+            for part in (part for w in self.windows for part in w.inner):
+                self._source(part, tensors, flying, part.of(x))
         return x
 
     def encode(self, step: int, source: Tensor | None) -> Outgoing:
@@ -208,7 +221,7 @@ class ActiveChannel:
             work = self.accumulator.clone() if whole else self.accumulator  # it goes on while the vector is under way
         else:
             assert source is not None
-            work = transform(self.layout, source.clone() if self._needs_own else source)
+            work = transform(self.layout, source.clone() if self._needs_own else source, products=self.channel.codec.products)
         out.own = source if self._needs_own else None
         out.body, out.vectors = self.section.encode(work, step)
         self._take(out, 1.0)
@@ -232,26 +245,36 @@ class ActiveChannel:
         settings = self.channel.accumulator
         if self.accumulator is None or settings is None or self.layout is None or self.channel.clock.delay or settings.beta == 0:
             return
-        x = transform(self.layout, self._source(()))
-        self.accumulator.sub_(x, alpha=settings.gain).div_(settings.beta)
+        self._into_accumulator((), 1.0 / settings.beta, -settings.gain / settings.beta)
 
-    def mean(self, bodies: Sequence[Tensor], means: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
-        """The replicas' mean of what was sent at `step` as a workspace (transform domain), from sections of bodies or reduced vectors."""
+    def mean(self, bodies: Sequence[Tensor], means: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
+        """The replicas' mean of what was sent at `step` (transform domain), from sections of bodies or reduced vectors, not decoded yet."""
         assert self.section is not None
         if self.section.gathered:
-            return self.section.mean([b.to(self.shards.device) for b in bodies], weights, step).to(self.shards.device)
-        return self.section.workspace([m.to(self.shards.device) for m in means], step)
+            found = self.section.received([b.to(self.shards.device) for b in bodies], weights, step)
+        else:
+            found = self.section.reduced(means, step)
+        found.device = self.shards.device
+        return found
 
     def apply(
-        self, mean: Tensor | None, out: Outgoing, present: Sequence[bool] | None, flying: Sequence[Outgoing] = (), last: bool = False
+        self,
+        mean: Mean | Tensor | None,
+        out: Outgoing,
+        present: Sequence[bool] | None,
+        flying: Sequence[Outgoing] = (),
+        last: bool = False,
     ) -> None:
-        """Let the decoded mean (transform domain; None on a copy that only receives) act on gradients, anchor, parameters or state.
+        """Let the mean (transform domain; None on a copy that only receives) act on gradients, anchor, parameters or state.
 
         Args:
             out: what this replica sent for it; flying: what the channel still has under way.
             last: nothing comes after it: nothing local is mixed in.
         """
-        kind = self.channel.applier.kind
+        kind, layout = self.channel.applier.kind, self.layout
+        if isinstance(mean, Tensor):
+            assert layout is not None
+            mean = Whole(layout, mean)
         if kind == "gradient":
             assert present is not None
             self._apply_gradient(mean, present)
@@ -260,15 +283,65 @@ class ActiveChannel:
         elif self.channel.source == "parameter":
             self._apply_parameter(mean, out, flying, last)
         else:
-            self.write(mean, self.tensors(self.channel.source))
+            self._deliver(mean, self.tensors(self.channel.source), lambda _, x: x)
 
-    def _apply_gradient(self, mean: Tensor | None, present: Sequence[bool]) -> None:
-        if mean is not None:
-            assert self.layout is not None
-            transform(self.layout, mean, inverse=True)
-            if self.channel.applier.phi == "sign":
-                mean.sign_()
-        self.write(mean, self.set_gradients(present))
+    def _deliver(
+        self,
+        mean: Mean | None,
+        tensors: Sequence[Tensor | None],
+        change: Callable[[Window, Tensor], Tensor],
+        made: Transform | None = None,
+        wrote: bool = False,
+    ) -> None:
+        """Write what `change` makes of the mean, a window at a time, into `tensors`; then, if the channel keeps what was `wrote`, note it.
+
+        `change` gets the mean in the element domain if it is `made` so, else as it is."""
+        if mean is None:
+            self.write(None, tensors)
+            return
+        assert self.layout is not None
+        alone = self.position.copies == 1
+        room = torch.empty(max((w.numel for w in self.windows), default=0) if alone else self.layout.numel, device=self.shards.device)
+        with Contiguous(tensors, back=True) as memory:
+            for w in self.windows:
+                found = room[: w.numel] if alone else w.of(room)
+                terms = mean.terms(w, found) if made is not None and made.shortens else None
+                if terms is None:
+                    mean.fill(w, found)
+                for part in w.inner:
+                    place = found[part.begin - w.begin : part.end - w.begin]
+                    if made is not None and terms is not None:
+                        first = part.first - w.first
+                        places, values = (t[first : first + part.count] for t in terms)
+                        made.sparse_inverse(places, values, place)
+                    elif made is not None:
+                        made.inverse_(part.group, place)
+                    x = change(part, place)
+                    if alone:
+                        part.unpack(x, memory)
+                        self._note(part, x, memory, wrote)
+                    elif x is not place:
+                        place.copy_(x)
+        if alone:
+            return
+        self.write(room, tensors)
+        with Contiguous(tensors) as memory:
+            for part in (part for w in self.windows for part in w.inner if wrote):
+                self._note(part, part.of(room), memory, wrote)
+
+    def _note(self, window: Window, x: Tensor, tensors: Contiguous, wrote: bool) -> None:
+        """Remember in `written` the anchor and what rounding has added to the parameters, into which `x` was written."""
+        anchor = self._fetch(self.anchor, window)
+        if wrote and self.written is not None and anchor is not None:
+            window.pack(tensors, window.of(self.written)).sub_(x).add_(anchor)
+
+    def _apply_gradient(self, mean: Mean | None, present: Sequence[bool]) -> None:
+        sign, targets = self.channel.applier.phi == "sign", self.set_gradients(present)
+        with self._transform() as made:
+            self._deliver(mean, targets, lambda _, x: x.sign_() if sign else x, made)
+
+    def _transform(self) -> Transform:
+        return Transform(self.shards.device, self.channel.codec.products)
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Local gradients of the covered tensors: created where wanted, removed elsewhere; other tensors are not touched."""
@@ -278,65 +351,79 @@ class ActiveChannel:
         grads = self.shards.gradients(every)
         return [grads[i] for i in self.covered]
 
-    def _apply_parameter(self, mean: Tensor | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
+    def _apply_parameter(self, mean: Mean | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
         """theta = mean, mixed with the local theta; after a delay theta += mean - what was sent, and what is in flight counts as
         corrected."""
-        if mean is not None:
-            now = self.pack("parameter")
-            assert now is not None
-            if out.own is not None and not last:
-                correction = mean - out.own
+        own, mix, moved = None if last else out.own, self._mix(last), torch.zeros(2, device=self.shards.device)
+        tensors = self.tensors("parameter")
+
+        def change(window: Window, x: Tensor) -> Tensor:
+            if own is None and not mix and not self.channel.after:
+                return x
+            now = window.pack(Contiguous(tensors), torch.empty_like(x))
+            if own is not None:
+                correction = x.sub_(window.of(own))
                 for other in flying:
                     if other.own is not None:
-                        other.own.add_(correction, alpha=1.0 - self._mix(last))
-                mean = now + correction
+                        window.of(other.own).add_(correction, alpha=1.0 - mix)
+                x = correction.add_(now)
             if self.channel.after:
-                self.moved = (float((mean - now).square().sum()), float(mean.square().sum()))
-            mean = torch.lerp(mean, now, self._mix(last)) if self._mix(last) else mean
-        self.write(mean, self.tensors("parameter"))
+                moved.add_(torch.stack([(x - now).square().sum(), x.square().sum()]))
+            return torch.lerp(x, now, mix, out=x) if mix else x
+
+        self._deliver(mean, tensors, change)
+        if mean is not None and self.channel.after:
+            self.moved = float(moved[0]), float(moved[1])
 
     def _mix(self, last: bool) -> float:
         return 0.0 if last else self.channel.applier.mix
 
-    def _apply_outer(self, mean: Tensor | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
-        applier, layout, sparse = self.channel.applier, self.layout, self.channel.codec.sparse
-        anchor = self._fetch(self.anchor)
-        if mean is not None:
-            assert layout is not None and anchor is not None
-            if self.channel.residual == "put_back":
-                assert self.accumulator is not None
-                self.accumulator.add_(mean)
-            if applier.local_delta:
-                assert self.accumulator is not None and self.channel.accumulator is not None and out.own is not None
-                momentum = transform(layout, self.accumulator.clone(), inverse=True)
-                local_step(anchor, out.own, momentum, self.channel.accumulator.beta, layout, applier, sparse)
-            else:
-                momentum_ = self._fetch(self.momentum)
-                mu = applier.momentum_in(self.channel.clock.round(out.step))
-                outer_step(anchor, momentum_, transform(layout, mean, inverse=True), mu, layout, applier, sparse)
-                self._store(self.momentum, momentum_)
-            self._store(self.anchor, anchor)
-        self._rewind(anchor, flying, self._mix(last))
+    def _apply_outer(self, mean: Mean | None, out: Outgoing, flying: Sequence[Outgoing], last: bool) -> None:
+        """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones."""
+        mix, tensors = self._mix(last), self.tensors("parameter")
+        plain = self.channel.residual != "put_back" and not self.channel.applier.local_delta  # nobody needs the coefficients
 
-    def _rewind(self, anchor: Tensor | None, flying: Sequence[Outgoing], mix: float) -> None:
-        """Set the parameters to anchor - P, mixed with `mix` of the local ones."""
-        target = anchor if anchor is None or not flying else self._less(anchor.clone(), flying)
-        now = self.pack("parameter") if mix else None
-        if target is not None and now is not None:
-            target = torch.lerp(target, now, mix, out=now)
-        self.write(target, self.tensors("parameter"))
-        if self.written is not None and target is not None and anchor is not None:
-            rounded = self.pack("parameter")
-            assert rounded is not None
-            self.written = rounded.sub_(target).add_(anchor)  # the anchor, and what rounding has added to the parameters
+        def change(window: Window, x: Tensor) -> Tensor:
+            anchor = self._step_anchor(window, x, out, None if plain else made)
+            if not mix and not any(f.own is not None for f in flying):
+                return anchor
+            target = self._less(x.copy_(anchor), window, flying)
+            return torch.lerp(target, window.pack(Contiguous(tensors), torch.empty_like(x)), mix, out=target) if mix else target
+
+        with self._transform() as made:
+            self._deliver(mean, tensors, change, made if plain else None, wrote=True)
+
+    def _step_anchor(self, window: Window, x: Tensor, out: Outgoing, made: Transform | None) -> Tensor:
+        """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window. `made`: transforms the mean; None:
+        it is in the element domain."""
+        applier, lr = self.channel.applier, rate(window, self.channel.applier, self.channel.codec.sparse)
+        anchor = self._fetch(self.anchor, window)
+        assert anchor is not None
+        if self.channel.residual == "put_back":
+            assert self.accumulator is not None
+            window.of(self.accumulator).add_(x)
+        if applier.local_delta:
+            assert self.accumulator is not None and self.channel.accumulator is not None and out.own is not None and made is not None
+            momentum = made.inverse_(window.group, x.copy_(window.of(self.accumulator)))
+            local_step(anchor, window.of(out.own), momentum, self.channel.accumulator.beta, lr)
+        else:
+            held, mu = self._fetch(self.momentum, window), applier.momentum_in(self.channel.clock.round(out.step))
+            outer_step(anchor, held, x if made is None else made.inverse_(window.group, x), mu, applier.nesterov, lr)
+            self._store(self.momentum, window, held)
+        self._store(self.anchor, window, anchor)
+        return anchor
 
     def show_anchor(self) -> None:
         """Write the anchor into the parameters."""
-        self.write(self._fetch(self.anchor), self.tensors("parameter"))
+        anchor = None if self.anchor is None else self.anchor.to(self.shards.device)
+        self.write(anchor, self.tensors("parameter"))
 
     def anchor_here(self) -> None:
         """Let the parameters as they are now be the anchor."""
-        self._store(self.anchor, self.pack("parameter"))
+        if self.anchor is not None:
+            now = self.pack("parameter")
+            assert now is not None
+            self.anchor.copy_(now, non_blocking=True)
         self.written = self.pack("parameter") if self.written is not None else None
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:

@@ -24,6 +24,7 @@ from .channel import ActiveChannel, Outgoing
 from .codecs.wire import STOP, Header
 from .config import Channel
 from .island import Island
+from .means import Mean
 from .transport import Arrived, Courier, PeerLost, gather, reduce
 
 log = logging.getLogger("fsdp_demo")
@@ -182,7 +183,7 @@ class Mailbox:
                     self.last[c.channel.name] = -1
         self.flights.clear()
 
-    def _section(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None) -> tuple[Tensor | None, list[bool] | None]:
+    def _section(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None) -> tuple[Mean | Tensor | None, list[bool] | None]:
         """The channel's decoded mean and, for a gradient channel, which tensors any replica had a gradient for."""
         present = flight.parts[c.channel.name].present
         if arrived is None:

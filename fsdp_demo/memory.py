@@ -4,10 +4,12 @@ Three parts, each on the device of the shards and on the host (the recipes' tabl
 
 * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with `outer_state: host`, in pinned memory.
 * in flight: kept between steps while payloads are under way (`clock.delay`), at its largest.
-* workspace: what one step with an exchange takes on top of both, at its largest, in workspaces of a channel's shards (4 bytes per element).
+* workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse or gathered one is small; a vector
+  that is reduced is a copy of what is sent, 4 bytes per element.
 
-What is worked on in chunks (transform, selection, decoding: under 64 MB) and copies of single shards come on top of the workspace; a test
-compares all figures with a training. The inner optimizer's own state is apart (`inner_state`).
+What is worked on in windows (packing, transform, selection, decoding, the outer step: under 64 MB) and copies of single shards come on top
+of the workspace; a test compares all figures with a training. Where copies of a shard share the work (lanes), one more workspace holds
+what they gather. The inner optimizer's own state is apart (`inner_state`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from .inner import base_optimizer, materialise
 from .payload import Section
 from .plan import Plan, local_shape, plan_model
 from .transport import CHECKSUM, PIECE, legs
-
-ENCODED, DECODED, KEPT = 44, 40, 12  # bytes per selected coefficient: int64 positions and values while they are packed, unpacked, after
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _state(channel: Channel, section: Section, place: _Place) -> tuple[int, int]
         outer = work * (2 if channel.applier.momentum else 1)  # anchor, momentum
         device, host = (device, host + outer) if place.host_home else (device + outer, host)
         device += work if place.low_precision else 0
-    known = 8 * section.spans[0][0] if channel.codec.seeded else 0  # positions of the last exchange, made on the host
+    known = section.known_bytes  # positions of the last exchange, made on the host
     return (device, host + known) if place.staged else (device + known, host)
 
 
@@ -199,7 +199,7 @@ class _Cycle:
         device, host, flight = self.levels.device, self.levels.host, _Flight(step, list(due), {}, {})
         for i in due:
             channel, section, _ = self.sections[i]
-            device.touch(_encoding(channel, section, self.place))
+            device.touch(_encoding(channel, section))
             work = 4 * section.layout.numel
             flight.own[i], flight.payload[i] = _own(channel, work), _payload(section)
             device.take(flight.own[i] + flight.payload[i])
@@ -213,10 +213,8 @@ class _Cycle:
         device = self.levels.device
         for flight in list(self.flights):
             for i in [i for i in stage if i in flight.own and flight.step + self._channel(i).clock.delay <= step]:
-                channel, section, _ = self.sections[i]
                 device.take(-flight.payload[i])
-                flying = any(f is not flight and f.own.get(i) for f in self.flights)
-                device.touch(_landing(channel, section, self.place, flying))
+                device.touch(_landing(self.sections[i][1], self.place))
                 device.take(-flight.own.pop(i))
             if not flight.own:
                 self.levels.host.take(-flight.arrived)
@@ -245,60 +243,21 @@ def _payload(section: Section) -> int:
     return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
 
 
-def _selected(section: Section) -> int:
-    """Coefficients that an indexed channel selects."""
-    return sum(g.count * g.k(section.codec.topk) for g in section.layout.groups) if section.codec.indexed else 0
-
-
-def _encoding(channel: Channel, section: Section, place: _Place) -> int:
+def _encoding(channel: Channel, section: Section) -> int:
     """The most that `accumulate` and `encode` hold at once, with what they hand out."""
-    work, own, codec = 4 * section.layout.numel, _own(channel, 4 * section.layout.numel), section.codec
-    fetched = work if place.host_home and channel.source == "delta" and not place.low_precision else 0
-    source = work + max(fetched, own)
-    if channel.accumulator is None:
-        held = work + own
-    else:
-        held = own + (work if not codec.sparse and not section.gathered else 0)
-    if codec.indexed:
-        coded = max(ENCODED * _selected(section), 2 * section.num_bytes)
-    elif codec.seeded:
-        coded = (8 + 8 * place.staged) * section.spans[0][0] + 4 * section.layout.num_dense
-    else:
-        coded = 2 * section.num_bytes
-    taken = 0
-    if channel.accumulator is not None and channel.residual != "keep":
-        whole = 0 if section.gathered else sum(4 * n for n, _ in section.spans)
-        taken = (DECODED + KEPT) * _selected(section) + 2 * section.num_bytes + whole
-    return max(source, held + coded, held + (0 if held >= work else _payload(section)) + taken)
+    work, own, payload = 4 * section.layout.numel, _own(channel, 4 * section.layout.numel), _payload(section)
+    if channel.accumulator is None:  # the source is a workspace: that is the vector, or the body is made of it
+        return work + (payload if section.gathered or section.codec.seeded else 0) + (own if section.codec.sparse else 0)
+    rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.residual != "keep" else 0
+    return own + payload + rounded
 
 
-def _landing(channel: Channel, section: Section, place: _Place, flying: bool) -> int:
-    """The most that decoding and applying a mean hold, without what was kept of the own source."""
-    work = 4 * section.layout.numel
-    mean = decoding = work
-    if section.gathered:
-        bodies = place.islands * section.num_bytes * place.staged
-        decoded = (KEPT * place.islands + DECODED) * _selected(section) if section.codec.indexed else section.num_bytes
-        decoding += bodies + decoded
-    elif section.codec.seeded:
-        arrived = sum(4 * n for n, _ in section.spans) * place.staged
-        decoding += arrived + 8 * section.spans[0][0] * (1 + place.staged)
-    elif not place.staged:  # the mean is what the exchange's thread has made
-        mean = decoding = 0
-    return max(decoding, mean + _applying(channel, work, place, flying))
-
-
-def _applying(channel: Channel, work: int, place: _Place, flying: bool) -> int:
-    """What `ActiveChannel.apply` takes beside the mean."""
-    applier = channel.applier
-    if applier.kind == "outer":
-        fetched = (1 + (applier.momentum > 0)) * work if place.host_home else 0
-        rewound = (work if flying else 0) + (work if applier.mix else 0) + (work if place.low_precision else 0)
-        return fetched + max(rewound, work if applier.local_delta else 0)
-    if channel.source == "parameter":
-        late = 2 * work if _own(channel, work) else 0
-        return work + late + (2 * work if channel.after else work if applier.mix else 0)
-    return 0
+def _landing(section: Section, place: _Place) -> int:
+    """The most that decoding and applying a mean hold: windows, but for the bodies on an accelerator and what is sent whole."""
+    if not section.gathered:
+        return 0
+    bodies = place.islands * section.num_bytes * place.staged
+    return bodies + (4 * section.layout.num_dense if section.codec.indexed else sum(4 * n for n, _ in section.spans) * section.codec.seeded)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------------------

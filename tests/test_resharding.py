@@ -237,7 +237,7 @@ def _mean(rank, channel: str) -> torch.Tensor:
     at = sum(len(m.section.spans) for m in before if not m.section.gathered)
     bodies = [b[begin : begin + c.section.num_bytes] for b in flight["arrived"]["bodies"]]
     means = [m.clone() for m in flight["arrived"]["means"][at : at + len(c.section.spans)]]
-    return c.mean(bodies, means, [1.0] * len(bodies), flight["step"])
+    return c.mean(bodies, means, [1.0] * len(bodies), flight["step"]).clone()
 
 
 @pytest.mark.parametrize("name, changes", [("demo", {"clock.delay": 2}), ("muloco", {"period": 4, "clock.delay": 2})])

@@ -28,7 +28,7 @@ Little-endian; the same bytes of finite values on CPU and CUDA: only operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -96,6 +96,33 @@ def decode(code: str, data: Tensor, rows: int, cols: int, out: Tensor | None = N
             _write(groups, _decode(code, scales[:, start : start + groups.shape[1]].float(), its), alpha)
             start += groups.shape[1]
     return out
+
+
+def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> None:
+    """Write what `encode` would have made of `v` [n, cols] as rows first, first + 1, ... of `rows` into its bytes `data`; what comes
+    before `first` fills whole bytes (any multiple of 4 rows does)."""
+    scales, codes = split_bytes(code, data, rows, v.shape[1])
+    coded, size = encode(code, v), len(scales) // max(rows, 1)
+    scales[first * size : (first + len(v)) * size] = coded[: len(v) * size]
+    start = first * v.shape[1] * BITS[code] // 8
+    codes[start : start + len(coded) - len(v) * size] = coded[len(v) * size :]
+
+
+def decode_rows(code: str, split: Sequence[tuple[Tensor, Tensor]], rows: int, cols: int, first: int, count: int) -> Tensor:
+    """Rows first, first + 1, ... of what several encoded with equal shapes, each `split_bytes`: fp32 [len(split), count, cols]."""
+    size, bits = len(split[0][0]) // max(rows, 1), cols * BITS[code]
+    at, end = first * bits // 8, ((first + count) * bits + 7) // 8
+    scales, codes = ([s[first * size : (first + count) * size] for s, _ in split] if size else []), [c[at:end] for _, c in split]
+    if count * bits % 8:  # the last byte is not full
+        parts = zip(scales, codes, strict=True) if size else ((c,) for c in codes)
+        return torch.stack([decode(code, torch.cat(part), count, cols) for part in parts])
+    return decode(code, torch.cat(scales + codes), len(split) * count, cols).view(len(split), count, cols)
+
+
+def split_bytes(code: str, data: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """The bytes of the scales of coded rows, and those of the codes."""
+    scales = 2 * rows * -(-cols // GROUP[code]) * _scales(code) if code in GROUP else 0
+    return data[:scales], data[scales:]
 
 
 def _write(out: Tensor, found: Tensor, alpha: float | None) -> None:

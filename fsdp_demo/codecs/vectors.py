@@ -15,6 +15,7 @@ from ..config import BLOCK
 from . import values
 
 WHOLE = ("fp32", "bf16")  # codes without a scale: a vector may be cut anywhere
+STEP = 256  # rows of 4096 that are coded at once where a whole vector would be a second one
 LOW = ("int4", "fp4_e3m0", "fp4_e2m1", "2bit")  # codes under 8 bits
 
 
@@ -52,6 +53,43 @@ def decode(code: str, data: Tensor, n: int) -> Tensor:
 def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:
     """target += alpha times the decoded vector, without one more vector of its length; fp32 [n]."""
     _into(target, code, data, alpha)
+
+
+def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha: float) -> None:
+    """target += alpha times the elements from `begin` on of a coded vector of n values; both ends are multiples of 4096, or that of the
+    vector."""
+    rows, size = target.numel() // BLOCK, values.num_bytes(code, n // BLOCK, BLOCK)
+    if rows:
+        split = [values.split_bytes(code, data[:size], n // BLOCK, BLOCK)]
+        found = values.decode_rows(code, split, n // BLOCK, BLOCK, begin // BLOCK, rows)
+        target[: rows * BLOCK].add_(found.view(-1), alpha=alpha)
+    rest = target.numel() - rows * BLOCK
+    if rest:
+        target[rows * BLOCK :].add_(values.decode(code, data[size:], 1, rest).view(-1), alpha=alpha)
+
+
+def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Tensor:
+    """Several vectors (values, code) as bytes one after the other, without a second copy of them."""
+    data, at = torch.empty(total_bytes(spans), dtype=torch.uint8, device=parts[0].device), 0
+    for (n, code), v in zip(spans, parts, strict=True):
+        rows, size = n // BLOCK, values.num_bytes(code, n // BLOCK, BLOCK)
+        for lo in range(0, rows, STEP):
+            some = v[lo * BLOCK : min(lo + STEP, rows) * BLOCK].view(-1, BLOCK)
+            values.encode_rows(code, some, data[at : at + size], rows, lo)
+        if n % BLOCK:
+            rest = values.encode(code, v[rows * BLOCK :].view(1, -1))
+            data[at + size : at + size + len(rest)] = rest
+        at += num_bytes(code, n)
+    return data
+
+
+def add_round_trip(code: str, v: Tensor, size: int, target: Tensor, alpha: float) -> None:
+    """target += alpha times `round_trip`, a stretch at a time."""
+    at = cuts(v.numel(), code, size)
+    for a, b in zip(at, at[1:], strict=False):
+        for lo in range(a, b, STEP * BLOCK):
+            hi = min(lo + STEP * BLOCK, b)
+            add(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
 
 
 def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
+from collections.abc import Sequence
 from ctypes import c_char
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import EDGE, Layout
+from ..blocks import EDGE, Group, Layout, Window
 from ..config import BLOCK, Codec
 from . import values
 from .select import top_k
@@ -30,7 +31,6 @@ assert sys.byteorder == "little", "the wire format is little-endian and written 
 MAGIC, VERSION = b"FDX1", 1
 HEADER = struct.Struct("<4sHHQIffI")
 STOP = 1  # flag: this island asks all to stop after this step
-CHUNK = 512  # blocks whose largest values are sought at once, 8 MiB: sorting takes six times that where many are equal
 
 
 class WireError(RuntimeError):
@@ -124,36 +124,82 @@ def sparse_bytes(layout: Layout, codec: Codec) -> int:
     return total
 
 
+def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
+    """Of each group: where its values begin in the section, where its positions, and where they end."""
+    out, at = [], 0
+    for g in layout.groups:
+        k = g.k(codec.topk)
+        size = values.num_bytes(codec.code, g.count, k)
+        out.append((at, at + size, at + size + (3 * g.count * k + 1) // 2))
+        at = out[-1][2]
+    return out
+
+
+def encode_window(window: Window, span: tuple[int, int, int], codec: Codec, work: Tensor, data: Tensor) -> None:
+    """Select and code `work` [numel], blocks of a window, into its places of a section `data`; `span` is that of its group."""
+    g = window.group
+    assert g is not None
+    k, blocks = g.k(codec.topk), work.view(-1, EDGE, EDGE)[:, : g.r, : g.s]
+    rows = blocks.reshape(window.count, -1)
+    index = top_k(rows, k)
+    values.encode_rows(codec.code, rows.gather(1, index), data[span[0] : span[1]], g.count, window.first)
+    packed, at = pack12(index if g.s == EDGE else index // g.s * EDGE + index % g.s), span[1] + 3 * window.first * k // 2
+    data[at : at + packed.numel()] = packed
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What several sections hold for one group: scales and codes of the values, and positions, in rank order."""
+
+    group: Group
+    values: list[tuple[Tensor, Tensor]]
+    positions: list[Tensor]
+
+
+def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, Coded]:
+    """Cut sections into their groups (views)."""
+    out = {}
+    for g, (begin, middle, end) in zip(layout.groups, spans(layout, codec), strict=True):
+        found = [values.split_bytes(codec.code, d[begin:middle], g.count, g.k(codec.topk)) for d in datas]
+        out[g] = Coded(g, found, [d[middle:end] for d in datas])
+    return out
+
+
+def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, Tensor]:
+    """What R sections hold for a window of n blocks: places in the block (int64 [R, n, k], distinct in each), values (fp32 [R, n, k])."""
+    k, n, size = coded.group.k(codec.topk), window.count, len(coded.positions)
+    found = values.decode_rows(codec.code, coded.values, coded.group.count, k, window.first, n)
+    at, length = 3 * window.first * k // 2, (3 * n * k + 1) // 2
+    parts = [p[at : at + length] for p in coded.positions]
+    slot = torch.stack([unpack12(p, n * k) for p in parts]) if n * k % 2 else unpack12(torch.cat(parts), size * n * k)
+    return slot.view(size, n, k), found
+
+
 def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
     """Select and code the workspace `work` (flat fp32): uint8 [sparse_bytes]. `work` is not changed."""
-    slots, parts = layout.blocks(work).view(-1, EDGE, EDGE), []
-    for g in layout.groups:
-        chosen = [_select(slots[lo : min(lo + CHUNK, g.stop), : g.r, : g.s], g.k(codec.topk)) for lo in range(g.start, g.stop, CHUNK)]
-        parts.append(values.encode(codec.code, torch.cat([found for found, _ in chosen])))
-        parts.append(pack12(torch.cat([slot for _, slot in chosen])))
-    parts.append(values.encode(dense_code(codec), layout.dense_part(work).view(1, -1)))
-    return torch.cat(parts)
-
-
-def _select(blocks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and slot coordinates [n, k] of the k largest of each of n blocks [n, r, s]."""
-    rows = blocks.reshape(len(blocks), -1)
-    index, s = top_k(rows, k), blocks.shape[2]
-    return rows.gather(1, index), index // s * EDGE + index % s
+    data = torch.empty(sparse_bytes(layout, codec), dtype=torch.uint8, device=work.device)
+    of = dict(zip(layout.groups, spans(layout, codec), strict=True))
+    for w in layout.windows(work.device):
+        if w.group is not None:
+            encode_window(w, of[w.group], codec, w.of(work), data)
+    dense = values.encode(dense_code(codec), layout.dense_part(work).view(1, -1))
+    data[data.numel() - dense.numel() :] = dense
+    return data
 
 
 def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Positions in the workspace (int64 [m], distinct), their values (fp32 [m]) and the dense part (fp32 [num_dense])."""
-    positions, found, at = [], [], 0
-    for g in layout.groups:
-        k = g.k(codec.topk)
-        size = values.num_bytes(codec.code, g.count, k)
-        found.append(values.decode(codec.code, data[at : at + size], g.count, k).view(-1))
-        at += size
-        size = (3 * g.count * k + 1) // 2
-        slot = unpack12(data[at : at + size], g.count * k).view(g.count, k)
-        at += size
-        positions.append((slot + torch.arange(g.start, g.stop, device=data.device)[:, None] * BLOCK).view(-1))
-    dense = values.decode(dense_code(codec), data[at:], 1, layout.num_dense).view(-1)
-    empty = torch.empty(0, device=data.device)
-    return torch.cat(positions) if positions else empty.long(), torch.cat(found) if found else empty, dense
+    positions, found = [torch.empty(0, dtype=torch.int64, device=data.device)], [torch.empty(0, device=data.device)]
+    of = split(layout, codec, [data])
+    for w in layout.windows(data.device):
+        if w.group is not None:
+            place, value = decode_window(w, of[w.group], codec)
+            positions.append(place[0].add_(torch.arange(w.begin, w.end, BLOCK, device=place.device)[:, None]).view(-1))
+            found.append(value.view(-1))
+    return torch.cat(positions), torch.cat(found), decode_dense(layout, codec, data)
+
+
+def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:
+    """The elements that are sent whole, fp32 [num_dense]."""
+    size = values.num_bytes(dense_code(codec), 1, layout.num_dense)
+    return values.decode(dense_code(codec), data[data.numel() - size :], 1, layout.num_dense).view(-1)

@@ -36,7 +36,7 @@ from report import table  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
 from fsdp_demo.codecs import values  # noqa: E402
-from fsdp_demo.codecs.dct import dct_matrix  # noqa: E402
+from fsdp_demo.codecs.dct import dct_matrix, onednn  # noqa: E402
 from fsdp_demo.exchange import Exchange  # noqa: E402
 from fsdp_demo.inner import materialise  # noqa: E402
 from fsdp_demo.memory import Memory, inner_state, plan_memory  # noqa: E402
@@ -105,7 +105,7 @@ class Echo:
     """A process group whose peers send back what they are sent: replicas that hold the same."""
 
     def __init__(self, size: int):
-        self._size, self._sent = size, dict[int, list[Tensor]]()
+        self._size, self._sent, self._wanted = size, dict[int, list[Tensor]](), dict[int, list[Tensor]]()
 
     def rank(self) -> int:
         return 0
@@ -115,11 +115,18 @@ class Echo:
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         self._sent.setdefault(peer, []).append(tensors[0])
-        return mock.Mock()
+        return self._meet(peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        sent = self._sent[peer].pop(0)
-        tensors[0][: sent.numel()] = sent
+        self._wanted.setdefault(peer, []).append(tensors[0])
+        return self._meet(peer)
+
+    def _meet(self, peer: int) -> Any:
+        """Fill the first room that waits for `peer` with what was sent there first, whichever came first."""
+        sent, wanted = self._sent.get(peer), self._wanted.get(peer)
+        if sent and wanted:
+            data = sent.pop(0)
+            wanted.pop(0)[: data.numel()] = data
         return mock.Mock()
 
 
@@ -185,6 +192,7 @@ def warm(exchange: Exchange) -> None:
     for c in exchange.channels:
         for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
             dct_matrix(n, exchange.shards.device)
+    onednn()
     for code in values.MAGNITUDES:
         values.decode(code, values.encode(code, torch.ones(1, 32)), 1, 32)
 

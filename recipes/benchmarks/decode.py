@@ -1,0 +1,88 @@
+"""What it costs a replica to decode and apply what R replicas have sent: nanoseconds per element against R.
+
+    python recipes/benchmarks/decode.py [--json FILE] [--device cuda]
+
+One layer of Llama-3.2-1B cut over eight shards, `--topk` coefficients of each 64 x 64 block (`hotpath.py` has both forms). The published
+form scatters with counts of every coefficient; ours touches what was sent, in rank order, and transforms once. One thread pinned to one
+core, the thread's own CPU time, medians of `--repeat` rounds in which all R take turns. Messages are made ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.hotpath import Ours, Published, Watch, elements, layer, pin, silent  # noqa: E402
+from report import table  # noqa: E402
+
+from fsdp_demo import preset  # noqa: E402
+
+REPLICAS = (1, 2, 4, 8, 16, 32)
+
+
+def measure(
+    shapes: Sequence[tuple[int, int]], topk: int, products: str, replicas: Sequence[int], device: str, repeat: int
+) -> dict[str, Any]:
+    """ns per element of both forms for each number of replicas, by it."""
+    config = preset("demo", topk=topk, **{"codec.products": products})
+    most = max(replicas)
+    ours, theirs = Ours(shapes, config, most, device), Published(shapes, topk, device)
+    bodies, sets = [], []
+    for _ in range(most):  # replicas that have the same past and other gradients
+        gradients = [torch.randn(s, device=device) for s in shapes]
+        bodies.append(ours.send(gradients, silent).body)
+        sets.append(theirs.send(gradients, silent))
+    watches = {r: (Watch(device), Watch(device)) for r in replicas}
+    for round_ in range(repeat + 1):  # the first is a warm-up
+        for r, pair in watches.items():
+            for watch in pair if round_ else ():
+                watch.start()
+            looks = pair if round_ else (silent, silent)
+            ours.receive(bodies[:r], looks[0])
+            theirs.receive(sets[:r], looks[1])
+    count = elements(shapes)
+    return {str(r): {"ours_ns": w.medians(count)["all"], "published_ns": p.medians(count)["all"]} for r, (w, p) in watches.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--products", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--replicas", type=int, nargs="+", default=list(REPLICAS))
+    parser.add_argument("--hidden", type=int, default=2048, help="width of the layer, a multiple of 256")
+    parser.add_argument("--shards", type=int, default=8, help="how many shards dim 0 is cut into")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
+    args = parser.parse_args()
+    if args.hidden % 256 or args.hidden // 4 % (64 * args.shards):
+        parser.error(f"--hidden {args.hidden} --shards {args.shards}: a quarter of the width must be a multiple of 64 per shard")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        print("no GPU here: nothing measured")
+        return
+    pin()
+    torch.manual_seed(0)
+    shapes = layer(args.hidden, args.shards)
+    found = measure(shapes, args.topk, args.products, args.replicas, args.device, args.repeat)
+    rows = [[r, f"{f['published_ns']:.2f}", f"{f['ours_ns']:.2f}", f"{f['published_ns'] / f['ours_ns']:.2f}"] for r, f in found.items()]
+    print(table([["replicas", "ns per element, published", "ours", "ratio"], *rows]))
+    growth = {}
+    if {"2", "32"} <= set(found):
+        growth = {form: found["32"][f"{form}_ns"] / found["2"][f"{form}_ns"] for form in ("published", "ours")}
+        print(f"from 2 to 32 replicas: published x {growth['published']:.2f}, ours x {growth['ours']:.2f}")
+    if args.json:
+        head = {"topk": args.topk, "products": args.products, "elements": elements(shapes), "repeat": args.repeat, "device": args.device}
+        whole = {**head, "torch": torch.__version__, "growth": growth, "replicas": found}
+        args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What `codec.py` and `decode.py` time: one replica's work for one exchange of momentum compression, in the published form and in ours.
+
+Not a program. One layer of Llama-3.2-1B, cut along dim 0 over eight shards; no communication: what the other replicas send is made ahead,
+outside the clock.
+
+* `Published` is the algorithm of arXiv 2411.19870 as its equations say it, tensor by tensor, and is the yardstick only.
+* `Ours` is the library's own path: an `ActiveChannel` over plain parameters, and the base optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.memory import Ledger  # noqa: E402
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo import ExchangeConfig  # noqa: E402
+from fsdp_demo.channel import ActiveChannel, Outgoing  # noqa: E402
+from fsdp_demo.codecs.dct import dct_matrix, transform  # noqa: E402
+from fsdp_demo.codecs.wire import decode_sparse  # noqa: E402
+from fsdp_demo.config import BLOCK  # noqa: E402
+from fsdp_demo.topology import Position  # noqa: E402
+from fsdp_demo.torch_shards import TorchShards  # noqa: E402
+
+BETA, LR, EDGE = 0.999, 1e-3, 64
+
+
+def layer(hidden: int = 2048, shards: int = 8) -> list[tuple[int, int]]:
+    """Local shapes of the matrices of one layer: query, key, value, output, gate, up, down."""
+    small, wide = hidden // 4, 4 * hidden
+    rows = [(hidden, hidden), (small, hidden), (small, hidden), (hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
+    return [(r // shards, c) for r, c in rows]
+
+
+def pin() -> None:
+    """One thread on the first core that this process may use."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+class Watch:
+    """Seconds of named stages, summed over a round: the thread's own CPU time, or events on a GPU. `medians` over the rounds."""
+
+    def __init__(self, device: str):
+        self.cuda, self.rounds = device.startswith("cuda"), list[dict[str, float]]()
+
+    def start(self) -> None:
+        """A new round."""
+        self.rounds.append({})
+
+    def __call__(self, stage: str, work: Callable[[], Any]) -> Any:
+        if not self.rounds:
+            self.start()
+        if self.cuda:
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            out = work()
+            last.record()
+            last.synchronize()
+            seconds = first.elapsed_time(last) / 1e3
+        else:
+            began = time.thread_time_ns()
+            out = work()
+            seconds = (time.thread_time_ns() - began) / 1e9
+        self.rounds[-1][stage] = self.rounds[-1].get(stage, 0.0) + seconds
+        return out
+
+    def medians(self, elements: int) -> dict[str, float]:
+        """Nanoseconds per element of each stage, and of the whole round ("all")."""
+        found = {s: statistics.median(r[s] for r in self.rounds) / elements * 1e9 for s in self.rounds[0]}
+        return {**found, "all": statistics.median(sum(r.values()) for r in self.rounds) / elements * 1e9}
+
+
+class Published:
+    """m = beta m + lr g; q = the k largest of each DCT block of m; m -= q; theta -= lr sign(mean of all q over those who sent)."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], k: int, device: str):
+        self.k, self.d = k, dct_matrix(EDGE, device)
+        self.shapes = list(shapes)
+        self.parameters = [torch.zeros(s, device=device) for s in shapes]
+        self.momentum = [torch.zeros(s, device=device) for s in shapes]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Coefficients [y, x, 64, 64] of a matrix."""
+        blocks = x.view(x.shape[0] // EDGE, EDGE, x.shape[1] // EDGE, EDGE).permute(0, 2, 1, 3).contiguous()
+        return torch.einsum("...ij,ai,bj->...ab", blocks, self.d, self.d)
+
+    def backward(self, c: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The matrix of coefficients."""
+        return torch.einsum("...ab,ai,bj->...ij", c, self.d, self.d).permute(0, 2, 1, 3).reshape(shape)
+
+    def largest(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices int64 and values fp32 [y, x, k]."""
+        flat = c.flatten(2)
+        index = torch.topk(flat.abs(), self.k, dim=2, sorted=False).indices
+        return index, flat.gather(2, index)
+
+    def scattered(self, index: Tensor, values: Tensor) -> Tensor:
+        """Coefficients, the mean over those who sent one, zero elsewhere."""
+        out = values.new_zeros(*index.shape[:2], EDGE * EDGE)
+        return out.scatter_reduce_(2, index, values, "mean", include_self=False).unflatten(2, (EDGE, EDGE))
+
+    def send(self, gradients: Sequence[Tensor], watch: Callable[..., Any]) -> list[tuple[Tensor, Tensor]]:
+        """What leaves, per tensor."""
+        watch("momentum", lambda: [m.mul_(BETA).add_(g, alpha=LR) for m, g in zip(self.momentum, gradients, strict=True)])
+        coefficients = watch("transform", lambda: [self.forward(m) for m in self.momentum])
+        sent = watch("selection", lambda: [self.largest(c) for c in coefficients])
+        coefficients.clear()
+        own = watch("own decode", lambda: [self.backward(self.scattered(*q), s) for q, s in zip(sent, self.shapes, strict=True)])
+        watch("residual", lambda: [m.sub_(o) for m, o in zip(self.momentum, own, strict=True)])
+        return list(sent)
+
+    def receive(self, sent: Sequence[list[tuple[Tensor, Tensor]]], watch: Callable[..., Any]) -> None:
+        """`sent`: of every replica."""
+
+        def decode(t: int, shape: tuple[int, int]) -> Tensor:
+            index, values = (torch.cat([q[t][part] for q in sent], 2) for part in (0, 1))
+            return self.backward(self.scattered(index, values), shape)
+
+        means = watch("decode", lambda: [decode(t, s) for t, s in enumerate(self.shapes)])
+        watch("apply", lambda: [p.add_(m.sign_(), alpha=-LR) for p, m in zip(self.parameters, means, strict=True)])
+
+
+class Ours:
+    """An `ActiveChannel` over plain parameters, stepped by SGD.
+
+    Args:
+        config: with one gradient channel.
+        size: number of replicas.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], config: ExchangeConfig, size: int, device: str):
+        self.named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s, device=device))) for i, s in enumerate(shapes)]
+        self.optimizer = fsdp_demo.base_optimizer(config, self.named, lr=LR)
+        (channel,) = config.channels
+        self.channel = ActiveChannel(channel, TorchShards([self.optimizer]), Position(1, 0, 1, 0), 1, None, size)
+        self.channel.start()
+        self._body: Tensor | None = None
+
+    @torch.no_grad()
+    def send(self, gradients: Sequence[Tensor], watch: Callable[..., Any]) -> Outgoing:
+        """What leaves."""
+        for (_, p), g in zip(self.named, gradients, strict=True):
+            p.grad = g
+        watch("momentum, transform", self._accumulate)
+        out: Outgoing = watch("selection, codes, residual", lambda: self.channel.encode(0, None))
+        self._body = out.body
+        return out
+
+    def _accumulate(self) -> None:
+        self.channel.note_gradients()
+        self.channel.accumulate()
+
+    @torch.no_grad()
+    def receive(self, bodies: Sequence[Tensor], watch: Callable[..., Any]) -> None:
+        """`bodies`: of every replica."""
+        watch("decode, gradient", lambda: self._decode(bodies))
+        watch("apply", self.optimizer.step)
+
+    def _decode(self, bodies: Sequence[Tensor]) -> None:
+        mean = self.channel.mean(bodies, [], [1.0] * len(bodies), 0)
+        self.channel.apply(mean, Outgoing(0), [True] * len(self.named))
+
+    def chosen(self) -> list[Tensor]:
+        """Places in the blocks, int64 [blocks, k], that were sent last, per tensor."""
+        layout, section, body = self.channel.layout, self.channel.section, self._body
+        assert layout is not None and section is not None and body is not None
+        places, _, _ = decode_sparse(layout, section.codec, body)
+        places = places.view(layout.num_blocks, -1) % BLOCK
+        found = {p.region.tensor: places[p.start : p.start + p.hi - p.lo] for p in layout.pieces}
+        return [found[t] for t in range(len(self.named))]
+
+    def residuals(self) -> list[Tensor]:
+        """The accumulator in the element domain, per tensor."""
+        layout, out = self.channel.layout, [torch.zeros_like(p) for _, p in self.named]
+        assert layout is not None and self.channel.accumulator is not None
+        layout.unpack(transform(layout, self.channel.accumulator.clone(), inverse=True), out)
+        return out
+
+    @property
+    def count(self) -> int:
+        """Coefficients that it sends."""
+        section = self.channel.section
+        return sum(g.count * g.k(section.codec.topk) for g in section.layout.groups) if section is not None else 0
+
+
+def silent(_: str, work: Callable[[], Any]) -> Any:
+    """A watch that does not look."""
+    return work()
+
+
+def temporaries(work: Callable[[], Any]) -> int:
+    """The most bytes of tensors that `work` held at once beyond what there was."""
+    ledger = Ledger()
+    with ledger:
+        kept = work()
+    del kept
+    return ledger.most["device"]
+
+
+def elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Of all matrices."""
+    return sum(prod(s) for s in shapes)
