@@ -19,7 +19,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -154,16 +154,26 @@ class Topology:
         lanes = min(info["copies"] for info in infos)
         if position.copy >= lanes:
             return None, lanes
-        prefix = f"{self._prefix}/line/{position.shard}.{position.copy}"
+        connect = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store)
+        names = [i["name"] for i in infos]
+        line = Line(connect(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
+        line.widen(connect)
+        return line, lanes
+
+    def _connector(self, prefix: str, store: Any) -> Callable[[int], Any]:
+        """connect(k): group k = 0, 1, ... of this line, with connections of its own; one thread serves them all."""
+        where = self.address or _route_to(self.endpoint)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self.timeout), 1
-        try:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address or _route_to(self.endpoint))]
-            group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), self.island, self.islands, options)
-        except RuntimeError as error:
-            where = self.address or _route_to(self.endpoint)
-            raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {error}") from error
-        return Line(group, self.island, self.islands, [i["name"] for i in infos], self.timeout, link, position.shards * lanes), lanes
+
+        def connect(k: int) -> Any:
+            try:
+                options._devices = options._devices or [dist.ProcessGroupGloo.create_device(hostname=where)]
+                return dist.ProcessGroupGloo(dist.PrefixStore(f"{prefix}/{k}", store), self.island, self.islands, options)
+            except RuntimeError as error:
+                raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {error}") from error
+
+        return connect
 
     def open_store(self) -> Any:
         """A connection of its own to the store at ISLAND_ENDPOINT.

@@ -1,7 +1,10 @@
 """Moving bytes between the ranks that hold the same shard on every island.
 
 A `Line` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in
-pieces, so that the timeout measures silence and not size. Two transports are built on it:
+pieces, so that the timeout measures silence and not size. A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not
+used: among 8 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On long links a line has
+several connections, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does not fill them. Two transports
+are built on it:
 
 * `gather`: every payload reaches every rank (sparse codes; decoded and added in rank order by the channel).
 * `reduce`: dense vectors. Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of
@@ -33,8 +36,14 @@ from .codecs.wire import Header, WireError, memory, seal, unseal
 from .link import Link
 from .meter import Meter
 
+log = logging.getLogger("fsdp_demo")
+
 CHECKSUM = 4  # bytes at the end of each message of a reduce
-PIECE = 4 << 20  # bytes per send; the timeout counts from piece to piece
+PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
+STREAMS = 8  # connections to one peer at most
+STREAM_RTT = 0.0125
+"""Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of them gain nothing, at 100 ms eight take
+32 MB over in 0.6 of the time of one."""
 TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
 
 
@@ -57,10 +66,14 @@ class Line:
         names: the islands' names, for errors.
         timeout: seconds of silence after which a peer counts as lost.
         link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
+
+    Attributes:
+        more: further groups of the same ranks, each with connections of its own (`widen`).
     """
 
     def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
         self.group, self.rank, self.size, self.names = group, rank, size, list(names)
+        self.more: list[Any] = []
         self.timeout, self.link, self.share = timeout, link, share
         self.meter = Meter()
         self._tag = 0
@@ -75,17 +88,7 @@ class Line:
         # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more than there is room for.
         rooms = [torch.empty(max(-(-n // PIECE), 1) * PIECE if j != self.rank else 0, dtype=torch.uint8) for j, n in enumerate(sizes)]
         incoming = [room[:n] if j != self.rank else outgoing[j] for j, (room, n) in enumerate(zip(rooms, sizes, strict=True))]
-        works = []
-        for j in range(self.size):
-            if j == self.rank:
-                continue
-            incoming[j][-32:].fill_(0xA5)  # gloo accepts a shorter message: what an earlier one left there must not complete it
-            try:
-                works += [(j, self.group.send([part], j, self._tag)) for part in outgoing[j].split(PIECE)]
-                works += [(j, self.group.recv([part], j, self._tag)) for part in rooms[j].split(PIECE)]
-            except RuntimeError as error:
-                raise self._lost(j, error) from error
-        for j, work in works:
+        for j, work in self._post(outgoing, rooms, incoming):
             try:
                 work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
@@ -94,6 +97,23 @@ class Line:
         received = sum(n for j, n in enumerate(sizes) if j != self.rank)
         self._count(sent, received, setup)
         return incoming
+
+    def _post(self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[tuple[int, Any]]:
+        """Hand all pieces to the groups, in turns; (peer, work) of each.
+
+        All receives come first: gloo bargains once more about a send whose receiver is not ready (8 MB at 100 Mbit/s and 100 ms took 1.2 to
+        1.7 seconds the other way round, and takes 0.78 so, which is what rate and round trip allow)."""
+        groups, others = [self.group, *self.more], [j for j in range(self.size) if j != self.rank]
+        works, j = [], self.rank
+        try:
+            for j in others:
+                incoming[j][-32:].fill_(0xA5)  # gloo accepts a shorter message: what an earlier one left there must not complete it
+                works += [(j, groups[i % len(groups)].recv([part], j, self._tag)) for i, part in enumerate(rooms[j].split(PIECE))]
+            for j in others:
+                works += [(j, groups[i % len(groups)].send([part], j, self._tag)) for i, part in enumerate(outgoing[j].split(PIECE))]
+        except RuntimeError as error:
+            raise self._lost(j, error) from error
+        return works
 
     def _count(self, sent: int, received: int, setup: bool) -> None:
         if self.size == 1:
@@ -115,13 +135,44 @@ class Line:
         """`data` (uint8, equal length everywhere) of every rank, in rank order."""
         return self.swap([data] * self.size, [data.numel()] * self.size, setup)
 
+    def widen(self, connect: Callable[[int], Any]) -> None:
+        """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
+
+        The round trip is measured, and all ranks of the line take the longest that one of them has seen.
+
+        Raises:
+            PeerLost: see `swap`.
+        """
+        if self.size == 1:
+            return
+        seen = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+            seen.append(time.perf_counter() - start)
+        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
+        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine, setup=True))
+        count = streams(rtt)
+        self.more = [connect(k) for k in range(1, count)]
+        if self.more:
+            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
+
     def label(self, j: int) -> str:
         """How errors name the island of rank j."""
         return f"island {j} ({self.names[j]})"
 
     def release(self) -> None:
-        """Drop the process group; a live one at interpreter exit can abort the process."""
-        self.group = None
+        """Drop the process groups; a live one at interpreter exit can abort the process."""
+        self.group, self.more = None, []
+
+
+def streams(rtt: float) -> int:
+    """Connections to each peer for a round trip of `rtt` seconds.
+
+    >>> [streams(seconds) for seconds in (0.001, 0.02, 0.05, 0.1, 0.3)]
+    [1, 1, 4, 8, 8]
+    """
+    return min(max(int(rtt / STREAM_RTT + 0.1), 1), STREAMS)
 
 
 @dataclass
@@ -163,7 +214,7 @@ def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[
     arrived = line.swap([coded] * line.size, [CHECKSUM + coding.total_bytes(s) for s in back])
     out = [torch.empty(n) for n, _ in spans]
     for j in range(line.size):
-        parts = _unpack(arrived.pop(0), back[j], line.label(j))
+        parts = _unpack(arrived.pop(0), back[j], line.label(j), own=j == mine)
         for whole, c in zip(out, cuts, strict=True):
             whole[c[j] : c[j + 1]] = next(parts)
         del parts
@@ -174,7 +225,7 @@ def _means(line: Line, arrived: list[Tensor], spans: Sequence[tuple[int, str]], 
     """Weighted means of one's own part of the vectors from everybody's messages, which are used up, in rank order."""
     sums = [torch.zeros(n) for n, _ in spans]
     for j in range(line.size):
-        parts = _unpack(arrived.pop(0), spans, line.label(j))
+        parts = _unpack(arrived.pop(0), spans, line.label(j), own=j == line.rank)
         for i, acc in enumerate(sums):
             part = next(parts)
             if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
@@ -199,10 +250,10 @@ def _pack(parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str) -> Iterator[Tensor]:
-    """The vectors of a message, checked as a whole before the first."""
+def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str, own: bool = False) -> Iterator[Tensor]:
+    """The vectors of a message, checked as a whole before the first; one's own has not travelled and is not."""
     body = message[:-CHECKSUM]
-    if zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-CHECKSUM:].tolist()), "little"):
+    if not own and zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-CHECKSUM:].tolist()), "little"):
         raise WireError(f"dense payload from {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
     at = 0
     for n, code in spans:

@@ -4,7 +4,9 @@
 
 Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that slow, and compare the tables. It runs the
 library's own transport: `gather` (sparse payloads, one round trip) and `reduce` (dense vectors, header and two legs, three round trips).
-Prints one table on island 0: payload bytes, median seconds of `--repeat` exchanges, and what rate and round trip alone predict.
+Prints one table on island 0: payload bytes, median seconds of `--repeat` exchanges, and what rate and round trip alone predict. `--ring`
+adds gloo's own all_gather, which the library does not use: it passes everything on from neighbour to neighbour, R - 1 round trips. (It is
+not paced: compare it on a link that is slow by itself.)
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ def seconds(line: Line, kind: str, size: int, repeat: int) -> float:
         start = time.perf_counter()
         if kind == "gather":
             gather(line, Header(0, 0), body)
+        elif kind == "ring":
+            line.group.allgather([[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]).wait()
         else:
             gather(line, Header(0, 0), body[:0])
             reduce(line, [(vector, "fp32")], [[1.0] * line.size])
@@ -42,21 +46,24 @@ def main() -> None:
     sizes = [1_000, 100_000, 1_000_000, 4_000_000]
     parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="bytes of one island's payload")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--ring", action="store_true", help="gloo's all_gather, too")
     parser.add_argument("--expect", default="", help="rate,rtt of a real link, for the last column (default: the rehearsed one)")
     args = parser.parse_args()
     topology = Topology.from_env()
     line, _ = topology.join(Position())
     assert line is not None
     link = Link.parse(args.expect) if args.expect else Link.from_env() or Link()
-    rows = []
-    for kind, legs in (("gather", 1), ("reduce", 3)):
+    rows, kinds = [], [("gather", 1), ("reduce", 3), *([("ring", line.size - 1)] if args.ring else [])]
+    for kind, legs in kinds:
         for size in args.sizes:
-            sent = size * (line.size - 1) * (1 if kind == "gather" else 2 / line.size)
+            sent = size * (line.size - 1) * (2 / line.size if kind == "reduce" else 1)
             wire = 8 * sent / link.bits_per_second if link.bits_per_second else 0.0
             rows.append((kind, size, seconds(line, kind, size, args.repeat), legs * link.rtt + wire))
     line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+    connections = 1 + len(line.more)
     line.release()
     if topology.island == 0:
+        print(f"{line.size} islands, connections to each: {connections}")
         print(f"{'transport':>9} {'bytes':>9} {'seconds':>8} {'rate and rtt alone':>18}")
         for kind, size, took, expected in rows:
             print(f"{kind:>9} {size:>9} {took:>8.3f} {expected:>18.3f}")

@@ -1,0 +1,378 @@
+"""Training speed on a slow link, for real: every preset on islands whose cables have a rate and a delay. Needs Linux and root.
+
+    python recipes/benchmarks/slow_link.py --json slow_link.json           # the whole grid, some 25 minutes; --quick: some 5
+    python recipes/benchmarks/slow_link.py --only full,demo --links none,100Mbit
+    python recipes/benchmarks/slow_link.py --islands 4 --rtt 100ms --quick # more islands than cores: read the waiting only
+
+Islands are network namespaces (`slow_link_lab.py`), one process and one core each, that train a small Llama on the Python library's sources
+(`slow_link_island.py`) by the same calls as any script. Of each preset all links are measured in one run, one after the other and back
+again (ABAB), so that a machine that gets slower slows all of them. Per cell: tokens per second of all islands together (median of the
+repeats, and their spread), its ratio to the link without limit, the seconds per step in which training stood still for the exchange, and
+bytes: those of the meter, and those that the interface sent, counted with one header per packet.
+
+With --json a preset's rows are written as soon as it is done, and presets that are in the file are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from report import table  # noqa: E402
+from slow_link_lab import Lab, LabError, missing  # noqa: E402
+
+from fsdp_demo import ExchangeConfig, Link, preset  # noqa: E402
+from fsdp_demo.link import parse_rtt  # noqa: E402
+
+PORT = 29500
+SILENCE = 900  # seconds after which an island that does not answer has failed
+NO_OFFLOAD = Link(100e6, 0.02)  # the link at which headers are counted
+
+
+@dataclass(frozen=True)
+class Case:
+    """One preset as it is measured.
+
+    Attributes:
+        steps: that are timed at once; a multiple of the cycle of its exchanges.
+    """
+
+    name: str
+    preset: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 12
+
+    @property
+    def config(self) -> ExchangeConfig:
+        return preset(self.preset, **self.settings)
+
+
+def cases(period: int, delay: int) -> list[Case]:
+    """The grid's rows: periods are shortened from hundreds of steps, which makes every exchange weigh more than it would.
+
+    Args:
+        delay: steps that dense exchanges get to travel, below `period`.
+    """
+    few = max(1, period // 8)  # for small payloads
+    streaming = {"period": period, "layers": 2, "delay": few}
+    return [
+        Case("full", "full", {"code": "bf16"}, 6),
+        Case("demo", "demo"),
+        Case("demo, delay 1", "demo", {"clock.delay": 1}),
+        Case(f"diloco, period {period}", "diloco", {"period": period}, period),
+        Case(f"diloco, period {period}, delay {delay}", "diloco", {"period": period, "clock.delay": delay}, period),
+        Case(f"streaming_diloco, period {period}, delay {few}", "streaming_diloco", streaming, period),
+        Case(f"decoupled_momentum, period {period}", "decoupled_momentum", {"period": period}, period),
+        Case(
+            f"decoupled_momentum, period {period}, delay {few}",
+            "decoupled_momentum",
+            {"period": period, "clock.delay": few},
+            period,
+        ),
+        Case(
+            f"desloc, periods {period}/{3 * period}/{6 * period}, bf16, delay {delay}",
+            "desloc",
+            {"period": period, "code": "bf16", "clock.delay": delay},
+            6 * period,
+        ),
+    ]
+
+
+def quiet_phase(config: ExchangeConfig) -> tuple[int, int]:
+    """(step of the cycle after which the fewest payloads are under way, how many steps those still take)."""
+    clocks = [c.clock for c in config.channels]
+    cycle = math.lcm(*(c.period for c in clocks))
+
+    def under_way(phase: int) -> list[int]:
+        """Steps left of each payload that left before the step `cycle + phase` and is due in it or later."""
+        now = 2 * cycle + phase
+        return [s + c.delay - now + 1 for c in clocks for s in range(now - c.delay, now) if c.due(s)]
+
+    best = min(range(cycle), key=lambda phase: (len(under_way(phase)), phase))
+    return best, max(under_way(best), default=0)
+
+
+# ---- the islands -------------------------------------------------------------------------------------------------------
+
+
+class Islands:
+    """The processes on the lab's nodes, and the store on node 0."""
+
+    def __init__(self, lab: Lab, args: argparse.Namespace):
+        self.lab, self.logs = lab, Path(args.logs)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        store = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", f"{lab.address(0)}:{PORT}"]
+        self.store = lab.popen(0, store, stdout=subprocess.DEVNULL, stderr=self._log("store"))
+        self.all = [self._start(i, args) for i in range(lab.nodes)]
+
+    def _log(self, name: str) -> Any:
+        return open(self.logs / f"{name}.log", "w")
+
+    def _start(self, i: int, args: argparse.Namespace) -> subprocess.Popen[Any]:
+        env = dict(os.environ, ISLAND_RANK=str(i), ISLAND_COUNT=str(self.lab.nodes), ISLAND_ADDRESS=self.lab.address(i))
+        env |= {"ISLAND_ENDPOINT": f"{self.lab.address(0)}:{PORT}", "ISLAND_NAME": f"island{i}", "ISLAND_TIMEOUT": str(SILENCE)}
+        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        script = Path(__file__).resolve().parent / "slow_link_island.py"
+        words = [sys.executable, str(script), *(str(v) for v in (args.rows, args.length, args.layers))]
+        return self.lab.popen(i, words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log(f"island{i}"), text=True)
+
+    def ask(self, **order: Any) -> list[dict[str, Any]]:
+        """Tell all islands to do something; their answers."""
+        for island in self.all:
+            island.stdin.write(json.dumps(order) + "\n")
+            island.stdin.flush()
+        return [self._answer(i) for i in range(len(self.all))]
+
+    def _answer(self, i: int) -> dict[str, Any]:
+        ready, _, _ = select.select([self.all[i].stdout], [], [], SILENCE)
+        line = self.all[i].stdout.readline() if ready else ""
+        if not line:
+            log = (self.logs / f"island{i}.log").read_text().strip().splitlines()
+            raise LabError(f"island {i} {'ended' if ready else 'does not answer'}: {log[-1] if log else 'no word'} ({self.logs})")
+        return json.loads(line)
+
+    def end(self) -> None:
+        for island in self.all:
+            island.stdin.close()
+        for process in [*self.all, self.store]:
+            process.terminate()
+            process.wait()
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cell:
+    """What was measured of one preset on one link."""
+
+    link: Link
+    steps: int
+    repeats: int
+    runs: list[list[dict[str, Any]]] = field(default_factory=list)  # per repeat, per island
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of all islands, per repeat."""
+        return [sum(a["tokens"] for a in run) / max(a["seconds"] for a in run) for run in self.runs]
+
+    def seconds(self) -> float:
+        return statistics.median(max(a["seconds"] for a in run) for run in self.runs)
+
+    def waiting(self) -> float:
+        """Per step, of the island that waited longest."""
+        return statistics.median(max(a["waiting"] for a in run) / self.steps for run in self.runs)
+
+    def count(self, name: str) -> float:
+        """Mean over repeats and islands."""
+        return statistics.fmean(a[name] for run in self.runs for a in run)
+
+
+def measure(case: Case, islands: Islands, links: Sequence[Link], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cells of one preset: a row each."""
+    lead, settle = quiet_phase(case.config)
+    islands.lab.shape(None, 0.0)
+    parameters = islands.ask(do="attach", run=_run_id(), method=case.preset, settings=case.settings)
+    islands.ask(do="train", settle=0, steps=max(lead, 2 if case.config.channels[0].clock.period == 1 else 1))
+    cells: list[Cell] = []
+    for link in links:
+        cells.append(Cell(link, case.steps, args.repeat))
+        _run(cells[-1], islands, settle, cells[0], args)
+    for repeat in range(1, args.repeat):
+        for cell in cells if repeat % 2 == 0 else reversed(cells):
+            if repeat < cell.repeats:
+                _run(cell, islands, settle, cells[0], args)
+    headers = _headers(case, islands, settle)
+    islands.lab.shape(None, 0.0)
+    islands.ask(do="leave")
+    return [_row(case, cell, cells[0], headers, parameters[0]["parameters"], args) for cell in cells]
+
+
+def _run(cell: Cell, islands: Islands, settle: int, first: Cell, args: argparse.Namespace) -> None:
+    """One repeat. A cell that would take longer than `--patience` seconds gets fewer repeats, and where every step is alike fewer steps."""
+    _connect(islands, cell.link)
+    if not cell.runs and first.runs and first.steps < 10 and cell.link.bits_per_second:
+        each = first.seconds() / first.steps + 8 * first.count("metered") / first.steps / cell.link.bits_per_second
+        cell.steps = max(1, min(cell.steps, int(args.patience / 2 / each)))
+    cell.runs.append(islands.ask(do="train", settle=settle, steps=cell.steps))
+    took = max(a["seconds"] for a in cell.runs[0])
+    cell.repeats = max(1, min(args.repeat, int(args.patience / took)))
+
+
+def _connect(islands: Islands, link: Link) -> None:
+    """Change the link, with new connections that know its delay (and soon its rate)."""
+    islands.lab.shape(None, link.rtt / 2)
+    islands.ask(do="connect", run=_run_id())
+    islands.lab.shape(link.bits_per_second, link.rtt / 2)
+
+
+def _run_id() -> str:
+    return f"{os.getpid()}-{time.monotonic_ns()}"
+
+
+def _headers(case: Case, islands: Islands, settle: int) -> float:
+    """Bytes that the interface sends per byte of the meter, where every packet has a header of its own."""
+    _connect(islands, NO_OFFLOAD)
+    islands.lab.offload(False)
+    answers = islands.ask(do="train", settle=settle, steps=max(3, min(c.clock.period for c in case.config.channels)))
+    islands.lab.offload(True)
+    return sum(a["tx"] for a in answers) / sum(a["metered"] for a in answers)
+
+
+def _row(case: Case, cell: Cell, first: Cell, headers: float, parameters: int, args: argparse.Namespace) -> dict[str, Any]:
+    rates, base = cell.rates, statistics.median(first.rates)
+    steps = cell.steps
+    return {
+        "case": case.name,
+        "preset": case.preset,
+        "settings": case.settings,
+        "delay": max(c.clock.delay for c in case.config.channels),
+        "link": _named(cell.link),
+        "bits_per_second": cell.link.bits_per_second,
+        "rtt_ms": 1e3 * cell.link.rtt,
+        "islands": args.islands,
+        "parameters": parameters,
+        "tokens_per_second": statistics.median(rates),
+        "spread": [min(rates), max(rates)],
+        "ratio": statistics.median(rates) / base,
+        "seconds_per_step": cell.seconds() / steps,
+        "exposed_seconds_per_step": cell.waiting(),
+        "exposed_share": cell.waiting() * steps / cell.seconds(),
+        "steps": steps,
+        "repeats": len(cell.runs),
+        "extrapolated": steps < case.steps,
+        "bytes_per_step": cell.count("metered") / (steps + quiet_phase(case.config)[1]),
+        "interface_over_meter": cell.count("tx") / cell.count("metered"),
+        "interface_over_meter_without_offload": headers,
+    }
+
+
+def _named(link: Link) -> str:
+    return str(link).partition(",")[0]
+
+
+# ---- printing ----------------------------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    head = "preset|link|tokens/s|spread|ratio|s/step|exposed s/step|share|bytes/step|interface/meter".split("|")
+    body, before = [], None
+    for r in rows:
+        low, high = r["spread"]
+        spread = f"{(high - low) / r['tokens_per_second']:.1%} of {r['repeats']}"
+        wire = f"{r['interface_over_meter_without_offload']:.3f}"
+        cells = [f"{r['tokens_per_second']:.0f}{'*' if r['extrapolated'] else ''}", spread, f"{r['ratio']:.3f}"]
+        cells += [f"{r['seconds_per_step']:.3f}", f"{r['exposed_seconds_per_step']:.4f}", f"{r['exposed_share']:.1%}"]
+        body.append([r["case"] if r["case"] != before else "", r["link"], *cells, f"{r['bytes_per_step']:,.0f}", wire])
+        before = r["case"]
+    text = table([head, *body])
+    if any(r["extrapolated"] for r in rows):
+        text += "\n* run for fewer steps than the others, all alike; tokens/s follow from these"
+    return text
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What the rows of a file have in common; another setting is another file."""
+    import torch
+
+    names = ("islands", "rtt", "links", "repeat", "period", "delay", "rows", "length", "layers", "patience")
+    machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    machine |= {"kernel": platform.release(), "congestion_control": congestion.read_text().strip() if congestion.is_file() else ""}
+    return {**{name: getattr(args, name) for name in names}, **machine}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> Parser:
+    parser = Parser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[2:]))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", default="", metavar="A,B", help="presets (all their rows)")
+    parser.add_argument("--links", default="none,1Gbit,100Mbit,10Mbit", help="rates; ratios are to the first")
+    parser.add_argument("--rtt", default="20ms", help="round trip of all links but `none`, which has none (default: 20ms)")
+    parser.add_argument("--islands", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=5, help="runs per cell")
+    parser.add_argument("--period", type=int, default=20, help="steps between exchanges of the periodic presets")
+    parser.add_argument("--delay", type=int, default=15, help="steps that dense exchanges may take where they overlap; below --period")
+    parser.add_argument("--rows", type=int, default=1, help="rows per step")
+    parser.add_argument("--length", type=int, default=256, help="tokens per row")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds for all repeats of a cell; longer ones get fewer")
+    parser.add_argument("--quick", action="store_true", help="2 runs per cell, a third of the patience")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows go there, and are taken from there if it exists")
+    parser.add_argument("--logs", default="outputs/slow_link", help="folder of what the islands say")
+    return parser
+
+
+def _checked(parser: Parser, args: argparse.Namespace) -> tuple[list[Case], list[Link]]:
+    if args.quick:
+        args.repeat, args.patience = min(args.repeat, 2), args.patience / 3
+    if args.islands < 2 or args.repeat < 1 or not 0 < args.delay < args.period:
+        parser.error("--islands from 2, --repeat from 1, 0 < --delay < --period")
+    grid = cases(args.period, args.delay)
+    wanted = [name for name in args.only.split(",") if name]
+    unknown = sorted(set(wanted) - {c.preset for c in grid})
+    if unknown:
+        parser.error(f"--only {','.join(unknown)}: not in the grid, which has {', '.join(dict.fromkeys(c.preset for c in grid))}")
+    try:
+        rtt, rates = parse_rtt(args.rtt), [Link.parse(text).bits_per_second for text in args.links.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    return [c for c in grid if not wanted or c.preset in wanted], [Link(rate, rtt if rate else 0.0) for rate in rates]
+
+
+def main() -> None:
+    parser = _parser()
+    args = parser.parse_args()
+    chosen, links = _checked(parser, args)
+    shared, rows = facts(args), []
+    if args.json is not None and args.json.is_file():
+        saved = json.loads(args.json.read_text(encoding="utf-8"))
+        rows = saved["rows"]
+        if saved["settings"] != shared:
+            parser.error(f"--json {args.json} holds rows of other settings or another machine: give another file")
+    todo = [c for c in chosen if c.name not in {r["case"] for r in rows}]
+    if todo and (why := missing()):
+        parser.error(why)
+    if todo:
+        lab = Lab(args.islands)
+        try:
+            lab.up()
+            islands = Islands(lab, args)
+            for case in todo:
+                began = time.monotonic()
+                rows += measure(case, islands, links, args)
+                print(f"{case.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+                if args.json is not None:
+                    text = json.dumps({"settings": shared, "rows": rows}, indent=1) + "\n"
+                    args.json.with_suffix(".part").write_text(text, encoding="utf-8")
+                    args.json.with_suffix(".part").replace(args.json)
+            islands.end()
+        except LabError as error:
+            parser.exit(1, f"{parser.prog}: {error}\n")
+        finally:
+            lab.down()
+    print(show([r for r in rows if r["case"] in {c.name for c in chosen}]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""A small network on one Linux machine: nodes that are network namespaces, cables of any rate and delay between them. Needs root.
+
+    lab = Lab(nodes=2)
+    lab.up()
+    lab.shape(rate=100e6, delay=0.010)      # every cable, both directions; again at any time, also while something runs
+    lab.popen(0, ["ping", "-c", "3", lab.address(1)])
+    lab.down()
+
+All cables end in a bridge in a namespace of its own, so taking the lab down is deleting namespaces, and nothing of the machine's own
+network is touched. The rate is a token bucket (`tc tbf`) at both ends of a cable. The delay is a queue of the kernel (NFQUEUE) at the
+receiving node, from which a small loop of this file lets packets go when they are due: many kernels lack netem, packets are neither copied
+nor cut, and at the sender they would count against TCP's limit of what may wait there. (`ping` shows half of it: it reads the time at which
+the interface got the answer.)
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NETWORK = "10.78.0."
+QUEUE = 9
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "iptables": "iptables"}
+
+
+class LabError(RuntimeError):
+    """The lab could not be built; the message says what was tried."""
+
+
+def missing() -> str:
+    """Why there can be no lab here, as a sentence; empty if there can."""
+    if not sys.platform.startswith("linux"):
+        return f"the network lab needs Linux (network namespaces), this is {sys.platform}"
+    if os.geteuid():
+        return "the network lab needs root (it makes network namespaces): run it with sudo, or in a container with --privileged"
+    absent = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
+    return f"the network lab needs {' and '.join(absent)}: apt-get install {' '.join(absent)}" if absent else ""
+
+
+def command(*words: str, check: bool = True) -> str:
+    """Run a command and return what it printed."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if check and done.returncode:
+        raise LabError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+class Lab:
+    """Nodes 0 ... n - 1 and their cables.
+
+    Args:
+        name: first part of the namespaces' names; labs of different names may live side by side.
+    """
+
+    def __init__(self, nodes: int, name: str = "slowlink"):
+        self.nodes, self.name, self.hub = nodes, name, f"{name}-hub"
+        self._lines: dict[int, subprocess.Popen[bytes]] = {}
+        self._delay = 0.0
+
+    def address(self, node: int) -> str:
+        return f"{NETWORK}{node + 1}"
+
+    def up(self) -> None:
+        """Build it; what an earlier one of this name left behind goes first."""
+        self.down()
+        command("ip", "netns", "add", self.hub)
+        self._in(self.hub, "ip", "link", "add", "br0", "type", "bridge")
+        self._in(self.hub, "ip", "link", "set", "br0", "up")
+        for i in range(self.nodes):
+            space, port = self._space(i), f"p{i}"
+            command("ip", "netns", "add", space)
+            self._in(self.hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._in(self.hub, "ip", "link", "set", port, "master", "br0", "up")
+            self._in(space, "ip", "link", "set", "lo", "up")
+            self._in(space, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            self._in(space, "ip", "link", "set", "eth0", "up")
+
+    def down(self) -> None:
+        """End what runs in the lab and delete it; no error if there is none."""
+        found = [line.split()[0] for line in command("ip", "netns", "list", check=False).splitlines() if line.strip()]
+        for space in found:
+            if space == self.hub or space.removeprefix(f"{self.name}-").isdigit():
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    pids = command("ip", "netns", "pids", space, check=False).split()
+                    for pid in pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(pid), number)
+                    time.sleep(0.2 if pids else 0)
+                command("ip", "netns", "del", space, check=False)
+        for line in self._lines.values():
+            line.wait()
+        self._lines.clear()
+        self._delay = 0.0
+
+    def shape(self, rate: float | None, delay: float) -> None:
+        """Give all cables `rate` bits per second in each direction (None: not limited) and `delay` seconds one way.
+
+        TCP remembers what a link was like: connections that were made before a change creep for seconds (BBR by its smallest round trip,
+        Reno by its threshold)."""
+        for i in range(self.nodes):
+            for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
+                if rate is None:
+                    self._in(space, "tc", "qdisc", "del", "dev", device, "root", check=False)
+                else:  # 50 ms of queue, as a modest router has; the burst lets one tick of the timer pass at the wanted rate
+                    bucket = ("tbf", "rate", f"{rate:.0f}bit", "burst", "64kb", "latency", "50ms")
+                    self._in(space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
+            if delay != self._delay:
+                self._hold(i, delay)
+        self._delay = delay
+
+    def _hold(self, node: int, delay: float) -> None:
+        space = self._space(node)
+        rule = ("-i", "eth0", "-j", "NFQUEUE", "--queue-num", str(QUEUE), "--queue-bypass")
+        self._in(space, "iptables", "-w", "-t", "mangle", "-F", "PREROUTING")
+        old = self._lines.pop(node, None)
+        if old is not None:
+            time.sleep(0.1)  # what it holds is let go first
+            old.terminate()
+            old.wait()
+        if delay:
+            words = ["ip", "netns", "exec", space, sys.executable, str(Path(__file__).resolve()), str(delay)]
+            line = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+            assert line.stdout is not None
+            if line.stdout.readline() != b"ready\n":
+                raise LabError(f"the delay line of node {node} did not start: does the kernel have NFQUEUE?")
+            self._lines[node] = line
+            self._in(space, "iptables", "-w", "-t", "mangle", "-A", "PREROUTING", *rule)
+
+    def offload(self, on: bool) -> None:
+        """Whether packets travel in aggregates of up to 64 KiB with one header (as network cards do it), or each with its own."""
+        if shutil.which("ethtool") is None:
+            raise LabError("switching offload needs ethtool: apt-get install ethtool")
+        for i in range(self.nodes):
+            for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
+                state = "on" if on else "off"
+                self._in(space, "ethtool", "-K", device, "tso", state, "gso", state, "gro", state)
+
+    def popen(self, node: int, words: list[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process on a node."""
+        return subprocess.Popen(["ip", "netns", "exec", self._space(node), *words], **options)
+
+    def _space(self, node: int) -> str:
+        return f"{self.name}-{node}"
+
+    @staticmethod
+    def _in(space: str, *words: str, check: bool = True) -> str:
+        return command("ip", "netns", "exec", space, *words, check=check)
+
+
+# ---- the delay line: netlink messages to and from the kernel's queue ----------------------------------------------------
+
+_PACKET, _CONFIG, _VERDICTS = 0, 2, 3  # kinds of messages of the subsystem NFNL_SUBSYS_QUEUE, which is 3
+_ACCEPT = 1
+
+
+def _attribute(kind: int, data: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(data), kind) + data + b"\0" * (-len(data) % 4)
+
+
+def _message(kind: int, body: bytes) -> bytes:
+    inner = struct.pack("=BB", 0, 0) + struct.pack(">H", QUEUE) + body  # nfgenmsg
+    return struct.pack("=IHHII", 16 + len(inner), (3 << 8) | kind, 1, 0, 0) + inner
+
+
+def _numbers(data: bytes) -> list[int]:
+    """Numbers of the packets that a datagram of the kernel announces."""
+    out, at = [], 0
+    while at + 16 <= len(data):
+        size, kind = struct.unpack_from("=IH", data, at)
+        here, end = at + 20, at + size
+        while kind == (3 << 8 | _PACKET) and here + 4 <= end:
+            length, what = struct.unpack_from("=HH", data, here)
+            if what == 1:  # NFQA_PACKET_HDR
+                out.append(struct.unpack_from(">I", data, here + 4)[0])
+                break
+            here += (length + 3) & ~3
+        at += max((size + 3) & ~3, 16)
+    return out
+
+
+def hold(delay: float) -> None:
+    """Let each packet of the queue of this namespace go `delay` seconds after it came, in order, until SIGTERM."""
+    link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12)  # NETLINK_NETFILTER
+    link.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
+    link.setsockopt(270, 5, 1)  # NETLINK_NO_ENOBUFS
+    link.bind((0, 0))
+    link.send(_message(_CONFIG, _attribute(1, struct.pack(">BBH", 1, 0, 0))))  # bind to the queue
+    modes = _attribute(2, struct.pack(">IB", 64, 1))  # headers only
+    modes += _attribute(3, struct.pack(">I", 1 << 17))  # how many may wait
+    modes += _attribute(4, struct.pack(">I", 4)) + _attribute(5, struct.pack(">I", 4))  # aggregates stay whole
+    link.send(_message(_CONFIG, modes))
+    with contextlib.suppress(OSError):
+        os.nice(-15)  # packets must leave on time, whatever else wants the core
+    print("ready", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    waiting: collections.deque[tuple[float, int]] = collections.deque()
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    while True:
+        left = max(0.0, waiting[0][0] - time.monotonic()) * 1e3 if waiting else None
+        if left is None or left > 0.05:
+            poll.poll(left)
+        now = time.monotonic()
+        while len(waiting) < 4096:
+            try:
+                data = link.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                continue
+            waiting.extend((now + delay, number) for number in _numbers(data))
+        last, now = None, time.monotonic() + 2e-5
+        while waiting and waiting[0][0] <= now:
+            last = waiting.popleft()[1]
+        if last is not None:  # one verdict for all up to this number
+            link.send(_message(_VERDICTS, _attribute(2, struct.pack(">II", _ACCEPT, last))))
+
+
+if __name__ == "__main__":
+    hold(float(sys.argv[1]))
