@@ -7,8 +7,9 @@
 Islands are network namespaces (`slow_link_lab.py`), one process and one core each, that train a small Llama on the Python library's sources
 (`slow_link_island.py`) by the same calls as any script. Of each preset all links are measured in one run, one after the other and back
 again (ABAB), so that a machine that gets slower slows all of them. Per cell: tokens per second of all islands together (median of the
-repeats, and their spread), its ratio to the link without limit, the seconds per step in which training stood still for the exchange, and
-bytes: those of the meter, and those that the interface sent, counted with one header per packet.
+repeats, and their spread), its ratio to the link without limit, the seconds per step in which training stood still for the exchange (and
+their share of the step), the share of a core that the lab's delay line took from training, and bytes: those of the meter, and how many the
+interface sent for each, with one header per packet.
 
 With --json a preset's rows are written as soon as it is done, and presets that are in the file are not measured again.
 """
@@ -20,9 +21,7 @@ import json
 import math
 import os
 import platform
-import select
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,14 +32,14 @@ from typing import Any, NoReturn
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from report import table  # noqa: E402
-from slow_link_lab import Lab, LabError, missing  # noqa: E402
+from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link, preset  # noqa: E402
 from fsdp_demo.link import parse_rtt  # noqa: E402
 
-PORT = 29500
-SILENCE = 900  # seconds after which an island that does not answer has failed
-NO_OFFLOAD = Link(100e6, 0.02)  # the link at which headers are counted
+NO_OFFLOAD = {True: Link(100e6, 0.02), False: Link(10e6, 0.02)}
+"""The links on which headers are counted, for messages over 1 MB and others: on a faster one a short message has left before that of the
+other side comes, whose acknowledgements then travel alone (6.5 % of `demo` at 100 Mbit/s)."""
 
 
 @dataclass(frozen=True)
@@ -106,53 +105,6 @@ def quiet_phase(config: ExchangeConfig) -> tuple[int, int]:
     return best, max(under_way(best), default=0)
 
 
-# ---- the islands -------------------------------------------------------------------------------------------------------
-
-
-class Islands:
-    """The processes on the lab's nodes, and the store on node 0."""
-
-    def __init__(self, lab: Lab, args: argparse.Namespace):
-        self.lab, self.logs = lab, Path(args.logs)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        store = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", f"{lab.address(0)}:{PORT}"]
-        self.store = lab.popen(0, store, stdout=subprocess.DEVNULL, stderr=self._log("store"))
-        self.all = [self._start(i, args) for i in range(lab.nodes)]
-
-    def _log(self, name: str) -> Any:
-        return open(self.logs / f"{name}.log", "w")
-
-    def _start(self, i: int, args: argparse.Namespace) -> subprocess.Popen[Any]:
-        env = dict(os.environ, ISLAND_RANK=str(i), ISLAND_COUNT=str(self.lab.nodes), ISLAND_ADDRESS=self.lab.address(i))
-        env |= {"ISLAND_ENDPOINT": f"{self.lab.address(0)}:{PORT}", "ISLAND_NAME": f"island{i}", "ISLAND_TIMEOUT": str(SILENCE)}
-        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        script = Path(__file__).resolve().parent / "slow_link_island.py"
-        words = [sys.executable, str(script), *(str(v) for v in (args.rows, args.length, args.layers))]
-        return self.lab.popen(i, words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log(f"island{i}"), text=True)
-
-    def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """Tell all islands to do something; their answers."""
-        for island in self.all:
-            island.stdin.write(json.dumps(order) + "\n")
-            island.stdin.flush()
-        return [self._answer(i) for i in range(len(self.all))]
-
-    def _answer(self, i: int) -> dict[str, Any]:
-        ready, _, _ = select.select([self.all[i].stdout], [], [], SILENCE)
-        line = self.all[i].stdout.readline() if ready else ""
-        if not line:
-            log = (self.logs / f"island{i}.log").read_text().strip().splitlines()
-            raise LabError(f"island {i} {'ended' if ready else 'does not answer'}: {log[-1] if log else 'no word'} ({self.logs})")
-        return json.loads(line)
-
-    def end(self) -> None:
-        for island in self.all:
-            island.stdin.close()
-        for process in [*self.all, self.store]:
-            process.terminate()
-            process.wait()
-
-
 # ---- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +116,7 @@ class Cell:
     steps: int
     repeats: int
     runs: list[list[dict[str, Any]]] = field(default_factory=list)  # per repeat, per island
+    lab: float = 0.0  # CPU seconds of the lab on one core
 
     @property
     def rates(self) -> list[float]:
@@ -196,7 +149,7 @@ def measure(case: Case, islands: Islands, links: Sequence[Link], args: argparse.
         for cell in cells if repeat % 2 == 0 else reversed(cells):
             if repeat < cell.repeats:
                 _run(cell, islands, settle, cells[0], args)
-    headers = _headers(case, islands, settle)
+    headers = _headers(case, islands, settle, cells[0].count("metered") / max(cells[0].count("messages"), 1) > 1e6)
     islands.lab.shape(None, 0.0)
     islands.ask(do="leave")
     return [_row(case, cell, cells[0], headers, parameters[0]["parameters"], args) for cell in cells]
@@ -208,7 +161,9 @@ def _run(cell: Cell, islands: Islands, settle: int, first: Cell, args: argparse.
     if not cell.runs and first.runs and first.steps < 10 and cell.link.bits_per_second:
         each = first.seconds() / first.steps + 8 * first.count("metered") / first.steps / cell.link.bits_per_second
         cell.steps = max(1, min(cell.steps, int(args.patience / 2 / each)))
+    before = islands.lab.seconds()
     cell.runs.append(islands.ask(do="train", settle=settle, steps=cell.steps))
+    cell.lab += islands.lab.seconds() - before
     took = max(a["seconds"] for a in cell.runs[0])
     cell.repeats = max(1, min(args.repeat, int(args.patience / took)))
 
@@ -224,9 +179,9 @@ def _run_id() -> str:
     return f"{os.getpid()}-{time.monotonic_ns()}"
 
 
-def _headers(case: Case, islands: Islands, settle: int) -> float:
+def _headers(case: Case, islands: Islands, settle: int, long: bool) -> float:
     """Bytes that the interface sends per byte of the meter, where every packet has a header of its own."""
-    _connect(islands, NO_OFFLOAD)
+    _connect(islands, NO_OFFLOAD[long])
     islands.lab.offload(False)
     answers = islands.ask(do="train", settle=settle, steps=max(3, min(c.clock.period for c in case.config.channels)))
     islands.lab.offload(True)
@@ -252,6 +207,7 @@ def _row(case: Case, cell: Cell, first: Cell, headers: float, parameters: int, a
         "seconds_per_step": cell.seconds() / steps,
         "exposed_seconds_per_step": cell.waiting(),
         "exposed_share": cell.waiting() * steps / cell.seconds(),
+        "lab_share": cell.lab / sum(max(a["seconds"] for a in run) for run in cell.runs),
         "steps": steps,
         "repeats": len(cell.runs),
         "extrapolated": steps < case.steps,
@@ -269,14 +225,15 @@ def _named(link: Link) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    head = "preset|link|tokens/s|spread|ratio|s/step|exposed s/step|share|bytes/step|interface/meter".split("|")
+    head = "preset|link|tokens/s|spread|ratio|s/step|exposed s/step|share|lab|bytes/step|interface/meter".split("|")
     body, before = [], None
     for r in rows:
         low, high = r["spread"]
         spread = f"{(high - low) / r['tokens_per_second']:.1%} of {r['repeats']}"
         wire = f"{r['interface_over_meter_without_offload']:.3f}"
         cells = [f"{r['tokens_per_second']:.0f}{'*' if r['extrapolated'] else ''}", spread, f"{r['ratio']:.3f}"]
-        cells += [f"{r['seconds_per_step']:.3f}", f"{r['exposed_seconds_per_step']:.4f}", f"{r['exposed_share']:.1%}"]
+        cells += [f"{r['seconds_per_step']:.3f}", f"{r['exposed_seconds_per_step']:.4f}"]
+        cells += [f"{r[name]:.1%}" for name in ("exposed_share", "lab_share")]
         body.append([r["case"] if r["case"] != before else "", r["link"], *cells, f"{r['bytes_per_step']:,.0f}", wire])
         before = r["case"]
     text = table([head, *body])
@@ -357,7 +314,7 @@ def main() -> None:
         lab = Lab(args.islands)
         try:
             lab.up()
-            islands = Islands(lab, args)
+            islands = Islands(lab, (args.rows, args.length, args.layers), args.logs)
             for case in todo:
                 began = time.monotonic()
                 rows += measure(case, islands, links, args)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -31,6 +32,8 @@ from typing import Any
 
 NETWORK = "10.78.0."
 QUEUE = 9
+PORT = 29500  # of the store
+SILENCE = 900  # seconds after which an island that does not answer has failed
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "iptables": "iptables"}
 
 
@@ -137,6 +140,14 @@ class Lab:
             self._lines[node] = line
             self._in(space, "iptables", "-w", "-t", "mangle", "-A", "PREROUTING", *rule)
 
+    def seconds(self) -> float:
+        """CPU time that the delay lines have taken, per node: on a machine with few cores it is missing elsewhere."""
+        ticks = 0
+        for line in self._lines.values():
+            fields = Path(f"/proc/{line.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK") / self.nodes
+
     def offload(self, on: bool) -> None:
         """Whether packets travel in aggregates of up to 64 KiB with one header (as network cards do it), or each with its own."""
         if shutil.which("ethtool") is None:
@@ -158,10 +169,63 @@ class Lab:
         return command("ip", "netns", "exec", space, *words, check=check)
 
 
+# ---- the islands -------------------------------------------------------------------------------------------------------
+
+
+class Islands:
+    """Processes of `slow_link_island.py` on a lab's nodes, and the store on node 0.
+
+    Args:
+        shape: rows, tokens per row and layers of what they train.
+        logs: folder of what they say.
+    """
+
+    def __init__(self, lab: Lab, shape: tuple[int, int, int], logs: str):
+        self.lab, self.logs = lab, Path(logs)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        store = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", f"{lab.address(0)}:{PORT}"]
+        self.store = lab.popen(0, store, stdout=subprocess.DEVNULL, stderr=self._log("store"))
+        self.all = [self._start(i, shape) for i in range(lab.nodes)]
+
+    def _log(self, name: str) -> Any:
+        return open(self.logs / f"{name}.log", "w")
+
+    def _start(self, i: int, shape: tuple[int, int, int]) -> subprocess.Popen[Any]:
+        env = dict(os.environ, ISLAND_RANK=str(i), ISLAND_COUNT=str(self.lab.nodes), ISLAND_ADDRESS=self.lab.address(i))
+        env |= {"ISLAND_ENDPOINT": f"{self.lab.address(0)}:{PORT}", "ISLAND_NAME": f"island{i}", "ISLAND_TIMEOUT": str(SILENCE)}
+        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        script = Path(__file__).resolve().parent / "slow_link_island.py"
+        words = [sys.executable, str(script), *map(str, shape)]
+        return self.lab.popen(i, words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log(f"island{i}"), text=True)
+
+    def ask(self, **order: Any) -> list[dict[str, Any]]:
+        """Tell all islands to do something; their answers."""
+        for island in self.all:
+            island.stdin.write(json.dumps(order) + "\n")
+            island.stdin.flush()
+        return [self._answer(i) for i in range(len(self.all))]
+
+    def _answer(self, i: int) -> dict[str, Any]:
+        ready, _, _ = select.select([self.all[i].stdout], [], [], SILENCE)
+        line = self.all[i].stdout.readline() if ready else ""
+        if not line:
+            log = (self.logs / f"island{i}.log").read_text().strip().splitlines()
+            raise LabError(f"island {i} {'ended' if ready else 'does not answer'}: {log[-1] if log else 'no word'} ({self.logs})")
+        return json.loads(line)
+
+    def end(self) -> None:
+        for island in self.all:
+            island.stdin.close()
+        for process in [*self.all, self.store]:
+            process.terminate()
+            process.wait()
+
+
 # ---- the delay line: netlink messages to and from the kernel's queue ----------------------------------------------------
 
 _PACKET, _CONFIG, _VERDICTS = 0, 2, 3  # kinds of messages of the subsystem NFNL_SUBSYS_QUEUE, which is 3
 _ACCEPT = 1
+TICK = 0.0005  # seconds
 
 
 def _attribute(kind: int, data: bytes) -> bytes:
@@ -205,12 +269,13 @@ def hold(delay: float) -> None:
     print("ready", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     waiting: collections.deque[tuple[float, int]] = collections.deque()
-    poll = select.poll()
-    poll.register(link, select.POLLIN)
     while True:
-        left = max(0.0, waiting[0][0] - time.monotonic()) * 1e3 if waiting else None
-        if left is None or left > 0.05:
-            poll.poll(left)
+        # Packets that are due within half a millisecond go together: the loop shares a core with what is measured.
+        left = max(waiting[0][0] - time.monotonic(), TICK) if waiting else None
+        if left is not None and left <= TICK:
+            time.sleep(TICK)
+        else:
+            select.select([link], [], [], left)
         now = time.monotonic()
         while len(waiting) < 4096:
             try:
