@@ -155,7 +155,7 @@ def test_tied_and_frozen_and_low_precision(run_ranks, tmp_path):
         export(out[0][1], tmp_path / str(sharded))
         model = loaded(tmp_path / str(sharded))
         assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
-        assert abs(held_out_loss(model) - out[0][0][0]) < 1e-6
+        assert abs(held_out_loss(model) - out[0][0][0]) < 2e-5  # the run's rotary frequencies are bf16, those of a loaded model fp32
         assert torch.equal(model.model.layers[0].mlp.up_proj.weight, make().model.layers[0].mlp.up_proj.weight)
 
 

@@ -99,6 +99,7 @@ def job(me: Any, case: Case) -> None:
     def strike(*_: Any) -> None:
         (me.folder / "struck").write_text(str(time.time()))
         os.kill(os.getpid(), case.with_signal)
+        time.sleep(60)  # a signal to a process of several threads may come late: nothing more leaves this one
 
     victim = me.island == 1 and me.proc in case.victims
     with fsdp_demo.guard(exchange, save, resume="python job.py --resume"):
