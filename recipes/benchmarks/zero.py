@@ -5,7 +5,7 @@
 One replica of two ranks on the CPU, a thread and a core for each. In every rank five engines of one model take their steps in turns: AdamW
 plain, and with `diloco` that is never due; SGD plain, and with `demo`, due at every step; AdamW plain once more, whose ratio to the first
 is what chance does. Ratios are of medians. CPU time is the process's own and leaves out what else runs on the machine, but for the
-caches; wall time is worth little on a busy one. "in the exchange" is what the hooks of the engine that is not due take of the training thread.
+caches; wall time is worth little on a busy one. "in the exchange" is what the hooks that are not due take of the training thread.
 
 Memory: the most that tensors made inside `engine.step()` take, per parameter that the rank holds. ZeRO makes the fp32 gradient of one
 sub-group (stages 1 and 2: parameter group), steps it and frees it; a gradient channel sends one message per step, so it holds them all: 4
