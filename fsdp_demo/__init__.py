@@ -1,19 +1,20 @@
 """Hybrid-sharded training over slow networks: shard inside a node, exchange a little, compressed, between nodes.
 
-    import fsdp_demo
-    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+import fsdp_demo
+exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
 """
 
 from .attaching import attach
 from .codecs.wire import WireError
 from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
-from .exchange import Exchange, Stopped
+from .exchange import Exchange
 from .guard import guard
 from .inner import base_optimizer
 from .link import Link
 from .loading import load_config, preset
 from .meter import Meter, ring_all_reduce_bytes
 from .muon import MuonAdamW
+from .notes import Stopped
 from .presets import half_life_multiples, presets
 from .topology import Topology
 from .transport import PeerLost

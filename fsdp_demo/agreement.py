@@ -89,7 +89,7 @@ def mean_of(line: Line, step: int, value: float) -> float:
     return float(sum(v for _, v in pairs) / len(pairs))
 
 
-def all_equal(line: Line, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the raw memory of `tensors` is the same on all replicas."""
-    marks = line.all_gather(torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8), setup=True)
+def all_equal(line: Line, mark: bytes) -> bool:
+    """Whether `mark` (`shards.digest` of some tensors) is the same on all replicas."""
+    marks = line.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), setup=True)
     return all(torch.equal(m, marks[0]) for m in marks)

@@ -12,8 +12,10 @@ from .meter import ring_all_reduce_bytes
 from .plan import Plan
 
 if TYPE_CHECKING:
+    from .config import ExchangeConfig
     from .exchange import Exchange
     from .island import Island
+    from .shards import Shards
 
 log = logging.getLogger("fsdp_demo")
 
@@ -45,6 +47,16 @@ def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int
             dense / 1e6,
             topology.islands,
         )
+
+
+def clips(config: ExchangeConfig, shards: Shards) -> str:
+    """See `Exchange.clips`."""
+    if config.clip is None:
+        return shards.clips or "the exchange clips no gradients"
+    where = "the mean gradient over the islands" if config.clips_mean else "each replica's own gradient before the step"
+    if config.clip_over == "islands" and not config.clips_mean:
+        where = "the gradients by one norm over the islands (one round trip per step)"
+    return f"norm {config.clip:g} clips {where}"
 
 
 def _batch(exchange: Exchange, batch: Sequence[int]) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .codecs.wire import WireError
-from .exchange import Exchange, Stopped
+from .exchange import Exchange
+from .notes import Stopped
 from .transport import PeerLost, leave
 
 log = logging.getLogger("fsdp_demo")

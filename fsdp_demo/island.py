@@ -12,26 +12,36 @@ from torch import Tensor
 
 from .topology import Position, Topology
 
+CPU = torch.device("cpu")
+
 
 class Island:
     """A control group over the ranks of this island, on the fast network; one rank alone needs none.
 
-    In the islands topology it is a gloo group of its own, whose timeout outlasts that of the exchange, since the ranks of an
-    island learn of a lost peer at different times.
+    It is a gloo group, so that a vote is a matter of the host and no rank waits for its device: one of its own, but where the ranks of a
+    mesh are joined by gloo already. Its timeout outlasts that of the exchange, since the ranks of an island learn of a lost peer at
+    different times.
+
+    Args:
+        device: of the gradients, the same kind on all ranks.
+
+    Attributes:
+        group: the control group; None on one rank alone.
+        copies: group of the ranks with the same shard, for tensors on the device.
     """
 
-    def __init__(self, topology: Topology, position: Position):
-        self.position = position
+    def __init__(self, topology: Topology, position: Position, device: torch.device = CPU):
+        self.position, self.device = position, device
         self.group: Any = None
         self.copies: Any = None
+        self._ranks: Any = topology.group  # of the island, on the backend that training uses; None: the default group
         if topology.world == 1:
             return
-        if topology.kind == "mesh":
-            self.group = self.copies = topology.group
-            return
-        timeout = timedelta(seconds=topology.timeout + 60)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-        if position.copies > 1 and position.shards > 1:
+        mesh = topology.kind == "mesh"
+        self.group = topology.group if mesh and dist.get_backend(topology.group) == "gloo" else _control(topology, mesh)
+        if mesh:
+            self.copies = topology.group
+        elif position.copies > 1 and position.shards > 1:
             for shard in range(position.shards):  # every rank makes every group, in one order
                 group = dist.new_group([copy * position.shards + shard for copy in range(position.copies)])
                 self.copies = group if shard == position.shard else self.copies
@@ -39,8 +49,7 @@ class Island:
     def _reduce(self, values: list[float], op: Any) -> list[float]:
         if self.group is None:
             return values
-        device = "cpu" if dist.get_backend(self.group) == "gloo" else "cuda"
-        t = torch.tensor(values, dtype=torch.float64, device=device)
+        t = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(t, op=op, group=self.group)
         return list(t.tolist())
 
@@ -54,30 +63,56 @@ class Island:
 
     def broadcast(self, work: Tensor) -> None:
         """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the CPU)."""
-        if self.copies is None and self.group is None:
+        if self.position.copies == 1:
             return
-        group = self.copies or self.group
-        on_device = work if dist.get_backend(group) == "gloo" else work.cuda()
-        dist.broadcast(on_device, group_src=0, group=group)
-        work.copy_(on_device)
+        group = self.copies if self.position.shards > 1 else self.group
+        there = work if dist.get_backend(group) == "gloo" else work.to(self.device)
+        dist.broadcast(there, group_src=0, group=group)
+        work.copy_(there)
 
-    def clip(self, gradients: list[Tensor | None], limit: float, across: Callable[[float], float] | None = None) -> float:
-        """Scale local gradients in place so that their norm over all shards is at most `limit`; returns the norm before.
+    def clip(self, gradients: list[Tensor | None], limit: float, across: Callable[[float], float] | None = None) -> None:
+        """Scale local gradients in place so that their norm over all shards is at most `limit`.
 
-        `across` makes a mean over the islands of the squared norm. The same formula as `torch.nn.utils.clip_grad_norm_`: factor
-        limit / (norm + 1e-6), at most 1.
+        `across` makes a mean over the islands of the squared norm, on the host. Without it nothing is read from a device. The same formula
+        as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most 1. Gradients whose norm is NaN are left as they are.
         """
         present = [g for g in gradients if g is not None]
         norms = torch._foreach_norm(present, dtype=torch.float32) if present else ()
-        square = float(torch.stack(norms).square().sum()) if norms else 0.0  # one operation: per tensor each costs a microsecond
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)  # per tensor each costs a microsecond
+        if across is None and self._on_device():
+            self._clip_there(present, square, limit)
+            return
+        value = float(square)
         if self.position.shards > 1:
-            square = self.total(square)[0] / self.position.copies
-        norm = (across(square) if across is not None else square) ** 0.5
-        factor = limit / (norm + 1e-6)
-        if factor < 1.0 and present:
+            value = self.total(value)[0] / self.position.copies
+        factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
+        if factor < 1.0 and present:  # saves a pass over the gradients
             torch._foreach_mul_(present, factor)
-        return norm
+
+    def _on_device(self) -> bool:
+        """Whether a norm stays on the device until the gradients are scaled: it is not the host, and the island's own group reduces there.
+        The same on all ranks, whether or not they hold a gradient."""
+        if self.device.type == "cpu":
+            return False
+        return self.position.shards == 1 or f"{self.device.type}:" in dist.get_backend_config(self._ranks)
+
+    def _clip_there(self, present: list[Tensor], square: Tensor, limit: float) -> None:
+        """Scale by a factor that is not read, to the bits that the host would come to; by 1, which changes nothing, where the norm is
+        within the limit."""
+        square = square.double()
+        if self.position.shards > 1:
+            dist.all_reduce(square, group=self._ranks)
+            square.div_(self.position.copies)
+        factor = limit / (square.sqrt() + 1e-6)
+        if present:
+            torch._foreach_mul_(present, factor.clamp_(max=1.0).nan_to_num_(nan=1.0))
 
     def release(self) -> None:
         """Forget the groups (they belong to torch.distributed and end with it)."""
-        self.group = self.copies = None
+        self.group = self.copies = self._ranks = None
+
+
+def _control(topology: Topology, mesh: bool) -> Any:
+    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other replicas need not come at the same time."""
+    ranks = dist.get_process_group_ranks(topology.group) if mesh else None
+    return dist.new_group(ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=mesh)

@@ -1,4 +1,4 @@
-"""The first minute of an exchange: agree on the run, make parameters, frozen parameters, buffers and channel state equal.
+"""The first minute of an exchange: bind channels, agree on the run, make parameters, frozen parameters, buffers and channel state equal.
 
 The donor is the island that is furthest (the lowest index where several are): all others at an earlier step, and fresh ones, take its
 parameters and its consensus state over; where digests already agree nothing is sent.
@@ -13,13 +13,77 @@ from typing import Any
 import torch
 
 from . import agreement
+from .bound import BoundChannel
 from .channel import ActiveChannel
-from .config import ExchangeConfig
+from .config import Applier, Channel, ExchangeConfig
+from .flow import Flow
 from .island import Island
-from .shards import Shards
+from .shards import Shards, digest
+from .topology import Topology
 from .transport import Line
 
 log = logging.getLogger("fsdp_demo")
+
+
+def bind(
+    channels: Sequence[Channel], config: ExchangeConfig, shards: Shards, topology: Topology, island: Island, lanes: int
+) -> tuple[list[ActiveChannel], BoundChannel]:
+    """The channels, and one more over all parameters, bound to the shards of this rank.
+
+    Raises:
+        ValueError: they do not fit the parameters, or leave out some of them where the preset keeps replicas equal.
+    """
+    home = "cpu" if config.outer_state == "host" else None
+    place = (shards, island.position, lanes, island.copies, topology.islands)
+    active = [ActiveChannel(c, *place, config.seed, home) for c in channels]
+    parameters = BoundChannel(Channel("parameters", "parameter", applier=Applier("replace")), *place, home)
+    if config.shared and topology.islands > 1:
+        _check_covered(active, shards, config.preset)
+    return active, parameters
+
+
+def _check_covered(channels: Sequence[ActiveChannel], shards: Shards, preset: str) -> None:
+    """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
+    covered = {i for c in channels for i in c.covered if c.channel.shared}
+    left = [s.name for i, s in enumerate(shards.shards) if i not in covered and not s.frozen]
+    if left:
+        names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
+        raise ValueError(
+            f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them in another "
+            "channel's include"
+        )
+
+
+def come_together(flow: Flow, facts: dict[str, Any], model: torch.nn.Module | None, own: int, resumes: bool) -> int:
+    """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
+
+    Args:
+        own: the step that this replica stands at.
+        resumes: it has a state of its own, and goes on with it if no island is further.
+
+    Returns:
+        The donor's index.
+    """
+    line, island = flow.line, flow.island
+    donor, step = agree_on_run(line, flow.config, flow.shards, facts, own)
+    donor, flow.step = (int(v) for v in island.largest(donor, step))
+    equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
+    equalise_rest(line, island, flow.shards, model, donor)
+    flow.shards.commit(model)
+    for c in flow.channels:
+        c.start()
+    flow.mailbox.last = {c.channel.name: flow.step for c in flow.channels}
+    return donor
+
+
+def take_over(flow: Flow, donor: int) -> None:
+    """In a job that has taken steps: make equal what replicas share of the channels' and inner optimizers' state, and what is under way."""
+    if not flow.step:
+        return
+    equalise_state(flow.line, flow.channels, donor)
+    if any(c.channel.before_step for c in flow.channels):
+        equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
+    flow.mailbox.agree_on_resume()
 
 
 def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, facts: dict[str, Any], step: int) -> tuple[int, int]:
@@ -37,7 +101,7 @@ def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, fact
     return steps.index(max(steps)), max(steps)
 
 
-def equalise_parameters(line: Line | None, island: Island, parameters: ActiveChannel, donor: int, keep: bool) -> None:
+def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:
     """Broadcast the donor's parameters over the replicate axis where they differ, each lane its share, and complete them in the island.
 
     Args:
@@ -62,7 +126,7 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
     """
     frozen = [t for t, s in zip(shards.read("parameter"), shards.shards, strict=True) if s.frozen]
     if model is None:
-        differ = line is not None and line.size > 1 and not agreement.all_equal(line, frozen)
+        differ = line is not None and line.size > 1 and not agreement.all_equal(line, digest(frozen))
         if island.largest(float(differ))[0]:
             raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
         return
@@ -89,7 +153,7 @@ def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: 
                 c.written = c.pack("parameter")
 
 
-def equalise_optimizers(line: Line | None, island: Island, parameters: ActiveChannel, donor: int) -> None:
+def equalise_optimizers(line: Line | None, island: Island, parameters: BoundChannel, donor: int) -> None:
     """State of the inner optimizers, on resume of a preset whose replicas are equal because they take equal inner steps.
 
     Taken over from the donor; where replicas hold other states than each other, or states unlike the parameters, they are left alone,

@@ -25,7 +25,8 @@ from .codecs.wire import STOP, Header
 from .config import Channel
 from .island import Island
 from .means import Mean
-from .transport import Arrived, Courier, PeerLost, gather, reduce
+from .staging import Staging
+from .transport import Arrived, Courier, Line, PeerLost, gather, reduce
 
 log = logging.getLogger("fsdp_demo")
 
@@ -68,6 +69,7 @@ class Mailbox:
 
     def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, digest: int, device: torch.device):
         self.channels, self.courier, self.island, self.digest, self.device = list(channels), courier, island, digest, device
+        self._staging = Staging(device)
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
         self.last: dict[str, int] = {}  # the step at which each channel last sent what was not lost
@@ -75,7 +77,7 @@ class Mailbox:
         self.stop = False
         self.loss = math.nan
 
-    def launch(self, outgoing: dict[str, Outgoing], step: int, weight: float, loss: float, flags: int) -> None:
+    def launch(self, outgoing: dict[str, Outgoing], step: int, weight: float, loss: Tensor | None, flags: int) -> None:
         """Put what the channels send at this step into one message per transport and hand it to the courier."""
         if not outgoing:
             return
@@ -84,23 +86,33 @@ class Mailbox:
         self.last.update(dict.fromkeys(outgoing, step + 1))
         if self.courier is None:
             return
-        header, line = Header(self.digest, step, weight, loss, flags), self.courier.line
+        flight.future = self.courier.submit(self._job(self.courier.line, flight, weight, loss, flags))
+        self.courier.line.meter.exchanges += 1
+
+    def _job(self, line: Line, flight: Flight, weight: float, loss: Tensor | None, flags: int) -> Callable[[], Arrived]:
+        """Start copying a message to the host; returns what sends it and brings back the others', in the courier's thread, where the copy
+        is waited for and the loss is read."""
         members = self._members(flight)
+        parts = [flight.parts[c.channel.name] for c in members]
+        presence = pack_bits([p for part in parts for p in part.present or []])
+        bodies, vectors = [p.body for p in parts if p.body is not None], [v for p in parts for v in p.vectors]
         reduced = [c for c in members if not gathered(c)]
         codes = [code for c in reduced for _, code in spans(c)]
         owners = [c.channel for c in reduced for _ in spans(c)]
-        body, vectors = self._to_host([outgoing[c.channel.name] for c in members])
+        losses = [] if loss is None else [loss]
+        staged, at = self._staging.to_host([*losses, *bodies, *vectors]), (len(losses), len(losses) + len(bodies))
 
         def job() -> Arrived:
             flight.seconds.append(time.perf_counter())
-            headers, bodies = gather(line, header, body())
+            found = staged()
+            header = Header(self.digest, flight.step, weight, float(found[0]) if losses else math.nan, flags)
+            headers, received = gather(line, header, torch.cat([presence, *found[at[0] : at[1]]]))
             weights = [replica_weights(c, headers) for c in owners]
-            means = reduce(line, list(zip(vectors(), codes, strict=True)), weights) if codes else []
+            means = reduce(line, list(zip(found[at[1] :], codes, strict=True)), weights) if codes else []
             flight.seconds.append(time.perf_counter())
-            return Arrived(headers, bodies, means)
+            return Arrived(headers, self._staging.pin(received), self._staging.pin(means))
 
-        flight.future = self.courier.submit(job)
-        line.meter.exchanges += 1
+        return job
 
     def under_way(self, channel: ActiveChannel) -> list[Outgoing]:
         """What a channel has in flight, oldest first."""
@@ -213,25 +225,6 @@ class Mailbox:
         if present is None or c.position.copies == c.lanes:
             return present
         return [bool(v) for v in self.island.largest(*map(float, present))]
-
-    def _to_host(self, parts: list[Outgoing]) -> tuple[Callable[[], Tensor], Callable[[], list[Tensor]]]:
-        """Start copying a message to the host; the two returned functions give body and vectors and wait for the copy (in the
-        courier's thread)."""
-        presence = pack_bits([p for part in parts for p in part.present or []])
-        bodies = [p.body for p in parts if p.body is not None]
-        vectors = [v for p in parts for v in p.vectors]
-        if self.device.type != "cuda":
-            return (lambda: torch.cat([presence, *bodies])), (lambda: vectors)
-        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (*bodies, *vectors)]
-        event = torch.cuda.Event()
-        event.record()
-
-        def wait(chosen: list[Tensor]) -> list[Tensor]:
-            event.synchronize()
-            return chosen
-
-        n = len(bodies)
-        return (lambda: torch.cat([presence, *wait(hosts[:n])])), (lambda: wait(hosts[n:]))
 
     def state(self) -> list[dict[str, Any]]:
         """What is in flight, waited for, as tensors and numbers; nothing if a peer is gone, as if it had not been sent."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from .blocks import CACHED, Group, Layout, Window
 from .codecs import vectors, wire
 from .config import BLOCK, Codec, Reducer
+from .staging import upload
 
 FEW = 64  # coefficients of a block for which outer products are less work than two products of matrices
 
@@ -33,9 +34,9 @@ class Mean:
         """Write the window's elements of the mean into `out`, fp32 [numel]."""
         raise NotImplementedError
 
-    def terms(self, window: Window, room: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Where few elements of a window of blocks are not zero: places in the block (int64 [n, m]) and values (fp32 [n, m], 0 where a
-        place comes again). `room` [numel] is used in between."""
+    def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
+        """Where few elements of a window of blocks are not zero: places in the block (int64 [n, m]) and values (fp32 [n, m]), which are
+        added where a place comes again."""
         return None
 
     def add_to(self, work: Tensor, alpha: float) -> None:
@@ -61,7 +62,7 @@ class Whole(Mean):
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
         """See `Mean.fill`."""
-        return out.copy_(window.of(self.work))
+        return out.copy_(window.of(self.work), non_blocking=True)
 
 
 class Indexed(Mean):
@@ -75,6 +76,7 @@ class Indexed(Mean):
         self.layout, self.codec, self.reducer, self.bodies, self.weights = layout, codec, reducer, bodies, weights
         self.device = bodies[0].device if bodies else torch.device("cpu")
         self._coded = wire.split(layout, codec, bodies)
+        self._shared = upload(torch.tensor(self.weights), self.device)
         self._dense: Tensor | None = None
         self._counts: Tensor | None = None  # replicas, or their weights, that sent a place of the window: bytes save much of the time
 
@@ -85,45 +87,55 @@ class Indexed(Mean):
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
             return out.copy_(self._whole()[window.begin - start : window.end - start])
-        place, found = self._decode(window)
-        blocks, step = out.view(-1, BLOCK), CACHED if out.device.type == "cpu" and place.shape[0] * place.shape[2] > FEW else window.count
+        places, values = self._decoded(window)
+        blocks, step = out.view(-1, BLOCK), CACHED if out.device.type == "cpu" and places.shape[1] > FEW else window.count
         for lo in range(0, window.count, step):  # many are jumped to in what the cache of a core holds
-            self._sum(blocks[lo : lo + step].zero_(), place[:, lo : lo + step], found[:, lo : lo + step])
+            part = places[lo : lo + step]
+            self._add(blocks[lo : lo + step].zero_(), part, self._shares(part, values[lo : lo + step]))
         return out
 
-    def terms(self, window: Window, room: Tensor) -> tuple[Tensor, Tensor] | None:
+    def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
         """See `Mean.terms`."""
         g, size = window.group, len(self.bodies)
         if g is None or not size or g.r * g.s < BLOCK or size * g.k(self.codec.topk) > FEW:
             return None
-        place, found = self._decode(window)
-        places, values = place.transpose(0, 1).flatten(1), torch.empty(window.count, size * place.shape[2], device=room.device)
-        step = CACHED if values.shape[1] > FEW // 2 else window.count
-        for lo in range(0, window.count, step):
-            part, chosen = place[:, lo : lo + step], places[lo : lo + step]
-            blocks = room[: len(chosen) * BLOCK].view(-1, BLOCK)
-            self._sum(blocks.scatter_(1, chosen, 0.0), part, found[:, lo : lo + step])
-            for p, out in zip(part, values[lo : lo + step].view(len(chosen), size, -1).unbind(1), strict=True):
-                out.copy_(blocks.gather(1, p))
-                blocks.scatter_(1, p, 0.0)  # a place that another replica has sent, too, counts once
-        return places, values
+        places, values = self._decoded(window)
+        return places, self._shares(places, values)
 
-    def _sum(self, blocks: Tensor, place: Tensor, found: Tensor) -> None:
-        """The mean of what is decoded [R, n, k], into `blocks` [n, 4096], which are zero there."""
-        weights = None if all(w == 1.0 for w in self.weights) else torch.tensor(self.weights, device=blocks.device)[:, None, None]
-        places = place.transpose(0, 1).flatten(1)
-        _add(blocks, place, places, found if weights is None else found * weights)
+    def _decoded(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Places (int64) and values (fp32) of all replicas, [n, R k]: those of a block in rank order."""
+        place, found = self._decode(window)
+        return place.transpose(0, 1).flatten(1), found.transpose(0, 1).flatten(1)
+
+    def _shares(self, places: Tensor, values: Tensor) -> Tensor:
+        """What each of the values [n, R k] adds to the mean: its replica's weight over the weights of all that count at its place."""
+        size, equal = len(self.weights), all(w == 1.0 for w in self.weights)
+        if size == 1:
+            return values
+        weights = self._shared.repeat_interleave(values.shape[1] // size)
         if self.reducer.kind != "senders":
-            blocks.scatter_(1, places, blocks.gather(1, places).div_(sum(self.weights)))
-        elif self.weights != [1.0]:
-            few = weights is None and len(self.weights) < 256  # then bytes do: a quarter of the memory to jump about in
-            if self._counts is None or len(self._counts) < len(blocks):
-                self._counts = torch.empty(blocks.shape, dtype=torch.uint8 if few else torch.float32, device=blocks.device)
-            counts = self._counts[: len(blocks)].scatter_(1, places, 0)
-            sent = (found != 0).to(counts.dtype)
-            _add(counts, place, places, sent if weights is None else sent * weights)
-            count = counts.gather(1, places).float()
-            blocks.scatter_(1, places, blocks.gather(1, places).div_(count.masked_fill_(count == 0, 1.0)))
+            return values * (weights / sum(self.weights))
+        few = equal and size < 256  # then bytes do: a quarter of the memory to jump about in
+        if self._counts is None or len(self._counts) < len(values):
+            self._counts = torch.empty(len(values), BLOCK, dtype=torch.uint8 if few else torch.float32, device=values.device)
+        counts, sent = self._counts[: len(values)].zero_(), values != 0
+        self._add(counts, places, sent.view(torch.uint8) if few else sent * weights)
+        count = counts.gather(1, places)
+        if few:
+            return values / count.clamp_min_(1)
+        return (values * weights).div_(count.masked_fill_(count == 0, 1.0))
+
+    def _add(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
+        """blocks [n, 4096] += values [n, R k] at their places, in rank order.
+
+        A CPU adds what is in a row one after the other. Elsewhere what is added at once has no order, so replicas are added one at a time.
+        """
+        if blocks.device.type == "cpu":
+            blocks.scatter_add_(1, places, values)
+            return
+        k = places.shape[1] // len(self.weights)
+        for p, v in zip(places.split(k, 1), values.split(k, 1), strict=True):
+            blocks.scatter_add_(1, p, v)
 
     def add_to(self, work: Tensor, alpha: float) -> None:
         """See `Mean.add_to`; only what was sent is touched."""
@@ -177,9 +189,9 @@ class Scattered(Mean):
     """Values at positions that are known, and the dense elements.
 
     Args:
-        positions: of each group, places in the slots, int64 [count, k].
+        positions: of each group, places in the slots, int64 [count, k], on the device of the workspaces.
         topk: of the codec.
-        chosen, dense: fp32; they may lie on another device than the positions.
+        chosen, dense: fp32; they may lie on the host instead.
     """
 
     def __init__(self, layout: Layout, positions: dict[Group, Tensor], topk: int, chosen: Tensor, dense: Tensor):
@@ -193,8 +205,8 @@ class Scattered(Mean):
         """See `Mean.fill`."""
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
-            return out.copy_(self._dense[window.begin - start : window.end - start])
-        place, values = self._of(window, out.device)
+            return out.copy_(self._dense[window.begin - start : window.end - start], non_blocking=True)
+        place, values = self._of(window)
         out.zero_().view(-1, BLOCK).scatter_(1, place, values)
         return out
 
@@ -202,27 +214,16 @@ class Scattered(Mean):
         """See `Mean.add_to`; only what was sent is touched."""
         for w in self.layout.windows(work.device):
             if w.group is not None:
-                place, values = self._of(w, work.device)
+                place, values = self._of(w)
                 w.of(work).view(-1, BLOCK).scatter_add_(1, place, values * alpha)
         self.layout.dense_part(work).add_(self._dense, alpha=alpha)
 
-    def _of(self, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _of(self, window: Window) -> tuple[Tensor, Tensor]:
         """Places and values [count, k] of a window's blocks."""
         assert window.group is not None
         place = self._positions[window.group][window.first : window.first + window.count]
         start = self._starts[window.group] + window.first * place.shape[1]
-        return place.to(device), self._chosen[start : start + place.numel()].view(place.shape).to(device)
-
-
-def _add(blocks: Tensor, place: Tensor, places: Tensor, values: Tensor) -> None:
-    """blocks [n, 4096] += values [R, n, k] at `place` (the same as [n, R k]: `places`), in rank order.
-
-    A CPU adds what is in a row one after the other. Elsewhere what is added at once has no order, so replicas are added one at a time."""
-    if blocks.device.type == "cpu":
-        blocks.scatter_add_(1, places, values.transpose(0, 1).flatten(1))
-        return
-    for p, v in zip(place, values, strict=True):
-        blocks.scatter_add_(1, p, v)
+        return place, self._chosen[start : start + place.numel()].view(place.shape).to(place.device, non_blocking=True)
 
 
 def _clipped(found: Tensor) -> Tensor:

@@ -147,8 +147,7 @@ def _state(channel: Channel, section: Section, place: _Place) -> tuple[int, int]
         outer = work * (2 if channel.applier.momentum else 1)  # anchor, momentum
         device, host = (device, host + outer) if place.host_home else (device + outer, host)
         device += work if place.low_precision else 0
-    known = section.known_bytes  # positions of the last exchange, made on the host
-    return (device, host + known) if place.staged else (device + known, host)
+    return device + section.known_bytes, host
 
 
 def _own(channel: Channel, work: int) -> int:

@@ -2,70 +2,79 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from .channel import ActiveChannel
-from .island import Island
-from .mailbox import Mailbox
-from .transport import Line, reduce
+from . import agreement
+from .flow import Flow, drift
+from .shards import digest
+from .transport import reduce
 
 
-def mean_parameters(parameters: ActiveChannel, mailbox: Mailbox, line: Line | None) -> Tensor | None:
-    """Mean of the parameters over the replicas as a workspace of this lane, fp32; all replicas call it at the same step."""
-    work = parameters.pack("parameter")
-    if line is None or work is None:
-        mailbox.ask(lambda: None)
-        return work if mailbox.courier is None and parameters.size == 1 else None
-    vector = work.cpu()
-    means: list[Tensor] = mailbox.ask(lambda: reduce(line, [(vector, "fp32")], [[1.0] * line.size]))
-    return means[0].to(work.device)
-
-
-def set_mean(parameters: ActiveChannel, mailbox: Mailbox, line: Line | None, island: Island) -> float:
-    """Replace the parameters by their mean over the replicas; returns the drift of this one, |theta - mean| / |mean|."""
-    own = parameters.tensors("parameter")
-    before = [t.float().clone() for t in own if t is not None]
-    parameters.write(mean_parameters(parameters, mailbox, line), own)
-    after = [t.float() for t in own if t is not None]
-    far = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    return drift(island, far, sum(float(a.square().sum()) for a in after))
-
-
-def drift(island: Island, far: float, norm: float) -> float:
-    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
-    far, norm = island.total(far, norm)
-    return math.sqrt(far / norm) if norm else 0.0
+def shows(flow: Flow) -> str:
+    """See `Exchange.shows`."""
+    moving = [c.channel for c in flow.moving]
+    if not moving or flow.topology.islands == 1 and not any(c.source == "delta" for c in moving):
+        return "parameters"
+    return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
 
 
 @contextmanager
-def shown(
-    model: torch.nn.Module,
-    channels: Sequence[ActiveChannel],
-    parameters: ActiveChannel,
-    mailbox: Mailbox,
-    line: Line | None,
-    anchors: bool,
-) -> Iterator[None]:
-    """Within this context `model` holds the anchors of its delta channels, or the mean over the replicas."""
-    tensors = [t for t in parameters.shards.read("parameter") if t is not None]
-    kept = [t.clone() for t in tensors]
+def shown(flow: Flow, model: torch.nn.Module, what: str) -> Iterator[None]:
+    """Within this context `model` holds the replica's own "parameters", the "anchor" of its delta channels, or the "mean" over the
+    replicas; in the end it holds its own."""
+    parameters, shards = flow.parameters, flow.shards
+    if what == "parameters":
+        try:
+            yield
+        finally:
+            shards.commit(model)
+        return
+    kept = [t.clone() for t in shards.read("parameter") if t is not None]
     with torch.no_grad():
-        if anchors:
-            for c in (c for c in channels if c.channel.source == "delta"):
+        if what == "anchor":
+            for c in (c for c in flow.channels if c.channel.source == "delta"):
                 c.show_anchor()
         else:
-            parameters.write(mean_parameters(parameters, mailbox, line), parameters.tensors("parameter"))
-    parameters.shards.commit(model)
+            parameters.write(mean_parameters(flow), parameters.tensors("parameter"))
+    shards.commit(model)
     try:
         yield
     finally:
-        parameters.shards.commit(model)
+        shards.commit(model)
         with torch.no_grad():
-            for t, old in zip([t for t in parameters.shards.read("parameter") if t is not None], kept, strict=True):
+            for t, old in zip([t for t in shards.read("parameter") if t is not None], kept, strict=True):
                 t.copy_(old)
-        parameters.shards.commit(model)
+        shards.commit(model)
+
+
+def mean_parameters(flow: Flow) -> Tensor | None:
+    """Mean of the parameters over the replicas as a workspace of this lane, fp32; all replicas call it at the same step."""
+    work, line = flow.parameters.pack("parameter"), flow.line
+    if line is None or work is None:
+        flow.mailbox.ask(lambda: None)
+        return work if line is None and flow.parameters.size == 1 else None
+    vector = work.cpu()
+    means: list[Tensor] = flow.mailbox.ask(lambda: reduce(line, [(vector, "fp32")], [[1.0] * line.size]))
+    return means[0].to(work.device)
+
+
+def set_mean(flow: Flow) -> float:
+    """Replace the parameters by their mean over the replicas; returns the drift of this one, |theta - mean| / |mean|."""
+    own = flow.parameters.tensors("parameter")
+    before = [t.float().clone() for t in own if t is not None]
+    flow.parameters.write(mean_parameters(flow), own)
+    after = [t.float() for t in own if t is not None]
+    far = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+    return drift(flow.island, far, sum(float(a.square().sum()) for a in after))
+
+
+def equal(flow: Flow) -> bool:
+    """Whether the parameters of all replicas are bit-equal now. All ranks of all islands call it at the same step."""
+    line = flow.line
+    mark = digest(flow.shards.read("parameter")) if line is not None else b""  # read in this thread, behind what it has queued on a device
+    same = flow.mailbox.ask(lambda: line is None or agreement.all_equal(line, mark))
+    return not flow.island.largest(float(same is False))[0]

@@ -31,14 +31,16 @@ class Section:
         channel: its codec, clock and reducer.
         size: number of replicas.
         seed: of seeded selections.
+        device: of the workspaces.
 
     Attributes:
         spans: length and code of each of its vectors; empty if indexed.
         gathered: whether it travels in the body.
     """
 
-    def __init__(self, layout: Layout, channel: Channel, size: int, seed: int = 0):
+    def __init__(self, layout: Layout, channel: Channel, size: int, seed: int = 0, device: torch.device | str = "cpu"):
         self.layout, self.channel, self.codec, self.size, self.seed = layout, channel, channel.codec, size, seed
+        self.device = torch.device(device)
         self.spans: list[tuple[int, str]] = []
         if self.codec.seeded:
             chosen = sum(g.count * g.k(self.codec.topk) for g in layout.groups)
@@ -120,13 +122,13 @@ class Section:
         return Scattered(self.layout, self._positions(step), self.codec.topk, *parts)
 
     def _positions(self, step: int) -> dict[Group, Tensor]:
-        """For each group of blocks the places in their slots that the exchange of `step` sends, int64 [count, k] on the CPU."""
+        """For each group of blocks the places in their slots that the exchange of `step` sends, int64 [count, k] on the device."""
         number = max(self.channel.clock.round(step) - 1, 0)
         if self._known is None or self._known[0] != number:
             found = {}
             for g in self.layout.groups:
                 count = 1 if self.codec.select == "stride" else g.count  # a stride is the same in every block
-                inside = seeded(self.codec.select, g.r * g.s, g.k(self.codec.topk), count, number, self.seed)
+                inside = seeded(self.codec.select, g.r * g.s, g.k(self.codec.topk), count, number, self.seed, self.device)
                 place = inside if g.s == EDGE else inside // g.s * EDGE + inside % g.s
                 found[g] = place.expand(g.count, -1)
             self._known = (number, found)
@@ -139,7 +141,7 @@ class Section:
         chosen = torch.empty(self.spans[0][0], device=work.device)
         for w in self.layout.windows(work.device):
             if w.group is not None:
-                place = positions[w.group][w.first : w.first + w.count].to(work.device)
+                place = positions[w.group][w.first : w.first + w.count]
                 torch.gather(w.of(work).view(-1, BLOCK), 1, place, out=chosen[at : at + place.numel()].view(place.shape))
                 at += place.numel()
         return [chosen, self.layout.dense_part(work).clone()]

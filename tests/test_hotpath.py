@@ -111,9 +111,11 @@ def test_few_coefficients_are_as_many_outer_products() -> None:
     place = torch.stack([torch.randperm(BLOCK, generator=torch.Generator().manual_seed(i))[:20] for i in range(3)])
     values, layout = random(3, 20), Layout([(64, 192)], ["transform"])
     dense = torch.zeros(3, BLOCK).scatter_(1, place, values).view(-1)
-    with Transform("cpu", "bf16") as made:
-        found = made.sparse_inverse(place, values, torch.empty(3 * BLOCK))
-    assert torch.allclose(found, transform(layout, dense, inverse=True), atol=1e-5)
+    exact = transform(layout, dense, inverse=True)
+    for products, near in (("fp32", 1e-5), ("bf16", 2e-2)):
+        with Transform("cpu", products) as made:
+            found = made.sparse_inverse(place, values, torch.empty(3 * BLOCK))
+        assert float((found - exact).abs().max()) < near
 
 
 def test_the_faster_products_are_fp32() -> None:
@@ -186,8 +188,7 @@ def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[flo
         assert torch.allclose(found, expected, atol=1e-6)
     mean = section.received(bodies, weights, 0)
     for w in made.windows:
-        room = torch.full((w.numel,), torch.nan)
-        terms = mean.terms(w, room)
+        terms = mean.terms(w)
         if terms is not None:
             dense = torch.zeros(w.count, BLOCK).scatter_add_(1, *terms)
             assert torch.equal(dense.view(-1), w.of(found))

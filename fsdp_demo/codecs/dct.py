@@ -106,14 +106,17 @@ class Transform:
         return self._whole(work, inverse=True)
 
     def sparse_inverse(self, place: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        """The inverse transform, in fp32, of whole blocks of which few coefficients are not zero, into `out` [n * 4096]: sums of m outer
-        products of rows of D. `values`: fp32 [n, m], at places [n, m] in the block, 0 where a place comes again."""
-        n, d = len(place), dct_matrix(EDGE, self.device)
+        """The inverse transform of whole blocks of which few coefficients are not zero, into `out` (fp32 [n * 4096]): sums of m outer
+        products of rows of D. `values`: fp32 [n, m], at places [n, m] in the block, added where a place comes again."""
+        n, d = len(place), dct_matrix(EDGE, self.device, self.dtype)
         if self._factors is None:
             self._rows(torch.zeros(BLOCK, dtype=self.dtype), inverse=True)  # sets the precision
         left = d.index_select(0, (place >> 6).view(-1)).view(n, -1, EDGE).transpose(1, 2)
-        right = d.index_select(0, (place & 63).view(-1)).view(n, -1, EDGE).mul_(values[:, :, None])
-        torch.bmm(left, right, out=out.view(n, EDGE, EDGE))
+        right = d.index_select(0, (place & 63).view(-1)).view(n, -1, EDGE).mul_(values.to(self.dtype)[:, :, None])
+        if self.dtype == torch.float32:
+            torch.bmm(left, right, out=out.view(n, EDGE, EDGE))
+        else:
+            out.view(n, EDGE, EDGE).copy_(torch.bmm(left, right, out=self._buffer(1, n * BLOCK, self.dtype)[2]))
         return out
 
     def _whole(self, work: Tensor, inverse: bool) -> Tensor:

@@ -227,7 +227,7 @@ def _sum(v: Tensor) -> Tensor:
 @cache
 def _table(code: str, device: torch.device) -> Tensor:
     """What each of the 16 codes of an fp4 code stands for, in units of the scale (fp32)."""
-    return torch.tensor([*MAGNITUDES[code], *(-m for m in MAGNITUDES[code])], device=device)
+    return torch.tensor([*MAGNITUDES[code], *(-m for m in MAGNITUDES[code])]).to(device)
 
 
 def _decode(code: str, scales: Tensor, q: Tensor) -> Tensor:

@@ -7,9 +7,9 @@
 Islands are network namespaces (`slow_link_lab.py`), one process and one core each, that train a small Llama on the Python library's sources
 (`slow_link_island.py`) by the same calls as any script. Of each preset all links are measured in one run, one after the other and back
 again (ABAB), so that a machine that gets slower slows all of them. Per cell: tokens per second of all islands together (median of the
-repeats, and their spread), its ratio to the link without limit, the seconds per step in which training stood still for the exchange (and
-their share of the step), the share of a core that the lab's delay line took from training, and bytes: those of the meter, and how many the
-interface sent for each, with one header per packet.
+repeats, and their spread), the ratio to the run on the first link in the same repeat (median), the seconds per step in which training
+stood still for the exchange (and their share of the step), the share of a core that the lab's delay line took from training, and bytes:
+those of the meter, and how many the interface sent for each, with one header per packet.
 
 With --json a preset's rows are written as soon as it is done, and presets that are in the file are not measured again.
 """
@@ -91,10 +91,14 @@ def cases(period: int, delay: int) -> list[Case]:
     ]
 
 
+def _cycle(config: ExchangeConfig) -> int:
+    """Steps after which the exchanges repeat."""
+    return math.lcm(*(c.clock.period for c in config.channels))
+
+
 def quiet_phase(config: ExchangeConfig) -> tuple[int, int]:
     """(step of the cycle after which the fewest payloads are under way, how many steps those still take)."""
-    clocks = [c.clock for c in config.channels]
-    cycle = math.lcm(*(c.period for c in clocks))
+    clocks, cycle = [c.clock for c in config.channels], _cycle(config)
 
     def under_way(phase: int) -> list[int]:
         """Steps left of each payload that left before the step `cycle + phase` and is due in it or later."""
@@ -140,7 +144,7 @@ def measure(case: Case, islands: Islands, links: Sequence[Link], args: argparse.
     lead, settle = quiet_phase(case.config)
     islands.lab.shape(None, 0.0)
     parameters = islands.ask(do="attach", run=_run_id(), method=case.preset, settings=case.settings)
-    islands.ask(do="train", settle=0, steps=max(lead, 2 if case.config.channels[0].clock.period == 1 else 1))
+    islands.ask(do="train", settle=0, steps=max(_cycle(case.config) + lead, 2))  # from here on every cycle is like the last
     cells: list[Cell] = []
     for link in links:
         cells.append(Cell(link, case.steps, args.repeat))
@@ -189,8 +193,7 @@ def _headers(case: Case, islands: Islands, settle: int, long: bool) -> float:
 
 
 def _row(case: Case, cell: Cell, first: Cell, headers: float, parameters: int, args: argparse.Namespace) -> dict[str, Any]:
-    rates, base = cell.rates, statistics.median(first.rates)
-    steps = cell.steps
+    rates, steps = cell.rates, cell.steps
     return {
         "case": case.name,
         "preset": case.preset,
@@ -203,7 +206,7 @@ def _row(case: Case, cell: Cell, first: Cell, headers: float, parameters: int, a
         "parameters": parameters,
         "tokens_per_second": statistics.median(rates),
         "spread": [min(rates), max(rates)],
-        "ratio": statistics.median(rates) / base,
+        "ratio": statistics.median(a / b for a, b in zip(rates, first.rates, strict=False)),
         "seconds_per_step": cell.seconds() / steps,
         "exposed_seconds_per_step": cell.waiting(),
         "exposed_share": cell.waiting() * steps / cell.seconds(),

@@ -1,0 +1,217 @@
+"""The flow of one step: what an exchange does around the step of the base optimizers, in its order.
+
+    backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels] -> next forward
+
+A channel accumulates and encodes (`channel.py`), what it sends is launched and lands (`mailbox.py`), its mean acts (`appliers.py`), and
+what that has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`Shards.ticks`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from . import agreement
+from .bound import BoundChannel
+from .channel import ActiveChannel, Outgoing
+from .config import ExchangeConfig
+from .island import Island
+from .mailbox import Mailbox
+from .notes import Notes
+from .shards import Shards
+from .topology import Topology
+from .transport import Line
+
+log = logging.getLogger("fsdp_demo")
+
+
+class Flow:
+    """The parts of an exchange on one rank, and the order in which they act.
+
+    Args:
+        config, topology: what was agreed.
+        shards: what the engine offers.
+        mailbox: sends and receives for the channels, on the line that it holds.
+        island: the other ranks of this replica.
+        channels: at work, in the order of the configuration.
+        parameters: a channel over all parameters that are not frozen, which no clock sends.
+        step: of the job, to start from.
+
+    Attributes:
+        notes: what this replica says of itself.
+        step: optimizer steps of the job done so far (ticks).
+        drift: see `Exchange`.
+    """
+
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        topology: Topology,
+        shards: Shards,
+        mailbox: Mailbox,
+        island: Island,
+        channels: list[ActiveChannel],
+        parameters: BoundChannel,
+        step: int,
+    ):
+        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, island
+        self.channels, self.parameters, self.step = channels, parameters, step
+        self.notes = Notes()
+        self.drift: float | None = None
+
+    @property
+    def line(self) -> Line | None:
+        """To the ranks with the same shard on the other islands; None on a copy beyond the lanes, and when it is closed."""
+        return None if self.mailbox.courier is None else self.mailbox.courier.line
+
+    @property
+    def gradients_only(self) -> bool:
+        """Whether all channels act before the base step."""
+        return all(c.channel.before_step for c in self.channels)
+
+    @property
+    def moving(self) -> list[ActiveChannel]:
+        """The channels that set parameters."""
+        return [c for c in self.channels if c.channel.source in ("delta", "parameter")]
+
+    # ---- one tick --------------------------------------------------------------------------------------------------
+
+    def before(self) -> None:
+        """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base step back where nothing is."""
+        self.shards.check()
+        self.notes.begin()
+        mine = [c for c in self.channels if c.channel.before_step]
+        self.clip(mean=False)
+        outgoing = {}
+        for c in mine:
+            c.note_gradients()
+            source = c.accumulate()  # what is in flight has left the accumulator already
+            if c.channel.clock.due(self.step):
+                outgoing[c.channel.name] = c.encode(self.step, source)
+            del source  # as large as the shards: it must not outlive the message
+        self._launch(outgoing)
+        applied = self.mailbox.land(mine, self.step)
+        for c in mine:
+            if c not in applied:
+                c.set_gradients([False] * len(c.covered))
+        if applied:
+            self.clip(mean=True)
+
+    def after(self) -> None:
+        """After-step channels of this tick; then the step counts."""
+        mine = [c for c in self.channels if not c.channel.before_step]
+        try:
+            self.exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
+        finally:  # the local step was taken, whatever became of the exchange
+            self.step += 1
+
+    def exchange(
+        self, channels: Sequence[ActiveChannel], due: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
+    ) -> None:
+        """Send those that are due and land what is: first the others, then those that come `after` one and see what it has done.
+
+        step, now, last: as for `Mailbox.land`."""
+        for first in (True, False):
+            stage = [c for c in channels if first != bool(c.channel.after)]
+            self.send([c for c in due if c in stage])
+            self.settle(self.mailbox.land(stage, step, now, last))
+
+    # ---- its parts -------------------------------------------------------------------------------------------------
+
+    def clip(self, mean: bool) -> None:
+        """Clip gradients before (`mean` False) or after the exchange, as the configuration says."""
+        if self.config.clip is None or self.config.clips_mean != mean:
+            return
+        across = self._mean_over_islands if self.config.clip_over == "islands" and not mean else None
+        self.island.clip(self.shards.read("gradient"), self.config.clip, across)
+
+    def _mean_over_islands(self, value: float) -> float:
+        line, step = self.line, self.step
+        mean = self.mailbox.ask(lambda: value if line is None else agreement.mean_of(line, step, value))
+        return self.island.largest(0.0 if line is None and self.topology.islands > 1 else mean or 0.0)[0]
+
+    def send(self, channels: Sequence[ActiveChannel]) -> None:
+        """Accumulate, encode and launch."""
+        self._launch({c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels})
+
+    def _launch(self, outgoing: dict[str, Outgoing]) -> None:
+        if not outgoing:
+            return
+        by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
+        weight, loss, flags = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
+        self.mailbox.launch(outgoing, self.step, weight, loss, flags)
+
+    def settle(self, applied: Sequence[ActiveChannel]) -> None:
+        """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
+        is what the mean has moved them."""
+        if any(c.channel.source in ("delta", "parameter") for c in applied):
+            self.shards.commit()
+        for c in applied:
+            if c.channel.after and c.channel.source == "parameter":
+                for d in self.channels:
+                    if d.channel.source == "delta" and d.channel.name.split(".")[0] == c.channel.after:
+                        d.anchor_here()
+                self.drift = drift(self.island, *c.moved)
+                log.info("%s: drift %.3g before the average of step %d", self.topology.name, self.drift, self.step)
+
+    def base_step(self) -> None:
+        """The base optimizers' step on gradients that the exchange has made."""
+        self.shards.base_step()
+        self.shards.commit()
+
+    def stops(self, told: float) -> tuple[bool, bool, float]:
+        """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and the largest number that its ranks
+        were `told`.
+
+        The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
+        alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
+        together, leaves, heard = self.island.largest(float(self.mailbox.stop), float(alone), told)
+        return bool(together), bool(leaves and not together), heard
+
+    # ---- what is kept ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """See `Exchange.state_dict`."""
+        in_flight = self.mailbox.state()
+        tokens, losses = self.notes.state()
+        return {
+            "step": self.step,
+            "digest": self.config.digest(),
+            "last": dict(self.mailbox.last),
+            "tokens": tokens,
+            "losses": [self.mailbox.loss, losses],
+            "channels": {c.channel.name: c.state() for c in self.channels},
+            "in_flight": in_flight,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Exchange.load_state_dict`."""
+        if set(state["channels"]) != {c.channel.name for c in self.channels}:
+            mine = [c.channel.name for c in self.channels]
+            saved = sorted(state["channels"])
+            raise ValueError(f"saved channels are {saved}, this configuration has {mine}: resume with the preset that saved them")
+        if state["digest"] != self.config.digest():
+            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
+        for c in self.channels:
+            c.load(state["channels"][c.channel.name])
+        self.step, self.mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
+        self.mailbox.load(state["in_flight"])
+        self.mailbox.loss, losses = state.get("losses", (math.nan, ()))
+        self.notes.load(state["tokens"], losses, self.shards.device)
+
+    def forget(self) -> None:
+        """Wait for what is under way, and drop it with what was noted and found so far."""
+        self.mailbox.ask(lambda: None)
+        self.mailbox.flights.clear()
+        self.notes.clear()
+        self.drift = None
+        for c in self.channels:
+            c.present = [False] * len(c.covered)
+
+
+def drift(island: Island, far: float, norm: float) -> float:
+    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
+    far, norm = island.total(far, norm)
+    return math.sqrt(far / norm) if norm else 0.0
