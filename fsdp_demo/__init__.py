@@ -1,7 +1,7 @@
 """Hybrid-sharded training over slow networks: shard inside a node, exchange a little, compressed, between nodes.
 
-import fsdp_demo
-exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+    import fsdp_demo
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
 """
 
 from .attaching import attach

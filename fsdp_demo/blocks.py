@@ -27,7 +27,8 @@ from .config import BLOCK
 from .windows import EDGE, Box, Contiguous, Group, Window
 
 MAX_PADDING = 1.1
-WINDOW, WINDOW_GPU = 512, 1024  # blocks worked on at once: 8 MiB, and 16 MiB where every kernel has to be launched; multiples of 4
+WINDOW, WINDOW_GPU = 512, 2048  # blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 4
+CODED_GPU = 1 << 20  # coefficients coded at once where every kernel has to be launched: 8 MiB of places
 CACHED = 64  # blocks, 1 MiB: what a CPU transforms at once, so that what is written in between stays in the cache of a core
 
 T = TypeVar("T")
@@ -158,6 +159,7 @@ class Layout:
             self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
             at += hi - lo
         self.num_blocks, self.num_dense = slot, at
+        self._windows: dict[bool, list[Window]] = {}  # by whether they are for a CPU
 
     @property
     def numel(self) -> int:
@@ -175,8 +177,25 @@ class Layout:
     def windows(self, device: torch.device | str) -> list[Window]:
         """The workspace in stretches that are worked on at once on `device`, each in parts that are packed and transformed at once."""
         cpu = torch.device(device).type == "cpu"
-        size = WINDOW if cpu else WINDOW_GPU
-        part = CACHED if cpu else size
+        if cpu not in self._windows:
+            self._windows[cpu] = self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
+        return self._windows[cpu]
+
+    def stretches(self, device: torch.device | str, topk: int, size: int = 1) -> list[Window]:
+        """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded at once; their parts are `windows`.
+
+        On a CPU each is a window, so that what is coded stays in the cache; elsewhere they are long, for the sake of few kernels."""
+        out: list[Window] = []
+        for g in self.groups:
+            windows = [w for w in self.windows(device) if w.group is g]
+            many = 1 if torch.device(device).type == "cpu" else max(1, CODED_GPU // (WINDOW_GPU * size * g.k(topk)))
+            for i in range(0, len(windows), many):
+                parts = tuple(windows[i : i + many])
+                out.append(Window(g, parts[0].begin, parts[-1].end, parts=parts))
+        return out
+
+    def _cut(self, size: int, part: int) -> list[Window]:
+        """Windows of up to `size` blocks in parts of up to `part`."""
         out, base = [], self.num_blocks * BLOCK
         for g in self.groups:
             for lo in range(g.start, g.stop, size):

@@ -6,6 +6,7 @@ everywhere, whatever the size of a window.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -77,6 +78,8 @@ class Indexed(Mean):
         self.device = bodies[0].device if bodies else torch.device("cpu")
         self._coded = wire.split(layout, codec, bodies)
         self._shared = upload(torch.tensor(self.weights), self.device)
+        self._stretches: list[Window] = []
+        self._latest: tuple[Window, Tensor, Tensor] | None = None  # what was decoded last
         self._dense: Tensor | None = None
         self._counts: Tensor | None = None  # replicas, or their weights, that sent a place of the window: bytes save much of the time
 
@@ -142,16 +145,23 @@ class Indexed(Mean):
         if len(self.bodies) != 1 or self.weights != [1.0] or self.reducer.clip != "none":
             super().add_to(work, alpha)
             return
-        for w in self.layout.windows(self.device):
-            if w.group is not None:
-                place, found = self._decode(w)
-                w.of(work).view(-1, BLOCK).scatter_add_(1, place[0], found[0] * alpha)
+        for s in self.layout.stretches(self.device, self.codec.topk):
+            place, found = self._decode(s)
+            s.of(work).view(-1, BLOCK).scatter_add_(1, place[0], found[0] * alpha)
         self.layout.dense_part(work).add_(wire.decode_dense(self.layout, self.codec, self.bodies[0]), alpha=alpha)
 
     def _decode(self, window: Window) -> tuple[Tensor, Tensor]:
-        assert window.group is not None
-        place, found = wire.decode_window(window, self._coded[window.group], self.codec)
-        return place, _clipped(found) if self.reducer.clip == "median_norm" else found
+        """Places and values [R, n, k] of a window, from the stretch that it lies in."""
+        if self._latest is None or not self._latest[0].begin <= window.begin < self._latest[0].end:
+            self._latest = None  # its memory is that of the next
+            self._stretches = self._stretches or self.layout.stretches(self.device, self.codec.topk, len(self.bodies))
+            stretch = self._stretches[bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1]
+            assert stretch.group is not None
+            place, found = wire.decode_window(stretch, self._coded[stretch.group], self.codec)
+            self._latest = stretch, place, _clipped(found) if self.reducer.clip == "median_norm" else found
+        stretch, place, found = self._latest
+        first = window.first - stretch.first
+        return place[:, first : first + window.count], found[:, first : first + window.count]
 
     def _whole(self) -> Tensor:
         """The mean of what is sent whole, over all replicas."""

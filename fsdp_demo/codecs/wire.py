@@ -135,16 +135,24 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
     return out
 
 
-def encode_window(window: Window, span: tuple[int, int, int], codec: Codec, work: Tensor, data: Tensor) -> None:
-    """Select and code `work` [numel], blocks of a window, into its places of a section `data`; `span` is that of its group."""
+def encode_stretch(stretch: Window, span: tuple[int, int, int], codec: Codec, work: Tensor, data: Tensor) -> None:
+    """Select and code the blocks of a stretch of the workspace `work` into its places of a section `data`; `span` is that of its group."""
+    g = stretch.group
+    assert g is not None
+    picked = [_select(w, g.k(codec.topk), w.of(work)) for w in stretch.parts]
+    index, chosen = picked[0] if len(picked) == 1 else map(torch.cat, zip(*picked, strict=True))
+    values.encode_rows(codec.code, chosen, data[span[0] : span[1]], g.count, stretch.first)
+    packed, at = pack12(index if g.s == EDGE else index // g.s * EDGE + index % g.s), span[1] + 3 * stretch.first * index.shape[1] // 2
+    data[at : at + packed.numel()] = packed
+
+
+def _select(window: Window, k: int, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in the r x s block (int64) and values (fp32) of the k largest of each of a window's blocks, [n, k]."""
     g = window.group
     assert g is not None
-    k, blocks = g.k(codec.topk), work.view(-1, EDGE, EDGE)[:, : g.r, : g.s]
-    rows = blocks.reshape(window.count, -1)
+    rows = work.view(-1, EDGE, EDGE)[:, : g.r, : g.s].reshape(window.count, -1)
     index = top_k(rows, k)
-    values.encode_rows(codec.code, rows.gather(1, index), data[span[0] : span[1]], g.count, window.first)
-    packed, at = pack12(index if g.s == EDGE else index // g.s * EDGE + index % g.s), span[1] + 3 * window.first * k // 2
-    data[at : at + packed.numel()] = packed
+    return index, rows.gather(1, index)
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,9 @@ def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
     """Select and code the workspace `work` (flat fp32): uint8 [sparse_bytes]. `work` is not changed."""
     data = torch.empty(sparse_bytes(layout, codec), dtype=torch.uint8, device=work.device)
     of = dict(zip(layout.groups, spans(layout, codec), strict=True))
-    for w in layout.windows(work.device):
-        if w.group is not None:
-            encode_window(w, of[w.group], codec, w.of(work), data)
+    for s in layout.stretches(work.device, codec.topk):
+        assert s.group is not None
+        encode_stretch(s, of[s.group], codec, work, data)
     dense = values.encode(dense_code(codec), layout.dense_part(work).view(1, -1))
     data[data.numel() - dense.numel() :] = dense
     return data
@@ -191,11 +199,11 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
     """Positions in the workspace (int64 [m], distinct), their values (fp32 [m]) and the dense part (fp32 [num_dense])."""
     positions, found = [torch.empty(0, dtype=torch.int64, device=data.device)], [torch.empty(0, device=data.device)]
     of = split(layout, codec, [data])
-    for w in layout.windows(data.device):
-        if w.group is not None:
-            place, value = decode_window(w, of[w.group], codec)
-            positions.append(place[0].add_(torch.arange(w.begin, w.end, BLOCK, device=place.device)[:, None]).view(-1))
-            found.append(value.view(-1))
+    for s in layout.stretches(data.device, codec.topk):
+        assert s.group is not None
+        place, value = decode_window(s, of[s.group], codec)
+        positions.append(place[0].add_(torch.arange(s.begin, s.end, BLOCK, device=place.device)[:, None]).view(-1))
+        found.append(value.view(-1))
     return torch.cat(positions), torch.cat(found), decode_dense(layout, codec, data)
 
 
