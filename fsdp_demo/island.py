@@ -105,7 +105,7 @@ class Island:
             square.div_(self.position.copies)
         factor = limit / (square.sqrt() + 1e-6)
         if present:
-            torch._foreach_mul_(present, factor.clamp_(max=1.0).nan_to_num_(nan=1.0))
+            torch._foreach_mul_(present, factor.clamp_(max=1.0).nan_to_num_(nan=1.0).float())
 
     def release(self) -> None:
         """Forget the groups (they belong to torch.distributed and end with it)."""
@@ -113,6 +113,7 @@ class Island:
 
 
 def _control(topology: Topology, mesh: bool) -> Any:
-    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other replicas need not come at the same time."""
+    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other replicas need not come at the same time, but
+    torch names such a group by how many a rank is in, so all ranks of an island must have made as many."""
     ranks = dist.get_process_group_ranks(topology.group) if mesh else None
     return dist.new_group(ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=mesh)

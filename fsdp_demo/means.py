@@ -36,8 +36,8 @@ class Mean:
         raise NotImplementedError
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """Where few elements of a window of blocks are not zero: places in the block (int64 [n, m]) and values (fp32 [n, m]), which are
-        added where a place comes again."""
+        """Where few elements of a window of whole, transformed blocks are not zero: places in the block (int64 [n, m]) and values (fp32
+        [n, m]), which are added where a place comes again."""
         return None
 
     def add_to(self, work: Tensor, alpha: float) -> None:
@@ -100,7 +100,7 @@ class Indexed(Mean):
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
         """See `Mean.terms`."""
         g, size = window.group, len(self.bodies)
-        if g is None or not size or g.r * g.s < BLOCK or size * g.k(self.codec.topk) > FEW:
+        if g is None or not g.transform or not size or g.r * g.s < BLOCK or size * g.k(self.codec.topk) > FEW:
             return None
         places, values = self._decoded(window)
         return places, self._shares(places, values)

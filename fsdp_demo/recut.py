@@ -6,8 +6,7 @@ blocks, inverse transform, rows joined and cut, transform, into the new blocks; 
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -38,15 +37,7 @@ class Side:
     @cached_property
     def views(self) -> dict[int, Layout]:
         """For each tensor of which this lane holds a part: the layout with that tensor alone in it, as number 0."""
-        out: dict[int, Layout] = {}
-        for t in {p.region.tensor for p in self.layout.pieces} | {d.tensor for d in self.layout.dense}:
-            out[t] = copy.copy(self.layout)
-            out[t].pieces, out[t].dense = [], []
-        for p in self.layout.pieces:
-            out[p.region.tensor].pieces.append(replace(p, region=replace(p.region, tensor=0)))
-        for d in self.layout.dense:
-            out[d.tensor].dense.append(replace(d, tensor=0))
-        return out
+        return {t: self.layout.only(t) for t in {p.region.tensor for p in self.layout.pieces} | {d.tensor for d in self.layout.dense}}
 
     def lies_as(self, t: int, other: Side, s: int) -> bool:
         """Whether tensor `t` has the blocks of the other side's tensor `s`, over the same elements."""

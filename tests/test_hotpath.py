@@ -209,6 +209,23 @@ def test_bf16_products_follow_fp32(small: None) -> None:
     assert len(exact & near) / len(exact) > 0.97 and float((signs == other).float().mean()) > 0.97
 
 
+@torch.no_grad()
+def test_what_is_not_transformed_is_not_transformed_back() -> None:
+    """Embeddings are plain by default: with bf16 products, too, their gradient is what was sent, where it was sent."""
+    config = preset("demo", topk=8, **{"applier.phi": "identity", "codec.products": "bf16"})
+    embedding = nn.Parameter(torch.zeros(128, 64))
+    optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
+    made = ActiveChannel(config.channels[0], TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 1)
+    made.start()
+    sent = step(made, [embedding], 1)
+    assert [g.transform for g in made.layout.groups] == [False]
+    made.apply(made.mean([sent.body], [], [1.0], 0), sent, [True])
+    places, values, _ = decode_sparse(made.layout, config.channels[0].codec, sent.body)
+    expected = torch.zeros(128 * 64)
+    expected[places] = values
+    assert torch.equal(embedding.grad.view(-1), expected)
+
+
 def test_products_are_part_of_the_configuration() -> None:
     config = preset("demo", **{"codec.products": "bf16"})
     assert ExchangeConfig.from_yaml(config.to_yaml()) == config and config.digest() != preset("demo").digest()
