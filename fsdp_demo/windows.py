@@ -67,8 +67,8 @@ class Window:
         begin, end: elements of the workspace.
         boxes: where its blocks lie in the tensors.
         rows: of a dense one, what lies where: (tensor, from, to, place in the window).
-        parts: the same stretch in parts: of a window those that fit into the cache of a core, none where it is one itself (`inner`); of what
-            is coded at once (`Layout.stretches`) its windows.
+        parts: the same stretch in parts: of a window those that fit into the cache of a core, none where it is one itself (`inner`); of
+            what is coded at once (`Layout.stretches`) its windows.
     """
 
     group: Group | None
