@@ -1,6 +1,7 @@
 """A whole training step with and without the exchange: time and memory, a model whole on one rank and in FSDP2 shards on two.
 
-    python recipes/benchmarks/step.py [--json FILE] [--device cuda]
+    python recipes/benchmarks/step.py [--json FILE] [--device cuda]         # some ten minutes on two cores
+    python recipes/benchmarks/step.py --steps 16 --only demo,diloco         # some two
 
 One process per rank holds two copies of a small Llama, one trained alone and one with an exchange attached, and steps them in turns (ABAB),
 so that a machine that gets slower slows both; figures are medians, and ratios of medians. The other replica is played by an echo, which
@@ -200,7 +201,10 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
     gpus = torch.cuda.device_count() if args.device == "cuda" else max(SETTINGS.values())
-    rows = [row(setting, name, args) for setting, world in SETTINGS.items() if world <= gpus for name in wanted]
+    rows = []
+    for setting, name in [(s, n) for s, world in SETTINGS.items() if world <= gpus for n in wanted]:
+        print(f"{setting}, {name} ...", file=sys.stderr)
+        rows.append(row(setting, name, args))
     print(show(rows))
     if gpus < max(SETTINGS.values()):
         print("one GPU: the FSDP2 rows need two", file=sys.stderr)
