@@ -44,6 +44,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         **vars(place),
         "lanes": exchange.channels[0].lanes,
         "torch": torch.__version__,
+        "applied": exchange.applied,
         "parameters": [
             {
                 "name": s.name,

@@ -135,6 +135,11 @@ class Exchange:
         self._flow.step = value
 
     @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied here, -1 where there was none."""
+        return self._flow.applied
+
+    @property
     def drift(self) -> float | None:
         """How far this replica was from the mean, as a fraction of it."""
         return self._flow.drift

@@ -67,6 +67,12 @@ class Flow:
         return None if self.mailbox.courier is None else self.mailbox.courier.line
 
     @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied here, -1 where there was none. Replicas for which these are equal
+        stand between the same exchanges: what consensus presets share (anchors, outer momenta) is equal there."""
+        return {c.channel.name: self.mailbox.applied.get(c.channel.name, -1) for c in self.channels}
+
+    @property
     def gradients_only(self) -> bool:
         """Whether all channels act before the base step."""
         return all(c.channel.before_step for c in self.channels)
@@ -180,6 +186,7 @@ class Flow:
             "step": self.step,
             "digest": self.config.digest(),
             "last": dict(self.mailbox.last),
+            "applied": self.applied,
             "tokens": tokens,
             "losses": [self.mailbox.loss, losses],
             "channels": {c.channel.name: c.state() for c in self.channels},
@@ -197,6 +204,7 @@ class Flow:
         for c in self.channels:
             c.load(state["channels"][c.channel.name])
         self.step, self.mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
+        self.mailbox.applied = dict(state.get("applied", {}))
         self.mailbox.load(state["in_flight"])
         self.mailbox.loss, losses = state.get("losses", (math.nan, ()))
         self.notes.load(state["tokens"], losses, self.shards.device)
@@ -205,6 +213,7 @@ class Flow:
         """Wait for what is under way, and drop it with what was noted and found so far."""
         self.mailbox.ask(lambda: None)
         self.mailbox.flights.clear()
+        self.mailbox.applied.clear()
         self.notes.clear()
         self.drift = None
         for c in self.channels:

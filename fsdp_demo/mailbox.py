@@ -73,6 +73,7 @@ class Mailbox:
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
         self.last: dict[str, int] = {}  # the step at which each channel last sent what was not lost
+        self.applied: dict[str, int] = {}  # the step of each channel's last message that was applied here
         self.broken = False
         self.stop = False
         self.loss = math.nan
@@ -145,6 +146,7 @@ class Mailbox:
         mean, present = self._section(flight, c, arrived)
         del flight.parts[c.channel.name]
         c.apply(mean, out, present, self.under_way(c), last)
+        self.applied[c.channel.name] = flight.step
 
     def ask(self, job: Callable[[], Any]) -> Any:
         """Run `job` on the line after what is in flight, with the island's vote. None on a copy without a line."""
