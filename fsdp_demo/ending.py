@@ -38,6 +38,8 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
 
     There the parameters become their mean over the replicas, and `Flow.drift` says how far this one was.
     """
+    if flow.line is not None:
+        flow.line.ending = True
     if not flow.config.shared:
         flush(flow, paused)
         flow.drift = outcome.set_mean(flow)

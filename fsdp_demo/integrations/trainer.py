@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as hf_logging
 
 from ..attaching import attach
-from ..codecs.wire import WireError
+from ..codecs.frame import WireError
 from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..loading import load_config
