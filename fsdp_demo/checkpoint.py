@@ -103,6 +103,11 @@ class Saved:
         return int(self.heads[0]["step"])
 
     @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied; empty where that was not saved."""
+        return dict(self.heads[0].get("applied", {}))
+
+    @property
     def islands(self) -> list[int]:
         """The replicas of which parts are here."""
         return sorted({h["island"] for h in self.heads})

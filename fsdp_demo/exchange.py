@@ -100,11 +100,13 @@ class Exchange:
 
     def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | Saved | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
-        own = self.step if state is None else int(state["step"]) if isinstance(state, dict) else state.step
-        donor = joining.come_together(self._flow, facts, model, own, resumes=state is not None)
+        own, applied = self.step, None
+        if state is not None:
+            own, applied = (int(state["step"]), state.get("applied", {})) if isinstance(state, dict) else (state.step, state.applied)
+        donor, furthest = joining.come_together(self._flow, facts, model, own, applied)
         if state is not None:
             self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
-        joining.take_over(self._flow, donor)
+        joining.take_over(self._flow, donor, furthest)
 
     @torch.no_grad()
     def rejoin(self, state: dict[str, Any] | Saved | None, step: int, model: torch.nn.Module | None = None) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .codecs.frame import WireError
+from .codecs.frame import Mismatch, WireError
 from .exchange import Exchange
 from .notes import Stopped
 from .transport import PeerLost, leave
@@ -18,6 +18,7 @@ from .transport import PeerLost, leave
 log = logging.getLogger("fsdp_demo")
 
 RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+DECIDE = 78  # EX_CONFIG: to start again does not help, somebody must change something first
 
 
 @contextmanager
@@ -25,7 +26,8 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
     """Run a training loop so that a lost peer or SIGTERM ends it in order.
 
     On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
-    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone). SIGTERM is `Exchange.request_stop`.
+    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone); with 78 where the islands do not do
+    the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`.
 
     Args:
         save: saves what this rank has; must not use collectives.
@@ -48,15 +50,16 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
 
 
 def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str) -> None:
-    status = RESUMABLE
+    status = DECIDE if isinstance(error, Mismatch) else RESUMABLE
     where = f"{exchange.topology.name} (island {exchange.topology.island}, rank {exchange.topology.rank}), step {exchange.step}"
     log.error("%s: %s", where, error)
     try:
         if save is not None:
-            save()
+            _save(save)
         if exchange.topology.rank == 0:
             done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
-            log.error("%s: %s; to resume, start all islands under a new ISLAND_RUN with: %s", where, done, command)
+            when = "to resume" if status == RESUMABLE else "once that is mended"
+            log.error("%s: %s; %s, start all islands under a new ISLAND_RUN with: %s", where, done, when, command)
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1
@@ -65,3 +68,11 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"rank{exchange.topology.rank}").write_text(str(status))
     leave(status)
+
+
+def _save(save: Callable[[], Any]) -> None:
+    """Save; once more if only now a peer is found lost, since what was under way is then saved as it was sent."""
+    try:
+        save()
+    except PeerLost:
+        save()

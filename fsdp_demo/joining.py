@@ -55,33 +55,41 @@ def _check_covered(channels: Sequence[ActiveChannel], shards: Shards, preset: st
         )
 
 
-def come_together(flow: Flow, facts: dict[str, Any], model: torch.nn.Module | None, own: int, resumes: bool) -> int:
+def come_together(
+    flow: Flow, facts: dict[str, Any], model: torch.nn.Module | None, own: int, applied: dict[str, int] | None
+) -> tuple[int, int]:
     """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
+
+    Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
 
     Args:
         own: the step that this replica stands at.
-        resumes: it has a state of its own, and goes on with it if no island is further.
+        applied: of the state from which it resumes (`Flow.applied`), and with which it goes on if no island is further; None without one.
 
     Returns:
-        The donor's index.
+        The donor's index, and the step of the replica that is furthest.
     """
-    line, island = flow.line, flow.island
-    donor, step = agree_on_run(line, flow.config, flow.shards, facts, own)
+    line, island, resumes = flow.line, flow.island, applied is not None
+    found = agree_on_run(line, flow.config, flow.shards, facts, own, applied)
     if line is not None:
         line.digest = flow.config.digest()  # from here on in every message
-    donor, flow.step = (int(v) for v in island.largest(donor, step))
+    donor, furthest, apart = (int(v) for v in island.largest(*map(float, found)))
+    flow.step = own if apart else furthest
+    if apart:
+        log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", flow.topology.name, own, furthest)
     equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
     equalise_rest(line, island, flow.shards, model, donor)
     flow.shards.commit(model)
     for c in flow.channels:
         c.start()
     flow.mailbox.last = {c.channel.name: flow.step for c in flow.channels}
-    return donor
+    return donor, furthest
 
 
-def take_over(flow: Flow, donor: int) -> None:
-    """In a job that has taken steps: make equal what replicas share of the channels' and inner optimizers' state, and what is under way."""
-    if not flow.step:
+def take_over(flow: Flow, donor: int, furthest: int) -> None:
+    """In a job that has taken steps (`furthest`, on some island): make equal what replicas share of the channels' and inner optimizers'
+    state, and what is under way."""
+    if not furthest:
         return
     equalise_state(flow.line, flow.channels, donor)
     if any(c.channel.before_step for c in flow.channels):
@@ -90,19 +98,26 @@ def take_over(flow: Flow, donor: int) -> None:
     flow.catch_up()
 
 
-def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, facts: dict[str, Any], step: int) -> tuple[int, int]:
-    """Compare the run specification with all replicas; returns the donor's index and the step to start from.
+def agree_on_run(
+    line: Line | None, config: ExchangeConfig, shards: Shards, facts: dict[str, Any], step: int, applied: dict[str, int] | None
+) -> tuple[int, int, bool]:
+    """Compare the run specification with all replicas.
+
+    Returns:
+        The donor's index, its step, and whether all replicas resume at unlike steps between the same exchanges.
 
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
     if line is None or line.size == 1:
-        return 0, step
+        return 0, step, False
     advisory = {"torch": torch.__version__, "device": shards.device.type}
     shapes = {"tensors": len(shards.shards), "shapes": agreement.shapes_digest(shards.shards)}
     agreement.agree(line, {**facts, **advisory, **shapes, **_flat(config.to_dict())})
-    steps = agreement.gather_json(line, step)
-    return steps.index(max(steps)), max(steps)
+    everyone = agreement.gather_json(line, [step, applied])
+    steps = [s for s, _ in everyone]
+    alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
+    return steps.index(max(steps)), max(steps), alike and len(set(steps)) > 1
 
 
 def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:

@@ -273,13 +273,13 @@ class Mailbox:
                 steps = [f.step for f in self.flights]
                 log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", steps)
             self._drop()
-        for flight, wanted in zip(list(self.flights), repeat, strict=False):
-            if wanted:
-                log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
-                self._again(flight)
         mine_last = [self.last[c.channel.name] for c in self.channels]
         first = [min(column) for column in zip(*gather_json(line, mine_last), strict=True)] if line is not None else mine_last
         self.last = {c.channel.name: -int(v) for c, v in zip(self.channels, self.island.largest(*(-v for v in first)), strict=True)}
+        for flight, wanted in zip(list(self.flights), repeat, strict=False):  # the line is the courier's from here on
+            if wanted:
+                log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
+                self._again(flight)
 
     def _drop(self) -> None:
         """Forget what is under way, as if it had not been sent."""
@@ -341,9 +341,9 @@ class Mailbox:
             got, arrived = f.arrived, None
             if got is not None:  # bodies are views of larger buffers
                 bodies = [b.clone() for b in got.bodies]
-                headers = [vars(h) for h in got.headers]
+                headers = [vars(replace(h, number=0)) for h in got.headers]  # on a line that will not be there any more
                 arrived = {"headers": headers, "bodies": bodies, "means": got.means, "decoded": dict(got.decoded)}
-            said = None if f.header is None else vars(f.header)
+            said = None if f.header is None else vars(replace(f.header, number=0))
             parts = {k: vars(v) for k, v in f.parts.items()}
             out.append({"step": f.step, "members": f.members, "parts": parts, "arrived": arrived, "said": said})
         return out

@@ -239,10 +239,13 @@ def convert(saved: Saved, exchange: Exchange) -> dict[str, Any]:
             del state
     if place.shard == place.copy == 0:
         _report(book, exchange)
+    first = next(iter(book.trees.values()))
     return {
         "step": saved.step,
         "digest": book.config.digest(),
         "last": _last(book),
+        "applied": dict(first.get("applied", {})),
+        "begun": int(first.get("begun", -1)),
         "tokens": _tokens(book, weights, first=place.shard == place.copy == 0),
         "channels": {p.name: p.state() for p in parts},
         "in_flight": [_message(key, headers[key], parts) for key in book.flights],

@@ -77,17 +77,10 @@ def job(me: Any, case: Case) -> None:
         probe.shard(model, me.mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     exchange = fsdp_demo.attach(optimizer, case.config, model=model)
-    (channel,) = exchange.channels
-    before: dict[str, torch.Tensor] = {}
-
-    def tensors() -> dict[str, torch.Tensor]:
-        kept = {k: v for k, v in channel.state().items() if isinstance(v, torch.Tensor)}
-        return {k: v.clone() for k, v in kept.items()}
 
     def save() -> None:
-        after, state = tensors(), exchange.state_dict()
-        apart = {k: float((after[k] - before[k]).abs().max()) if after[k].numel() else 0.0 for k in before}
-        record = {"step": exchange.step, "apart": apart, "at": time.time(), "last": state["last"], "flights": len(state["in_flight"])}
+        state = exchange.state_dict()
+        record = {"step": exchange.step, "at": time.time(), "last": state["last"], "flights": len(state["in_flight"])}
         partial = me.folder / f"partial{me.rank}"
         torch.save(record, partial)
         partial.rename(me.folder / f"saved{me.rank}")
@@ -105,7 +98,6 @@ def job(me: Any, case: Case) -> None:
     with fsdp_demo.guard(exchange, save, resume="python job.py --resume"):
         for t in range(10):
             probe.backward(model, me, t, 0, sharded)
-            before = tensors()
             if victim and t == case.at:
                 if case.message is None:
                     strike()
@@ -133,15 +125,14 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
         assert f"island0 (island 0, rank {rank}), step {where[0]}:" in log
         assert "python job.py --resume" in outcomes[0].log
         saved = torch.load(folder / f"saved{rank}")
-        assert saved["step"] == where[0] and saved["flights"] == 0
-        assert saved["last"][case.config.channels[0].name] == -1  # what was sent was not received: it counts as not sent
+        delay, before = case.config.channels[0].clock.delay, case.config.channels[0].before_step
+        sent = saved["last"][case.config.channels[0].name]  # what was sent and not received is kept, to be sent once more
+        assert saved["step"] == where[0] and sent == where[0] + before and 1 <= saved["flights"] <= delay + 1
         assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
         late = saved["at"] - struck
         assert late < SILENCE * case.timed_out + 8, f"saved {late:.1f} s after"
         if case.with_signal == signal.SIGSTOP and case.procs == 1:
             assert late > SILENCE - 0.5
-        if case.config.channels[0].clock.delay == 0:
-            assert all(d < 1e-4 for d in saved["apart"].values()), saved["apart"]
     assert "island 1 (island1) is gone or was silent" in "".join(o.log for o in outcomes[: case.procs])
 
 
