@@ -316,7 +316,7 @@ class Exchange:
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
         loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
-        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": self._mailbox.left_out}
+        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": self._mailbox.watch.left_out}
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
-from .codecs.frame import COUNTED, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header, Mismatch
+from .codecs.frame import COUNTED, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
 from .config import Channel
 from .island import Island
 from .means import Mean
-from .notes import NotFinite, Said, give_up
+from .notes import Said, give_up
 from .staging import Staging
-from .sums import odd_ones
 from .transport import Arrived, Courier, Line, PeerLost, reduce
+from .watch import Watch
 
 log = logging.getLogger("fsdp_demo")
 
@@ -72,17 +72,15 @@ class Mailbox:
     Args:
         channels: all channels, in the order of the configuration.
         courier: None on a copy beyond the lanes, which votes and receives inside the island only.
-        watches: this rank says what it sees in the messages of its line.
+        speaks: this rank logs what it sees in the messages of its line.
 
     Attributes:
-        left_out: contributions of replicas that were not finite, so far.
-        unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
+        watch: what it sees there.
     """
 
-    def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, device: torch.device, watches: bool):
+    def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, device: torch.device, speaks: bool):
         self.channels, self.courier, self.island, self.device = list(channels), courier, island, device
-        self.left_out, self._left_out_run, self.unlike, self._watches = 0, 0.0, False, watches
-        self._compares = watches and courier is not None and courier.line.size > 1
+        self.watch = Watch(self._line, speaks)
         self._staging = Staging(device)
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
@@ -91,6 +89,10 @@ class Mailbox:
         self.broken = False
         self.stop = False
         self.loss = math.nan
+
+    @property
+    def _line(self) -> Line | None:
+        return None if self.courier is None else self.courier.line
 
     def launch(self, outgoing: dict[str, Outgoing], step: int, said: Said) -> None:
         """Put what the channels send at this step into one message per transport and hand it to the courier."""
@@ -135,41 +137,14 @@ class Mailbox:
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]))
             headers, received = line.gather(head, torch.cat([presence, *found[at[0] : at[1]]]))
-            self._check(line, headers, members)
+            self.watch.check(line, headers, members[0].channel.before_step)
             weights = [replica_weights(c, headers) for c in owners]
-            means = reduce(line, head, list(zip(found[at[1] :], codes, strict=True)), weights, self._compares) if codes else []
-            self._compare(line, received, bool(codes))
+            means = reduce(line, head, list(zip(found[at[1] :], codes, strict=True)), weights, self.watch.compares) if codes else []
+            self.watch.compare(line, received, self.watch.compares and _blank(members, found[at[0] : at[1]]), bool(codes))
             flight.seconds.append(time.perf_counter())
             return Arrived(headers, self._staging.pin(received), self._staging.pin(means))
 
         return job
-
-    def _check(self, line: Line, headers: Sequence[Header], members: Sequence[ActiveChannel]) -> None:
-        """Refuse sums that must be equal and are not, and a mean of nobody; in the courier's thread."""
-        odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
-        if odd:
-            what = "parameters" if members[0].channel.before_step else "outer parameters (anchors)"
-            sums = ", ".join(f"{line.label(j)} {headers[j].total:016x}" for j in odd)
-            text = f"replicas are no longer equal: {what} at step {headers[0].step} have other bits on {sums}"
-            if not self.unlike:
-                raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; resume from a checkpoint")
-            if self._watches:
-                log.warning("%s; the islands have other hardware or libraries, so training goes on", text)
-        if all(h.flags & NOT_FINITE for h in headers) and not members[0].channel.before_step:
-            raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume from a checkpoint")
-
-    def _compare(self, line: Line, bodies: Sequence[Tensor], reduced: bool) -> None:
-        """Warn once if the first messages that hold anything but zeros are the same from all islands; in the courier's thread."""
-        if not self._compares:
-            return
-        something = bool(bodies[line.rank].any()) if not reduced else line.something
-        if something:
-            self._compares = False
-        if something and all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or line.alike):
-            log.warning(
-                "all islands sent the same first payload, to the last bit: do they train on the same rows? Give each island its own part, "
-                "as in dataset.shard(topology.islands, topology.island)"
-            )
 
     def under_way(self, channel: ActiveChannel) -> list[Outgoing]:
         """What a channel has in flight, oldest first."""
@@ -190,7 +165,7 @@ class Mailbox:
             if not ready:
                 continue
             arrived = self._receive(flight)
-            healed = arrived is not None and self.courier is not None and bool(arrived.headers[self.courier.line.rank].flags & NOT_FINITE)
+            healed = arrived is not None and self._line is not None and bool(arrived.headers[self._line.rank].flags & NOT_FINITE)
             for c in ready:
                 self._apply(flight, c, arrived, last or healed)  # nothing of its own is mixed in where that is not finite
                 applied.append(c)
@@ -228,7 +203,7 @@ class Mailbox:
                 error = e
         headers = arrived.headers if isinstance(arrived, Arrived) else []
         if headers and not flight.counted:
-            error = self._count(flight, headers)
+            flight.counted, error = True, self.watch.count(self._line, headers, flight.step)
         failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
         if failed:  # what is under way stays, to be saved and sent once more
             self.broken = True
@@ -238,29 +213,13 @@ class Mailbox:
         self.loss = sum(losses) / len(losses) if losses else self.loss
         return arrived
 
-    def _count(self, flight: Flight, headers: Sequence[Header]) -> Exception | None:
-        """Count and name what was left out because it is not finite; an error if this replica does not come back."""
-        flight.counted, line = True, self.courier.line if self.courier is not None else None
-        bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
-        self.left_out += len(bad)
-        if line is None:
-            return None
-        if bad and self._watches:
-            log.warning("step %d: not finite (NaN or Inf) on %s, left out", flight.step + 1, ", ".join(map(line.label, bad)))
-        self._left_out_run = (self._left_out_run + 1.0) * (line.rank in bad)
-        try:
-            give_up(self._left_out_run)
-        except NotFinite as error:
-            return error
-        return None
-
     def agree_on_resume(self, step: int) -> None:
         """What was under way when a state was saved is sent once more, where not all islands have received it. What some have and others
         will not send is dropped. All count from one last exchange.
 
         Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
         """
-        line = None if self.courier is None else self.courier.line
+        line = self._line
         mine = {"step": step, "flights": [[f.step, f.members, f.arrived is not None] for f in self.flights]}
         everyone = gather_json(line, mine) if line is not None else []
         theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
@@ -383,6 +342,12 @@ def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
     loss, bad, _ = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     return replace(header, loss=loss, total=total, flags=header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1))
+
+
+def _blank(members: Sequence[ActiveChannel], bodies: Sequence[Tensor]) -> bool:
+    """Whether the sections of those that travel in the body hold nothing but zeros."""
+    sections = [c.section for c in members if c.section is not None and c.section.gathered]
+    return all(section.blank(body) for section, body in zip(sections, bodies, strict=True))
 
 
 def gathered(c: ActiveChannel) -> bool:

@@ -74,6 +74,14 @@ class Section:
             return None, parts
         return vectors.encode_all(self.spans, parts), []
 
+    def blank(self, body: Tensor) -> bool:
+        """Whether a section of the body (on the host) holds no value but zeros; positions do not count."""
+        if not self.codec.indexed:
+            return not bool(body.any())
+        spans = wire.spans(self.layout, self.codec)
+        dense = body[spans[-1][2] if spans else 0 :]
+        return not (any(bool(body[begin:middle].any()) for begin, middle, _ in spans) or bool(dense.any()))
+
     def subtract(self, work: Tensor, body: Tensor | None, parts: Sequence[Tensor], step: int, alpha: float) -> None:
         """work -= alpha times what the others receive of an own section: the dequantised values, so that rounding stays in `work`."""
         if body is not None:

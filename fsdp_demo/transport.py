@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .codecs import vectors as coding
-from .codecs.frame import ENDING, HEADER, MEANS, PARTS, SETUP, Header, WireError, check_body, fill, open_head, room
+from .codecs.frame import ENDING, HEADER, MEANS, PARTS, PAYLOAD, SETUP, Header, WireError, check_body, fill, open_head, room
 from .link import Link
 from .meter import Meter
 
@@ -247,19 +247,20 @@ def reduce(
     the same of this rank's part, and in `line.something` whether that is more than zeros.
     """
     mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
+    kinds = (PARTS, MEANS) if header.kind == PAYLOAD else (header.kind, header.kind)
     cuts = [coding.cuts(n, code, line.size) for n, code in spans]
     outgoing = [
         _pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)
     ]
     there, back = legs(spans, line.size)
-    arrived = line.swap(replace(header, kind=PARTS), outgoing, [outgoing[mine].numel() - HEADER.size] * line.size)[1]
+    arrived = line.swap(replace(header, kind=kinds[0]), outgoing, [outgoing[mine].numel() - HEADER.size] * line.size)[1]
     del outgoing  # what is as large as the vectors goes as soon as it has served
     if compare:
         line.alike, line.something = all(torch.equal(a, arrived[0]) for a in arrived), bool(arrived[0].any())
     means = _means(line, arrived, there[mine], weights)
     coded = _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
     del means
-    arrived = line.swap(replace(header, kind=MEANS), [coded] * line.size, [coding.total_bytes(s) for s in back])[1]
+    arrived = line.swap(replace(header, kind=kinds[1]), [coded] * line.size, [coding.total_bytes(s) for s in back])[1]
     out = [torch.empty(n) for n, _ in spans]
     for j in range(line.size):
         parts = _unpack(arrived.pop(0), back[j])

@@ -121,8 +121,8 @@ APART = ["diloco", "diloco, int8", "consensus", "released", "sparse_loco", "mulo
 
 @pytest.mark.parametrize("name", APART)
 def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(run_ranks: Callable[..., Any], name: str) -> None:
-    """Steps 9 and 11 of periods of 4 (with a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from where
-    it was; nothing is lost."""
+    """Steps 9 and 11 of periods of 4 (with a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from
+    where it was; nothing is lost."""
     config, steps = CONFIGS[name], [9, 8] if "late" in name else [11, 9]
 
     def first(i: int, topology: Topology) -> Any:
