@@ -30,6 +30,9 @@ def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int
     shape = f"{topology.islands} islands, {place.shards} shards x {place.copies} copies ({lanes} lanes)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
     log.info("%s: %s", topology.name, "; ".join([config.describe(), inner, _batch(exchange, batch), per, shape, exchange.clips]))
+    for b in exchange._flow.buffers:
+        n, every = sum(s.numel() for s in b.tensors("parameter") if s is not None), b.channel.clock.period
+        log.info("%s: %d buffers (%d numbers) are averaged every %d steps and at the end", topology.name, len(b.covered), n, every)
     for c in [c.channel for c in exchange.channels]:
         dropped = c.clock.delay % c.clock.period
         if c.source == "delta" and dropped and not c.applier.mix:

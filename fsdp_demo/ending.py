@@ -22,7 +22,7 @@ def flush(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> Non
     mailbox = flow.mailbox
     while mailbox.flights:
         first = mailbox.flights[0]
-        late = [c for c in flow.channels if c.channel.name in first.parts]
+        late = [c for c in (*flow.channels, *flow.buffers) if c.channel.name in first.parts]
         gradients = [c for c in late if c.channel.before_step]
         if gradients:  # what another channel left there has had its step
             flow.shards.gradients([False] * len(flow.shards.shards))
@@ -42,10 +42,11 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
         flow.line.ending = True
     if not flow.config.shared:
         flush(flow, paused)
+        flow.exchange(flow.buffers, flow.buffers, math.inf, now=flow.step - 1, last=True)
         flow.drift = outcome.set_mean(flow)
         flow.shards.commit()
         return None
-    mailbox, moving = flow.mailbox, flow.moving
+    mailbox, moving = flow.mailbox, [*flow.moving, *flow.buffers]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
     flow.send([c for c in moving if c.queues and mailbox.last[c.channel.name] < flow.step])
     flush(flow, paused)

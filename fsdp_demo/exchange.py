@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import announce, ending, joining, outcome
+from . import announce, buffers, ending, joining, outcome
 from .codecs.frame import END
 from .config import ExchangeConfig
 from .connections import Connections
@@ -87,8 +87,10 @@ class Exchange:
         self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
         try:
             self.channels, parameters = joining.bind(channels, config, shards, topology, self._island, lanes)
-            self._mailbox.channels = self.channels
             self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
+            moving = [c.channel for c in self._flow.moving]
+            self._flow.buffers = buffers.channel(model, moving, shards.device, self._island, lanes, topology.islands)
+            self._mailbox.channels = [*self.channels, *self._flow.buffers]
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
             announce.announce(self, self._island, lanes, batch)

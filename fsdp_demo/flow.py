@@ -47,6 +47,7 @@ class Flow:
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
+        buffers: the channel that averages the model's buffers, if it has any.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
             again.
     """
@@ -67,6 +68,7 @@ class Flow:
         self.notes = Notes()
         self.drift: float | None = None
         self.begun = -1
+        self.buffers: list[ActiveChannel] = []
 
     @property
     def line(self) -> Line | None:
@@ -117,7 +119,7 @@ class Flow:
 
     def after(self) -> None:
         """After-step channels of this tick; then the step counts."""
-        mine = [c for c in self.channels if not c.channel.before_step]
+        mine = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         try:
             self.exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
         finally:  # the local step was taken, whatever became of the exchange
@@ -136,7 +138,7 @@ class Flow:
 
     def catch_up(self) -> None:
         """Make up for the after-step exchange of the last step, if it was cut off by a loss and is under way once more."""
-        late = [c for c in self.channels if not c.channel.before_step]
+        late = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         cut = [c for c in late if any(f.step + c.channel.clock.delay < self.step for f in self.mailbox.under_way_of(c))]
         if not cut:
             return
@@ -199,8 +201,10 @@ class Flow:
         """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.
         None where nothing is, and between the comparisons."""
         mine = [c for c in self.channels if c.channel.name in names]
+        if not mine or self.topology.islands == 1 or self.line is None:
+            return None
         clock = mine[0].channel.clock
-        if self.topology.islands == 1 or self.line is None or clock.round(self.step) % max(1, -(-EVERY // clock.period)):
+        if clock.round(self.step) % max(1, -(-EVERY // clock.period)):
             return None
         if self.gradients_only:
             return total([t for t in self.shards.read("parameter") if t is not None], self.shards.device)

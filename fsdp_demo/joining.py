@@ -78,11 +78,11 @@ def come_together(
     if apart:
         log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", flow.topology.name, own, furthest)
     equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
-    equalise_rest(line, island, flow.shards, model, donor)
+    equalise_rest(line, island, flow.shards, model, donor, keep=resumes and own == flow.step)
     flow.shards.commit(model)
     for c in flow.channels:
         c.start()
-    flow.mailbox.last = {c.channel.name: flow.step for c in flow.channels}
+    flow.mailbox.last = {c.channel.name: flow.step for c in flow.mailbox.channels}
     return donor, furthest
 
 
@@ -137,8 +137,13 @@ def equalise_parameters(line: Line | None, island: Island, parameters: BoundChan
             log.info("parameters taken over from island %d", donor)
 
 
-def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torch.nn.Module | None, donor: int) -> None:
+def equalise_rest(
+    line: Line | None, island: Island, shards: Shards, model: torch.nn.Module | None, donor: int, keep: bool = False
+) -> None:
     """Frozen parameters and buffers: broadcast with a model, else compared by digest.
+
+    Args:
+        keep: this replica resumes from its own state and keeps its own: running statistics differ between two averages.
 
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
@@ -155,7 +160,7 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
     work = torch.cat(parts)
     if line is not None and line.size > 1:
-        agreement.equalise(line, work, donor)
+        agreement.equalise(line, work, donor, keep)
     if island.position.copies > 1:  # copies beyond the lanes have no line: hand them the result
         island.broadcast(work)
     for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):

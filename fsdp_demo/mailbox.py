@@ -309,9 +309,10 @@ class Mailbox:
 
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
         """Restore `state()`."""
-        self.flights = []
+        self.flights, known = [], {c.channel.name for c in self.channels}  # a model without its buffers has no channel for them
         for s in saved:
-            flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items()}, None)
+            parts = {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items() if k in known}
+            flight = Flight(s["step"], list(s["members"]), parts, None)
             if s.get("said") is not None:
                 flight.header = Header(**s["said"])
             if s["arrived"] is not None:
