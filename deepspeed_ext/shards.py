@@ -22,15 +22,13 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
-from fsdp_demo.inner import kind
+from fsdp_demo.inner import fresh_state, kind
 from fsdp_demo.island import Island
 from fsdp_demo.shards import Shard, plain_name
 from fsdp_demo.topology import Position
 
 from .partitions import Partitions
 from .ticks import EngineTicks
-
-_KNOWN = ("SGD", "Adam", "AdamW")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
 
 
 @dataclass(frozen=True)
@@ -119,18 +117,22 @@ class ZeroShards:
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
     def materialise(self) -> None:
-        """Step every master once with zero gradients and learning rate zero, then set step counters to zero. One gradient at a time."""
+        """See `fsdp_demo.inner.fresh_state`. DeepSpeed's own Adam makes its state in a step on zero gradients, with learning rate and decay
+        zero, one master at a time; then step counters are set back."""
         inner, masters = self.partitions.inner, self.partitions.masters()
-        if self.optimizer_names[0] not in _KNOWN or any(m in inner.state for m in masters):
+        if any(m in inner.state for m in masters):
             return
-        if any(g.get("dampening") for g in inner.param_groups):  # a second step is not what the first is
+        for i, master in enumerate(masters):
+            if made := fresh_state(inner, self.partitions.group_of(i), master):
+                inner.state[master] = made
+        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in ("Adam", "AdamW"):
             return
-        rates = [g["lr"] for g in inner.param_groups]
+        kept = [{key: g[key] for key in ("lr", "weight_decay")} for g in inner.param_groups]
         for g in inner.param_groups:
-            g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0
+            g.update(lr=torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0, weight_decay=0.0)
         self.partitions.step_on_zeros()
-        for g, rate in zip(inner.param_groups, rates, strict=True):
-            g["lr"] = rate
+        for g, before in zip(inner.param_groups, kept, strict=True):
+            g.update(before)
         for counted in [*(state for _, state in self.optimizer_states()), *inner.param_groups]:
             if "step" in counted:
                 counted["step"] = counted["step"] * 0
