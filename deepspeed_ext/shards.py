@@ -72,6 +72,8 @@ class ZeroShards:
                 self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
                 self.shards.append(Shard(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
         self.device = masters[0].device
+        self._parameters = dict(engine.module.named_parameters())
+        self._trained = [p.requires_grad for p in self._parameters.values()]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -167,10 +169,23 @@ class ZeroShards:
         with torch.no_grad():
             self.partitions.push()
 
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """See `fsdp_demo.shards.Shards.outside`."""
+        mine = {s.name for s in self.shards}
+        named = [(plain_name(n), p) for n, p in model.named_parameters()]
+        return [n for n, p in named if p.requires_grad and n not in mine]
+
     def check(self) -> None:
-        """Raise RuntimeError if DeepSpeed has other masters than at `attach`."""
+        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of a parameter was switched."""
         if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
             raise RuntimeError("the ZeRO engine has other partitions than at attach: detach() and attach again")
+        now = [p.requires_grad for p in self._parameters.values()]
+        if now != self._trained:
+            name, is_on = next((n, a) for n, a, b in zip(self._parameters, now, self._trained, strict=True) if a != b)
+            raise RuntimeError(
+                f"requires_grad of {plain_name(name)} was switched {'on' if is_on else 'off'} after attach, which ZeRO does not follow: "
+                "switch it back, or set it before deepspeed.initialize, and attach again"
+            )
 
     def position(self, rank: int, world: int) -> Position:
         """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.

@@ -43,6 +43,7 @@ class Flow:
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
+        unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Flow:
         self.channels, self.parameters, self.step = channels, parameters, step
         self.notes = Notes()
         self.drift: float | None = None
+        self.unlike = False
 
     @property
     def line(self) -> Line | None:

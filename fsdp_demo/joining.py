@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import agreement
+from . import agreement, facts
 from .bound import BoundChannel
 from .channel import ActiveChannel
 from .config import Applier, Channel, ExchangeConfig
@@ -54,10 +54,11 @@ def _check_covered(channels: Sequence[ActiveChannel], shards: Shards, preset: st
         )
 
 
-def come_together(flow: Flow, facts: dict[str, Any], model: torch.nn.Module | None, own: int, resumes: bool) -> int:
+def come_together(flow: Flow, told: dict[str, Any], model: torch.nn.Module | None, own: int, resumes: bool) -> int:
     """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
 
     Args:
+        told: facts of the run that all replicas must share, beside those that are found here.
         own: the step that this replica stands at.
         resumes: it has a state of its own, and goes on with it if no island is further.
 
@@ -65,8 +66,9 @@ def come_together(flow: Flow, facts: dict[str, Any], model: torch.nn.Module | No
         The donor's index.
     """
     line, island = flow.line, flow.island
-    donor, step = agree_on_run(line, flow.config, flow.shards, facts, own)
-    donor, flow.step = (int(v) for v in island.largest(donor, step))
+    donor, step, unlike = agree_on_run(line, flow.config, flow.shards, told, own)
+    donor, flow.step, differs = (int(v) for v in island.largest(donor, step, float(unlike)))
+    flow.unlike = bool(differs)
     equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
     equalise_rest(line, island, flow.shards, model, donor)
     flow.shards.commit(model)
@@ -86,19 +88,26 @@ def take_over(flow: Flow, donor: int) -> None:
     flow.mailbox.agree_on_resume()
 
 
-def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, facts: dict[str, Any], step: int) -> tuple[int, int]:
-    """Compare the run specification with all replicas; returns the donor's index and the step to start from.
+def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, told: dict[str, Any], step: int) -> tuple[int, int, bool]:
+    """Compare the run specification, the parameters and the optimizers with all replicas.
+
+    Args:
+        told: further facts of the run.
+
+    Returns:
+        The donor's index, the step to start from, and whether another island's machine or torch is unlike this one's.
 
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
     if line is None or line.size == 1:
-        return 0, step
-    advisory = {"torch": torch.__version__, "device": shards.device.type}
-    shapes = {"tensors": len(shards.shards), "shapes": agreement.shapes_digest(shards.shards)}
-    agreement.agree(line, {**facts, **advisory, **shapes, **_flat(config.to_dict())})
+        return 0, step, False
+    unlike = agreement.agree(line, {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())})
+    agreement.agree_on_tensors(line, shards.shards)
     steps = agreement.gather_json(line, step)
-    return steps.index(max(steps)), max(steps)
+    if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
+        agreement.agree(line, facts.rates(shards))
+    return steps.index(max(steps)), max(steps), unlike
 
 
 def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:

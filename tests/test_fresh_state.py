@@ -1,4 +1,4 @@
-"""State that is made at attach changes nothing: the steps after it give the same bits as without an exchange, for every optimizer of torch."""
+"""State that is made at attach changes nothing: the steps after it give the same bits as without it, for every optimizer of torch."""
 
 from __future__ import annotations
 

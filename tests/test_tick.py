@@ -218,34 +218,6 @@ def test_two_optimizers_in_turns_are_one_tick(islands) -> None:
     islands(run)
 
 
-def test_a_closure_is_refused_where_gradients_are_exchanged(islands) -> None:
-    def run(topology: Any) -> None:
-        for config in (FULL, DEMO, DILOCO):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-
-            def closure(net=net, optimizer=optimizer) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = net.loss(0)
-                loss.backward()
-                return loss
-
-            for call in (lambda o=optimizer, c=closure: o.step(c), lambda o=optimizer, c=closure: o.step(closure=c)):
-                if config is DILOCO:
-                    call()
-                else:
-                    with pytest.raises(ValueError, match="call backward first"):
-                        call()
-            assert exchange.step == (2 if config is DILOCO else 0)
-            closure()
-            optimizer.step(closure=None)
-            assert exchange.step == (3 if config is DILOCO else 1) and exchange.metrics()["exchanges"] == 1
-            exchange.finish()
-
-    islands(run)
-
-
 def test_a_parameter_that_joins_later_is_noticed(islands) -> None:
     def run(topology: Any) -> None:
         net = Net(topology)
