@@ -78,6 +78,8 @@ class EngineTicks:
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken; where the engine does not know of it, count it there too, and drop what its backwards
         have left. The scheduler steps behind the base step, as DeepSpeed's own order is."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         engine = self._engine
         if self._skipped is None:
             self._partitions.drop_gradients()

@@ -113,6 +113,7 @@ class Exchange:
             self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
         joining.take_over(self._flow, donor)
         self._untouched.note()
+        self._ticks.aside = False
 
     @torch.no_grad()
     def rejoin(self, state: dict[str, Any] | Saved | None, step: int, model: torch.nn.Module | None = None) -> None:

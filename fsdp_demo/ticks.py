@@ -75,6 +75,8 @@ class TorchTicks:
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients and learning rate zero."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         if base_step is None:
             self._run_before()
             self._run_after()

@@ -26,6 +26,7 @@ class TorchShards:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
         self.optimizers, self._model = list(optimizers), model
+        reshard(model)  # an evaluation leaves other parameters in the model than the optimizer holds
         names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
         self._places: list[tuple[int, int, int]] = []
         self.shards: list[Shard] = []

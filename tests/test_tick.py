@@ -48,6 +48,9 @@ class Net(torch.nn.Module):
         x = torch.randn(4, 66, generator=torch.Generator().manual_seed(100 * key + self.island))
         return self.b(self.a(x).tanh()).square().sum()
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
     def copies(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.parameters()]
 

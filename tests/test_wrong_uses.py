@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -151,8 +152,9 @@ def test_a_step_inside_outer_parameters(kind: str) -> None:
             net.loss(0).backward()
             with exchange.paused(), pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
                 optimizer.step()
-            with pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
-                optimizer.step()
+            for wrong in (optimizer.step, exchange.skip):
+                with pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+                    wrong()
         assert exchange.step == 1 and equal(before, net.copies())
     with exchange.paused():
         optimizer.step()
@@ -285,3 +287,44 @@ def test_the_loss_scaler_of_accelerate() -> None:
                 fsdp_demo.attach(wrapped, "full", model=net)
         else:
             fsdp_demo.attach(wrapped, "full", model=net).detach()
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_under_fsdp2(run_ranks: Any) -> None:
+    """An evaluation before attach leaves the root unsharded; FSDP2 starts lazily; weights changed on one rank are refused by all."""
+
+    def run(me: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for late in (False, True):
+            net = Net(fsdp_demo.Topology(island=me.island))
+            net.b.bias.requires_grad_(False)
+            fully_shard(net, mesh=me.mesh())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+            with torch.no_grad():
+                net(torch.ones(2, 66))
+            os.environ["ISLAND_RUN"] += "+"
+            exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
+            assert [s.name for s in exchange.shards.shards] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+            assert exchange.shards.states() == ["momentum_buffer"] and not exchange.shards.outside(net)
+            assert all(torch.signbit(m).all() for m in exchange.shards.read("state:momentum_buffer") if m is not None)
+            if late and me.proc == 0:
+                net.a.bias.to_local().data.add_(1.0)
+            net(torch.ones(2, 66)).sum().backward()
+            if late:
+                with pytest.raises(ValueError, match="changed since attach .a.bias." if me.proc == 0 else "those of another rank"):
+                    optimizer.step()
+                exchange.detach()
+                continue
+            optimizer.step()
+            net.a.bias.requires_grad_(False)
+            with pytest.raises(RuntimeError, match="requires_grad of a.bias was switched off"):
+                optimizer.step()
+            net.a.bias.requires_grad_(True)
+            optimizer.step()
+            assert exchange.step == 2
+            exchange.finish()
+
+    run_ranks(run)
