@@ -22,15 +22,13 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
-from fsdp_demo.inner import kind
+from fsdp_demo.inner import fresh_state, kind
 from fsdp_demo.island import Island
 from fsdp_demo.shards import Shard, plain_name
 from fsdp_demo.topology import Position
 
 from .partitions import Partitions
 from .ticks import EngineTicks
-
-_KNOWN = ("SGD", "Adam", "AdamW")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,8 @@ class ZeroShards:
                 self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
                 self.shards.append(Shard(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
         self.device = masters[0].device
+        self._parameters = dict(engine.module.named_parameters())
+        self._trained = [p.requires_grad for p in self._parameters.values()]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -119,18 +119,22 @@ class ZeroShards:
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
     def materialise(self) -> None:
-        """Step every master once with zero gradients and learning rate zero, then set step counters to zero. One gradient at a time."""
+        """See `fsdp_demo.inner.fresh_state`. DeepSpeed's own Adam makes its state in a step on zero gradients, with learning rate and decay
+        zero, one master at a time; then step counters are set back."""
         inner, masters = self.partitions.inner, self.partitions.masters()
-        if self.optimizer_names[0] not in _KNOWN or any(m in inner.state for m in masters):
+        if any(m in inner.state for m in masters):
             return
-        if any(g.get("dampening") for g in inner.param_groups):  # a second step is not what the first is
+        for i, master in enumerate(masters):
+            if made := fresh_state(inner, self.partitions.group_of(i), master):
+                inner.state[master] = made
+        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in ("Adam", "AdamW"):
             return
-        rates = [g["lr"] for g in inner.param_groups]
+        kept = [{key: g[key] for key in ("lr", "weight_decay")} for g in inner.param_groups]
         for g in inner.param_groups:
-            g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0
+            g.update(lr=torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0, weight_decay=0.0)
         self.partitions.step_on_zeros()
-        for g, rate in zip(inner.param_groups, rates, strict=True):
-            g["lr"] = rate
+        for g, before in zip(inner.param_groups, kept, strict=True):
+            g.update(before)
         for counted in [*(state for _, state in self.optimizer_states()), *inner.param_groups]:
             if "step" in counted:
                 counted["step"] = counted["step"] * 0
@@ -165,10 +169,23 @@ class ZeroShards:
         with torch.no_grad():
             self.partitions.push()
 
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """See `fsdp_demo.shards.Shards.outside`."""
+        mine = {s.name for s in self.shards}
+        named = [(plain_name(n), p) for n, p in model.named_parameters()]
+        return [n for n, p in named if p.requires_grad and n not in mine]
+
     def check(self) -> None:
-        """Raise RuntimeError if DeepSpeed has other masters than at `attach`."""
+        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of a parameter was switched."""
         if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
             raise RuntimeError("the ZeRO engine has other partitions than at attach: detach() and attach again")
+        now = [p.requires_grad for p in self._parameters.values()]
+        if now != self._trained:
+            name, is_on = next((n, a) for n, a, b in zip(self._parameters, now, self._trained, strict=True) if a != b)
+            raise RuntimeError(
+                f"requires_grad of {plain_name(name)} was switched {'on' if is_on else 'off'} after attach, which ZeRO does not follow: "
+                "switch it back, or set it before deepspeed.initialize, and attach again"
+            )
 
     def position(self, rank: int, world: int) -> Position:
         """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.

@@ -40,6 +40,8 @@ class EngineTicks:
         self._engine, self._partitions, self._gradients = engine, partitions, gradients
         self._run_before, self._run_after, self._run_skip = before, after, skip
         self._off = 0
+        self._refusal = ""
+        self.aside = False
         self._wrapped: Any = None
         self._skipped: dict[str, Any] | None = None  # the engine's arguments for its scheduler, in a step that it has skipped
 
@@ -64,17 +66,20 @@ class EngineTicks:
         return 0
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within this context steps do not count."""
-        self._off += 1
+    def paused(self, refusal: str = "") -> Iterator[None]:
+        """See `fsdp_demo.shards.Ticks.paused`."""
+        before = self._refusal
+        self._off, self._refusal = self._off + 1, refusal or before
         try:
             yield
         finally:
-            self._off -= 1
+            self._off, self._refusal = self._off - 1, before
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken; where the engine does not know of it, count it there too, and drop what its backwards
         have left. The scheduler steps behind the base step, as DeepSpeed's own order is."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         engine = self._engine
         if self._skipped is None:
             self._partitions.drop_gradients()
@@ -91,11 +96,14 @@ class EngineTicks:
         self._run_after()
 
     def _inner(self) -> None:
+        self.aside = self.aside or bool(self._off)
         if not self._off:
             self._run_before()
 
     def _stepped(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         engine, steps = self._engine, self._engine.global_steps
         try:
             result = self._step(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import facts
 from .codecs.frame import DIGESTS, HEADER, NORM, SETUP, WireError, room
 from .shards import Shard, digest
 from .transport import Line
@@ -20,7 +21,7 @@ log = logging.getLogger("fsdp_demo")
 
 LONGEST = 16 << 20  # bytes of a text that an island may send
 
-ADVISORY = ("torch", "device")  # islands may differ here: warned, not refused
+ADVISORY = ("torch", "device", "processor")  # islands may differ here: warned, not refused
 
 
 def gather_json(line: Line, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
@@ -50,28 +51,60 @@ def _parse(line: Line, j: int, body: Tensor) -> Any:
         raise WireError(f"{line.label(j)} sent {body.numel()} bytes that are no JSON ({error!r:.80})") from None
 
 
-def shapes_digest(shards: Sequence[Shard]) -> str:
-    """16 hexadecimal digits over names, shapes and local shapes in order."""
-    text = json.dumps([(s.name, s.global_shape, s.shape, s.frozen) for s in shards])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def agree(line: Line, found: Mapping[str, Any]) -> bool:
+    """Compare `found` (flat, JSON values) with those of all replicas. Numbers of optimizers are compared where both sides have them.
 
-
-def agree(line: Line, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` (flat, JSON values) with those of all replicas.
+    Returns:
+        Whether an island differs from this one in what may differ (`ADVISORY`); that is logged in one line.
 
     Raises:
         ValueError: on every replica, naming each field that differs with the values of both sides.
     """
-    everyone = gather_json(line, dict(facts))
-    mine = everyone[line.rank]
+    everyone = gather_json(line, dict(found))
+    mine, unlike = everyone[line.rank], []
     for j, theirs in enumerate(everyone):
         keys = [k for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k)) if mine.get(k) != theirs.get(k)]
-        for k in [k for k in keys if k in ADVISORY]:
-            there, here = theirs.get(k), mine.get(k)
-            log.warning("%s has %s %s, here it is %s: replicas may differ in the last bit", line.names[j], k, there, here)
+        keys = [k for k in keys if not (k.startswith("optimizer") and (k not in mine or k not in theirs))]
+        unlike += [f"{line.names[j]} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY]
         hard = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY]
         if hard:
-            raise ValueError(f"island {j} ({line.names[j]}) runs something else than {line.names[line.rank]}: " + "; ".join(hard[:6]))
+            raise ValueError(_unequal(line, j, "; ".join(hard[:6])))
+    if unlike:
+        log.warning("%s: replicas may differ in the last bit", "; ".join(unlike))
+    return bool(unlike)
+
+
+def agree_on_tensors(line: Line, shards: Sequence[Shard]) -> None:
+    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those of all replicas.
+
+    Raises:
+        ValueError: on every replica, naming the first one that differs.
+    """
+    mine = facts.marks(shards)
+    if all_equal(line, hashlib.sha256(json.dumps(mine).encode()).digest()):
+        return
+    everyone = gather_json(line, mine)
+    # The first place where each island parts from island 0; two that part at one place from it may part from each other there as well.
+    places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
+    tensors = gather_json(line, [facts.described(shards[i]) if i < len(shards) else None for i in places])
+    j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
+    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[line.rank][n]), 0)
+    here, there = facts.sentence(tensors[line.rank][at]), facts.sentence(tensors[j][at])
+    text = f"parameter {places[at]} is {here} here, {there} there"
+    if len(mine) != len(everyone[j]):
+        text = f"{len(mine)} parameters here, {len(everyone[j])} there; {text}"
+    elif sorted(mine) == sorted(everyone[j]):
+        text = f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
+    raise ValueError(_unequal(line, j, text))
+
+
+def _parting(a: Sequence[str], b: Sequence[str]) -> int:
+    """The first index where two lists differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _unequal(line: Line, j: int, what: str) -> str:
+    return f"island {j} ({line.names[j]}) runs something else than {line.names[line.rank]}: {what}"
 
 
 def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:

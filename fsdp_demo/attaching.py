@@ -35,7 +35,8 @@ def attach(
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the exchange.
 
-    Call it after the model is sharded and the optimizer built (after `accelerator.prepare`), on all ranks of all islands.
+    Call it after the model is sharded and the optimizer built (after `accelerator.prepare`), and after weights are loaded
+    (`accelerator.load_state`), on all ranks of all islands: parameters that were changed since are refused at the first step.
 
     Args:
         optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in turns; or an engine of a package that
@@ -51,7 +52,8 @@ def attach(
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
-        ValueError: a wrong configuration, a preset not defined for this optimizer, islands that run something else.
+        ValueError: a wrong configuration, a preset not defined for this optimizer, parameters or an optimizer that cannot be exchanged,
+            an optimizer of another model, islands that run something else (configuration, parameters, optimizers and their numbers).
         PeerLost: islands that did not come in time.
 
     Example:

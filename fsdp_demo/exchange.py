@@ -26,14 +26,18 @@ from .fragments import expand
 from .inner import check_inner
 from .mailbox import Flown, Mailbox
 from .notes import Stopped
+from .refusals import refuse, refuse_sparse, warn_of_outside
 from .shards import Shards
 from .topology import Topology
 from .transport import Line, PeerLost, leave
+from .untouched import Untouched
 
 if TYPE_CHECKING:
     from .checkpoint import Saved
 
 log = logging.getLogger("fsdp_demo")
+
+_SHOWN = "a step inside outer_parameters() would be lost when the replica's own parameters come back: leave the context, then train"
 
 
 class Exchange:
@@ -74,6 +78,8 @@ class Exchange:
         batch: Sequence[int] = (),
     ):
         self.config, self.topology, self.shards = config, topology, shards
+        needed = any(c.before_step for c in config.channels) or config.clip is not None
+        refuse(shards, needed)
         check_inner(config, shards.optimizer_names, shards.optimizers)
         shards.materialise()
         channels = expand(config, [s.name for s in shards.shards if not s.frozen])
@@ -82,9 +88,9 @@ class Exchange:
         self._equal: bool | None = None
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
         self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
-        needed = any(c.before_step for c in channels) or (config.clip is not None and config.clip_over == "islands")
         self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
         self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
+        self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
         try:
             self.channels, parameters = joining.bind(channels, config, shards, topology, self._island, lanes)
             self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
@@ -94,6 +100,8 @@ class Exchange:
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
             announce.announce(self, self._island, lanes, batch)
+            if topology.rank == 0:
+                warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
@@ -109,6 +117,8 @@ class Exchange:
         if state is not None:
             self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
         joining.take_over(self._flow, donor, furthest)
+        self._untouched.note()
+        self._ticks.aside = False
 
     @torch.no_grad()
     def rejoin(self, state: dict[str, Any] | Saved | None, step: int, model: torch.nn.Module | None = None) -> None:
@@ -192,7 +202,17 @@ class Exchange:
     @torch.no_grad()
     def _before(self) -> None:
         self._usable()
+        if self._untouched.pending:
+            self._first()
         self._flow.before()
+
+    def _first(self) -> None:
+        """Ahead of the first step: what a user can have done since attach."""
+        if self._ticks.aside:  # steps inside paused()
+            self._untouched.forget()
+        self._untouched.check()
+        if self._needs_gradients:
+            refuse_sparse(self.shards)
 
     @torch.no_grad()
     def _after(self) -> None:
@@ -253,6 +273,8 @@ class Exchange:
         """Wait for what is in flight and apply it, in order of its steps."""
         self._usable()
         ending.flush(self._flow, self.paused)
+        if self._untouched.pending:
+            self._untouched.note()
 
     @torch.no_grad()
     def finish(self, close: bool = True) -> None:
@@ -268,6 +290,8 @@ class Exchange:
             return
         if not self._ended:
             self._usable()
+            if not self._ticks.aside:
+                self._untouched.check()
             self._equal = ending.conclude(self._flow, self.paused)
             self._ended = True
         if close:
@@ -301,10 +325,10 @@ class Exchange:
         """Within this context `model` holds the parameters that the method calls its result: the anchor, or the mean over the replicas.
 
         Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step, since they communicate here. Gradient
-        presets hold them anyway. Local parameters come back at the end.
+        presets hold them anyway. Local parameters come back at the end; a step taken here is a RuntimeError.
         """
         shows = "parameters" if self.finished or self._mailbox.broken else self.shows
-        with self.paused(), outcome.shown(self._flow, model, shows):
+        with self._ticks.paused(_SHOWN), outcome.shown(self._flow, model, shows):
             before, self.showing = self.showing, self.showing or shows != "parameters"
             try:
                 yield

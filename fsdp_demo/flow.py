@@ -50,6 +50,7 @@ class Flow:
         buffers: the channel that averages the model's buffers, if it has any.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
             again.
+        unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Flow:
         self.drift: float | None = None
         self.begun = -1
         self.buffers: list[ActiveChannel] = []
+        self.unlike = False
 
     @property
     def line(self) -> Line | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .config import ExchangeConfig
 from .muon import MuonAdamW
@@ -15,8 +16,6 @@ log = logging.getLogger("fsdp_demo")
 
 _SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "MuonWithAuxAdam": "MuonAdamW"}
 """Optimizers of other packages by the name of what does the same; Adam with decoupled decay is AdamW."""
-
-_KNOWN = ("SGD", "Adam", "AdamW", "Muon")  # optimizers whose state after a step with zero gradients is a fresh state with step 1
 
 
 def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | None = None, **options: Any) -> torch.optim.Optimizer:
@@ -73,33 +72,43 @@ def check_inner(config: ExchangeConfig, names: Sequence[str], optimizers: Sequen
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of a fresh optimizer now, as its first step would, with all step counters at zero.
+    """Make the state of a fresh optimizer now, so that channels can cover it and checkpoint libraries need no step of their own for it.
 
-    Checkpoint libraries make it by a step of their own otherwise, in the middle of a job. Parameters do not change: the step runs
-    with zero gradients and learning rate zero. Optimizers of unknown kind are left alone.
+    The next steps give the same bits as without. Optimizers that keep another state than `fresh_state` knows, or hold some, are left alone.
     """
     if isinstance(optimizer, MuonAdamW):
         for part in optimizer.parts:
             materialise(part)
         return
-    params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    if any(p in optimizer.state for p in params) or type(optimizer).__name__ not in _KNOWN:
+    pairs = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    if any(p in optimizer.state for _, p in pairs):
         return
-    if any(g.get("dampening") for g in optimizer.param_groups):
-        return
-    grads, rates = [p.grad for p in params], [g["lr"] for g in optimizer.param_groups]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    for g in optimizer.param_groups:
-        g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0
-    optimizer.step()
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad
-    for g, rate in zip(optimizer.param_groups, rates, strict=True):
-        g["lr"] = rate
-    for state in [optimizer.state[p] for p in params if p in optimizer.state]:
-        step = state.get("step")
-        if isinstance(step, torch.Tensor):
-            step.zero_()
-        elif step is not None:
-            state["step"] = 0
+    for group, p in pairs:
+        if made := fresh_state(optimizer, group, p):
+            optimizer.state[p] = made
+
+
+def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+    """What torch's SGD, Adam, AdamW and Muon hold for parameter `p` of `group` before their first step; of others nothing.
+
+    SGD's momentum begins as a copy of the first gradient. A buffer of negative zeros is one that adds up to just that, for mu * -0.0 + g is
+    g, whatever g is, and so the first step finds what it would have made. With dampening there is no such buffer, and none is made.
+    """
+    kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
+    if kind is torch.optim.SGD:
+        begun = {"momentum_buffer": -0.0} if group["momentum"] and not group["dampening"] else {}
+    elif kind is torch.optim.Muon:
+        begun = {"momentum_buffer": 0.0}
+    elif kind in (torch.optim.Adam, torch.optim.AdamW):
+        begun = dict.fromkeys(("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"]), 0.0)
+    else:
+        return {}
+    buffers = {name: torch.full_like(p, value, requires_grad=False) for name, value in begun.items()}
+    return ({} if kind in (torch.optim.SGD, torch.optim.Muon) else {"step": _counter(group, p)}) | buffers
+
+
+def _counter(group: dict[str, Any], p: Tensor) -> Tensor:
+    """A step counter at zero, as torch makes it: on the host unless the optimizer's kernels count."""
+    wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    there = p.device if group["capturable"] or group["fused"] else torch.device("cpu")
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=there)

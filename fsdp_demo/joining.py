@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import agreement
+from . import agreement, facts
 from .bound import BoundChannel
 from .channel import ActiveChannel
 from .codecs.frame import SETUP
@@ -56,13 +56,14 @@ def _check_covered(channels: Sequence[ActiveChannel], shards: Shards, preset: st
 
 
 def come_together(
-    flow: Flow, facts: dict[str, Any], model: torch.nn.Module | None, own: int, applied: dict[str, int] | None
+    flow: Flow, told: dict[str, Any], model: torch.nn.Module | None, own: int, applied: dict[str, int] | None
 ) -> tuple[int, int]:
     """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
 
     Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
 
     Args:
+        told: facts of the run that all replicas must share, beside those that are found here.
         own: the step that this replica stands at.
         applied: of the state from which it resumes (`Flow.applied`), and with which it goes on if no island is further; None without one.
 
@@ -70,10 +71,11 @@ def come_together(
         The donor's index, and the step of the replica that is furthest.
     """
     line, island, resumes = flow.line, flow.island, applied is not None
-    found = agree_on_run(line, flow.config, flow.shards, facts, own, applied)
+    found = agree_on_run(line, flow.config, flow.shards, told, own, applied)
     if line is not None:
         line.digest = flow.config.digest()  # from here on in every message
-    donor, furthest, apart = (int(v) for v in island.largest(*map(float, found)))
+    donor, furthest, apart, unlike = (int(v) for v in island.largest(*map(float, found)))
+    flow.unlike = flow.mailbox.watch.unlike = bool(unlike)
     flow.step = own if apart else furthest
     if apart:
         log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", flow.topology.name, own, furthest)
@@ -99,25 +101,30 @@ def take_over(flow: Flow, donor: int, furthest: int) -> None:
 
 
 def agree_on_run(
-    line: Line | None, config: ExchangeConfig, shards: Shards, facts: dict[str, Any], step: int, applied: dict[str, int] | None
-) -> tuple[int, int, bool]:
-    """Compare the run specification with all replicas.
+    line: Line | None, config: ExchangeConfig, shards: Shards, told: dict[str, Any], step: int, applied: dict[str, int] | None
+) -> tuple[int, int, bool, bool]:
+    """Compare the run specification, the parameters and the optimizers with all replicas.
+
+    Args:
+        told: further facts of the run.
 
     Returns:
-        The donor's index, its step, and whether all replicas resume at unlike steps between the same exchanges.
+        The donor's index, its step, whether all replicas resume at unlike steps between the same exchanges, and whether another island's
+        machine or torch is unlike this one's.
 
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
     if line is None or line.size == 1:
-        return 0, step, False
-    advisory = {"torch": torch.__version__, "device": shards.device.type}
-    shapes = {"tensors": len(shards.shards), "shapes": agreement.shapes_digest(shards.shards)}
-    agreement.agree(line, {**facts, **advisory, **shapes, **_flat(config.to_dict())})
+        return 0, step, False, False
+    unlike = agreement.agree(line, {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())})
+    agreement.agree_on_tensors(line, shards.shards)
     everyone = agreement.gather_json(line, [step, applied])
     steps = [s for s, _ in everyone]
+    if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
+        agreement.agree(line, facts.rates(shards))
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
-    return steps.index(max(steps)), max(steps), alike and len(set(steps)) > 1
+    return steps.index(max(steps)), max(steps), alike and len(set(steps)) > 1, unlike
 
 
 def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:

@@ -42,7 +42,18 @@ def fill_replica(optimizers: Sequence[torch.optim.Optimizer], tree: dict[str, An
         local_part(p).copy_(saved)
         for key, value in kept.items():
             live = optimizer.state[p].get(key)
+            if not isinstance(live, torch.Tensor):  # made at the first step only: by SGD with dampening, RMSprop ...
+                live = optimizer.state[p][key] = _room(optimizer, p, key, value)
             if isinstance(live, torch.Tensor):
                 local_part(live).copy_(value)
-            else:
-                optimizer.state[p][key] = value
+
+
+def _room(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, value: Any) -> Any:
+    """Where a saved state of `p` that is not there yet goes: laid out and sharded as its parameter, a step counter where torch keeps it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == local_part(p).shape and key != "step":
+        return torch.zeros_like(p, dtype=value.dtype, requires_grad=False)
+    group = next(g for g in optimizer.param_groups if any(p is q for q in g["params"]))
+    there = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty_like(value, device=p.device if there else "cpu")

@@ -42,7 +42,13 @@ class Shard:
 
 
 class Ticks(Protocol):
-    """An engine's steps. It calls what `Shards.ticks` was given: `before` ahead of the base step of a tick, `after` behind it."""
+    """An engine's steps. It calls what `Shards.ticks` was given: `before` ahead of the base step of a tick, `after` behind it.
+
+    Attributes:
+        aside: a step that can move parameters was taken inside `paused`.
+    """
+
+    aside: bool
 
     def start(self) -> None:
         """Hang on the engine's steps."""
@@ -57,8 +63,8 @@ class Ticks(Protocol):
         """How many optimizers have stepped in a tick that is not complete."""
         ...
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Within this context steps do not count."""
+    def paused(self, refusal: str = "") -> AbstractContextManager[None]:
+        """Within this context steps do not count; with a `refusal` they are a RuntimeError that says it."""
         ...
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
@@ -120,8 +126,12 @@ class Shards(Protocol):
         together."""
         ...
 
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """Names of the trainable parameters of a model that no optimizer here steps."""
+        ...
+
     def check(self) -> None:
-        """Raise RuntimeError if parameters joined or left since `attach`."""
+        """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were not, or the other way round."""
         ...
 
     def position(self, rank: int, world: int) -> Position:

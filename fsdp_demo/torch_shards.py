@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .inner import kind, materialise
 from .island import Island
 from .shards import Shard, local_part, plain_name
-from .ticks import TorchTicks
+from .ticks import SCALED, TorchTicks, scales
 from .topology import Position
 
 
@@ -26,6 +26,7 @@ class TorchShards:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
         self.optimizers, self._model = list(optimizers), model
+        reshard(model)  # an evaluation leaves other parameters in the model than the optimizer holds
         names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
         self._places: list[tuple[int, int, int]] = []
         self.shards: list[Shard] = []
@@ -40,7 +41,12 @@ class TorchShards:
             self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
         if not self.shards:
             raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
-        self._count = len(list(self._walk()))
+        if model is not None and names and not any(id(p) in names for _, _, _, p, _ in self._walk()):
+            raise ValueError(
+                "the optimizer holds no parameter of this model: pass the model that it trains, and build the optimizer after the model "
+                "was sharded (one of before holds parameters that nobody uses)"
+            )
+        self._trained = [trained(o) for o in self.optimizers]
         self.device = local_part(self._param(0)).device
 
     def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
@@ -55,10 +61,24 @@ class TorchShards:
         return self.optimizers[o].param_groups[g]["params"][i]
 
     def check(self) -> None:
-        """Raise RuntimeError if parameters joined or left the optimizer since `attach`."""
+        """See `Shards.check`. What is trained is compared by `check_trained`, since others may be switched off while one steps."""
         now = sum(len(g["params"]) for o in self.optimizers for g in o.param_groups)
-        if now != self._count:
-            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {self._count}: detach() and attach again")
+        if now != (count := sum(map(len, self._trained))):
+            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {count}: detach() and attach again")
+
+    def check_trained(self, index: int) -> None:
+        """Raise RuntimeError if `requires_grad` of a parameter of this optimizer is not what it was at `attach`."""
+        now, before = trained(self.optimizers[index]), self._trained[index]
+        if now == before or len(now) != len(before):  # the number is looked at by `check`
+            return
+        places = [(o, g, i) for o, g, i, _, _ in self._walk() if o == index]
+        (o, g, i), is_on = next((place, a) for place, a, b in zip(places, now, before, strict=True) if a != b)
+        named = dict(zip(self._places, (s.name for s in self.shards), strict=True))
+        name = named.get((o, g, i), f"optimizer{o}.group{g}.parameter{i}")  # tied ones stand there once
+        raise RuntimeError(
+            f"requires_grad of {name} was switched {'on' if is_on else 'off'} after attach, which settled what is exchanged: detach() and "
+            "attach again, or switch it back before the step"
+        )
 
     def read(self, source: str) -> list[Tensor | None]:
         """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
@@ -118,8 +138,8 @@ class TorchShards:
     def ticks(
         self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
     ) -> TorchTicks:
-        """One tick is one complete round of the optimizers' steps. `step(closure)` computes gradients inside: not where they are needed."""
-        return TorchTicks(self.optimizers, island, before, after, closures=not gradients)
+        """One tick is one complete round of the optimizers' steps."""
+        return TorchTicks(self.optimizers, island, before, after, self.check_trained, gradients)
 
     clips = ""
 
@@ -145,6 +165,16 @@ class TorchShards:
             stepped = {n for n, p in named if p.requires_grad}
         return [local_part(p) for n, p in named if n not in stepped] + [local_part(b) for b in model.buffers()]
 
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """See `Shards.outside`."""
+        mine = {id(p) for _, _, _, p, _ in self._walk()}
+        return [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+
+
+def trained(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """`requires_grad` of all its parameters: 10 microseconds for some hundreds of them."""
+    return [p.requires_grad for g in optimizer.param_groups for p in g["params"]]
+
 
 def reshard(model: torch.nn.Module | None) -> None:
     """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards. A forward without a backward (an
@@ -155,8 +185,14 @@ def reshard(model: torch.nn.Module | None) -> None:
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards."""
+    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards.
+
+    Raises:
+        ValueError: there is none; Accelerate steps it by a loss scaler.
+    """
     seen = optimizer
+    if scales(getattr(seen, "scaler", None)):  # of Accelerate
+        raise ValueError(SCALED)
     while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
         if seen.optimizer is seen:
             break

@@ -204,9 +204,9 @@ def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> No
         ("pattern", [{"gradient.include": ("*", "x")}, {}], ["config.channels.0.include.1", "'x'", "None"]),
         ("fact", [{"agree": {"steps": 300}}, {"agree": {"steps": 200}}], ["agree.steps", "300", "200"]),
         ("lack", [{"agree": {"seq_len": 7}}, {}], ["agree.seq_len", "7", "None"]),
-        ("shape", [{"shape": (3, 4)}, {"shape": (4, 3)}], ["shapes"]),
-        ("frozen", [{"frozen": True}, {}], ["shapes"]),
-        ("number of tensors", [{"shape": (3,)}, {"shape": (3,), "more": True}], ["tensors", "1", "2"]),
+        ("shape", [{"shape": (3, 4)}, {"shape": (4, 3)}], ["[3, 4]", "[4, 3]"]),
+        ("frozen", [{"frozen": True}, {}], ["frozen", "trained"]),
+        ("number of tensors", [{"shape": (3,)}, {"shape": (3,), "more": True}], ["parameters", "2", "3"]),
     ]
 
     def fn(me: Any) -> list[str]:

@@ -37,7 +37,7 @@ from .trainer_batches import FirstBatches, tokens_in
 from .trainer_engine import before_steps, engine_of
 from .trainer_evaluation import Evaluations
 from .trainer_optimizer import exchange_optimizer
-from .trainer_setup import clipping, described, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
+from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
 from .trainer_state import Rotation, find_checkpoint, open_state, put_aside, refuse_alone, restore_local, save_state
 from .trainer_stop import Stops
 
@@ -149,7 +149,7 @@ class ExchangeCallback(TrainerCallback):
             options = {"checkpoints": False}
             self._undo.append(before_steps(trainer.accelerator, self._hear))
         facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")}}
-        facts |= {"optimizer": described(trainer.optimizer), "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs), "at": state.global_step}
+        facts |= {"lr_scheduler_kwargs": str(args.lr_scheduler_kwargs), "at": state.global_step}
         self.exchange = exchange = attach(
             trainer.optimizer if self._engine is None else self._engine,
             config,

@@ -101,16 +101,6 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
         raise ValueError(f"ExchangeCallback found fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 flattens parameters")
 
 
-def described(optimizer: Any) -> str:
-    """What islands must share of the optimizer: its kind, and what stands in its groups."""
-    inner = optimizer
-    while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
-        inner = inner.optimizer
-    keys = ("initial_lr", "weight_decay", "betas", "momentum", "nesterov", "eps")
-    groups = [{key: group[key] for key in keys if key in group} for group in inner.param_groups]
-    return f"{type(inner).__name__} {groups}"
-
-
 def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConfig, float]:
     """(configuration, max_grad_norm left to the Trainer): one norm, `max_grad_norm`, clips once.
 
