@@ -33,7 +33,7 @@ class Outgoing:
     """What one channel sends at one step, on the shards' device: its section of the body, or fp32 vectors.
 
     `own` is the replica's own source where it is needed later (a delta that stays in flight or is applied locally; delayed parameters);
-    `present` says which tensors had a gradient.
+    `present` says which tensors had a gradient; `partial` that it was sent inside a round, by `finish()`: its mean is applied plainly.
     """
 
     step: int
@@ -41,11 +41,12 @@ class Outgoing:
     vectors: list[Tensor] = field(default_factory=list)
     own: Tensor | None = None
     present: list[bool] | None = None
+    partial: bool = False
 
     def to(self, device: torch.device) -> Outgoing:
         """The same with its tensors on `device`."""
         body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
-        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present)
+        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
 
 
 class ActiveChannel(BoundChannel):
@@ -197,7 +198,8 @@ class ActiveChannel(BoundChannel):
             assert present is not None
             appliers.as_gradient(self, mean, present)
         elif kind == "outer":
-            appliers.outer(self, mean, out.own, _own(flying), mix, self.channel.clock.round(out.step))
+            number = None if out.partial else self.channel.clock.round(out.step)
+            appliers.outer(self, mean, out.own, _own(flying), mix, number)
         elif self.channel.source == "parameter":
             self.moved = appliers.replace(self, mean, None if last else out.own, _own(flying), mix) or self.moved
         else:

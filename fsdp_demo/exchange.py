@@ -90,12 +90,17 @@ class Exchange:
             self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
-            announce.announce(self, self._island, lanes, batch)
+            announce.announce(self, self._island, lanes, batch, announce.total_steps(facts))
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
+
+    def __repr__(self) -> str:
+        t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
+        where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
+        return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
 
     def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | Saved | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
@@ -265,6 +270,7 @@ class Exchange:
             self._usable()
             self._equal = ending.conclude(self._flow, self.paused)
             self._ended = True
+            announce.ended(self, self._equal)
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
                 line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)

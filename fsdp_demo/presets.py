@@ -182,7 +182,8 @@ def decoupled_momentum(
     in the local momentum; replicas are equal after every exchange. rule "released", as in the authors' code: each replica applies
     its own delta plus beta times the momentum, into which the mean went back, with lr 0.7; replicas drift. Its reducer "replicas"
     (default) conserves the sum of the momenta, "senders" (as released) inflates it by up to R / |senders| at each exchange;
-    `average_every` = J averages the parameters after every J-th exchange and logs the drift. Published: inner AdamW 4e-4, betas
+    `average_every` = J averages the parameters after every J-th exchange and logs the drift. `lr` is the outer rate of all tensors, also of
+    those that are sent whole (`applier.dense_lr` changes theirs alone). Published: inner AdamW 4e-4, betas
     0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default, since on deltas it was worth
     nothing and cost much on attention matrices (recipes/README.md).
     """
@@ -201,7 +202,7 @@ def decoupled_momentum(
         Codec("dct" if transform else "none", "topk", topk, code),
         residual="put_back" if released else "subtract",
         reducer=Reducer(reducer or ("replicas" if released else "senders")),
-        applier=Applier("outer", lr=rate, dense_lr=0.7 if released else 1.0, local_delta=released),
+        applier=Applier("outer", lr=rate, dense_lr=rate, local_delta=released),
         plain=EMBEDDINGS,
     )
     average = (_averaged("average", "parameter", period * average_every, "fp32", after="delta"),) if average_every else ()

@@ -294,6 +294,17 @@ class DecoupledMomentum(Sparse):
         while self.flying:
             self.land()
 
+    def finish(self) -> None:
+        """Rule consensus without a delay: a part of a round, of which what is sent is averaged at rate 1. What the accumulators keep is
+        lost."""
+        assert not self.released and not self.flying and not self.mix
+        if self.t % self.period:
+            rates = self.lr, self.dense_lr
+            self.lr = self.dense_lr = 1.0
+            self.outgoing()
+            self.land()
+            self.lr, self.dense_lr = rates
+
 
 class SparseLoCo(DecoupledMomentum):
     """Error feedback on the pseudo-gradient, without a transform: its largest values in few bits, block norms clipped; 2508.15706."""
