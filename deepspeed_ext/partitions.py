@@ -97,6 +97,10 @@ class Partitions:
         """The flat fp32 partitions of this rank [numel, padding included], in the order of the wrapper."""
         raise NotImplementedError
 
+    def group_of(self, master: int) -> int:
+        """Number of the parameter group that a master belongs to."""
+        return master
+
     def fragments(self) -> list[Fragment]:
         """Every trained parameter's part in the masters, in the order of the masters' parameters; empty ones too."""
         raise NotImplementedError

@@ -95,10 +95,19 @@ class Stage12(Flat):
 class Stage3(Partitions):
     """`DeepSpeedZeroOptimizer_Stage3`: every tensor of a sub-group is cut into equal parts of its elements."""
 
-    needs = ("_optimizer_step", "fp32_partitioned_groups_flat", "fp16_groups", "_reassign_or_swap_out_partitioned_parameters")
+    needs = (
+        "_optimizer_step",
+        "fp32_partitioned_groups_flat",
+        "fp16_groups",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "sub_group_to_group_id",
+    )
 
     def masters(self) -> list[Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
+
+    def group_of(self, master: int) -> int:
+        return int(self.zero.sub_group_to_group_id[master])
 
     def fragments(self) -> list[Fragment]:
         names, out = _names(self.engine), []

@@ -91,7 +91,8 @@ def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None,
         momentum = made.inverse_(window.group, x.copy_(window.of(c.accumulator)))
         local_step(anchor, window.of(own), momentum, c.channel.accumulator.beta, lr)
     elif number is None:
-        outer_step(anchor, None, x if made is None else made.inverse_(window.group, x), 0.0, False, 1.0)
+        gain = c.channel.accumulator.gain if c.channel.accumulator is not None else 1.0
+        outer_step(anchor, None, x if made is None else made.inverse_(window.group, x), 0.0, False, 1.0 / gain)
     else:
         held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
         outer_step(anchor, held, x if made is None else made.inverse_(window.group, x), mu, applier.nesterov, lr)

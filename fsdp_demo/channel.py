@@ -107,15 +107,25 @@ class ActiveChannel(BoundChannel):
         """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
         assert self.accumulator is not None
         delta, products = self.channel.source == "delta", self.channel.codec.products
+        common, rates = self._rates()
         with (
             Contiguous(self.tensors("parameter" if delta else self.channel.source)) as tensors,
             Transform(self.shards.device, products) as made,
         ):
             for part in (part for w in self.windows for part in w.inner):
-                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None))
+                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
                 if keep is not None:
                     part.of(keep).copy_(x)
-                made.add(part.group, x, part.of(self.accumulator), beta, gain)
+                x = part.scale(x, rates) if rates else x
+                made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
+
+    def _rates(self) -> tuple[float, list[float]]:
+        """Where gradients are accumulated times their learning rate: the one of all tensors, or 1 and that of each."""
+        if self.channel.accumulator is None or not self.channel.accumulator.rate:
+            return 1.0, []
+        every = self.shards.rates()
+        rates = [every[i] for i in self.covered]
+        return (rates[0], []) if len(set(rates)) == 1 else (1.0, rates)
 
     def _source(self, window: Window, tensors: Contiguous, flying: Sequence[Outgoing], out: Tensor) -> Tensor:
         """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and

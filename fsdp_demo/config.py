@@ -73,6 +73,8 @@ class Clock:
 class Accumulator:
     """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was sent is subtracted.
 
+    rate: of a gradient, the gain is multiplied by the learning rate that its parameter has at that step.
+
     Example:
         >>> from fsdp_demo import Accumulator, preset
         >>> preset("demo").channels[0].accumulator == Accumulator(beta=0.999)
@@ -82,6 +84,7 @@ class Accumulator:
     beta: float = 0.0
     gain: float = 1.0
     alpha: float = 1.0
+    rate: bool = False
 
     def __post_init__(self) -> None:
         in_range("accumulator.beta", self.beta, 0.0, 1.0)

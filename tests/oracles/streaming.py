@@ -53,7 +53,7 @@ class Streaming(Replicas):
 
     Args:
         parts: names of each fragment (default: one with everything); fragment p of n has the offset floor(p period / n).
-        beta: decay of the error feedback; None: no feedback, what the code loses is lost.
+        beta: decay of the error feedback; None: no feedback, what the code loses is lost. gain: of what joins it.
         warmup: rounds over which the outer momentum rises.
     """
 
@@ -68,10 +68,12 @@ class Streaming(Replicas):
         mix: float = 0.0,
         code: str = "fp32",
         beta: float | None = None,
+        gain: float = 1.0,
         warmup: int = 0,
         **kw: Any,
     ):
         super().__init__(*args, **kw)
+        self.gain = gain
         self.period, self.lr, self.momentum, self.delay, self.mix = period, lr, momentum, delay, mix
         self.code, self.beta, self.warmup = code, beta, warmup
         self.fragments = []
@@ -105,7 +107,7 @@ class Streaming(Replicas):
         if self.beta is not None:
             for a, delta in zip(f.a, own, strict=True):
                 for n in f.names:
-                    a[n] = self.beta * a[n] + delta[n]
+                    a[n] = self.beta * a[n] + self.gain * delta[n]
             payload = [dict(a) for a in f.a]
             for a in f.a:
                 got = arrived(a, f.names, self.S, self.code)
@@ -119,7 +121,7 @@ class Streaming(Replicas):
         mu = warmed(self.momentum, self.warmup, (sent + 1 - f.offset) // self.period)
         for n in f.names:
             if f.partial and not f.flying:  # the plain mean of the replicas
-                f.anchor[n] = f.anchor[n] - mean[n]
+                f.anchor[n] = f.anchor[n] - mean[n] / self.gain
             else:
                 f.m[n] = mu * f.m[n] + mean[n]
                 f.anchor[n] = f.anchor[n] - self.lr * (mean[n] + mu * f.m[n])
