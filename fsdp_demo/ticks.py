@@ -84,7 +84,10 @@ class TorchTicks:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None and not self._closures:
             raise ValueError("step(closure) computes gradients inside the step, out of a gradient channel's reach: call backward first")
         if index in self._stepped:
-            raise RuntimeError(f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns")
+            raise RuntimeError(
+                f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns, once each. "
+                "Where one steps more often (the discriminator of a GAN) attach each alone: two exchanges"
+            )
         if not self._stepped:
             self._run_before()
         self._stepped.add(index)
