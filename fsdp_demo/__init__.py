@@ -5,7 +5,7 @@
 """
 
 from .attaching import attach
-from .codecs.wire import WireError
+from .codecs.frame import Mismatch, WireError
 from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
 from .exchange import Exchange
 from .guard import guard
@@ -14,7 +14,7 @@ from .link import Link
 from .loading import load_config, preset
 from .meter import Meter, ring_all_reduce_bytes
 from .muon import MuonAdamW
-from .notes import Stopped
+from .notes import NotFinite, Stopped
 from .presets import half_life_multiples, presets
 from .topology import Topology
 from .transport import PeerLost
@@ -31,7 +31,9 @@ __all__ = [
     "Fragments",
     "Link",
     "Meter",
+    "Mismatch",
     "MuonAdamW",
+    "NotFinite",
     "PeerLost",
     "Reducer",
     "Stopped",

@@ -5,27 +5,49 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .codecs.wire import WireError
+from .codecs.frame import DIGESTS, HEADER, NORM, SETUP, WireError, room
 from .shards import Shard, digest
 from .transport import Line
 
 log = logging.getLogger("fsdp_demo")
 
+LONGEST = 16 << 20  # bytes of a text that an island may send
+
 ADVISORY = ("torch", "device")  # islands may differ here: warned, not refused
 
 
-def gather_json(line: Line, value: Any) -> list[Any]:
-    """`value` of every replica (JSON, never pickle: nothing a peer sends is executed)."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor([data.numel()]).view(torch.uint8)
-    sizes = [int(t.view(torch.int64)) for t in line.all_gather(length, setup=True)]
-    return [json.loads(bytes(t.tolist())) for t in line.swap([data] * line.size, sizes, setup=True)]
+def gather_json(line: Line, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
+    """`value` of every replica (JSON, never pickle: nothing a peer sends is executed). Two messages: lengths, texts.
+
+    Raises:
+        WireError: an island claims a text of more than LONGEST bytes, or sends one that is no JSON. Nothing is made room for before.
+    """
+    text = json.dumps(value).encode()
+    if len(text) > LONGEST:
+        raise ValueError(f"a value of {len(text)} bytes as JSON, for all islands: allowed are {LONGEST}")
+    lengths = line.all_gather(torch.tensor([len(text)]).view(torch.uint8), kind, step)
+    sizes = [int(t.view(torch.int64)) for t in lengths]
+    for j, size in enumerate(sizes):
+        if not 0 < size <= LONGEST:
+            raise WireError(f"{line.label(j)} claims a text of {size} bytes: allowed are 1 to {LONGEST}")
+    message = room(len(text))
+    message[HEADER.size :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    bodies = line.swap(line.header(kind, step), [message] * line.size, sizes, setup=True)[1]
+    return [_parse(line, j, body) for j, body in enumerate(bodies)]
+
+
+def _parse(line: Line, j: int, body: Tensor) -> Any:
+    try:
+        return json.loads(bytes(body.tolist()))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise WireError(f"{line.label(j)} sent {body.numel()} bytes that are no JSON ({error!r:.80})") from None
 
 
 def shapes_digest(shards: Sequence[Shard]) -> str:
@@ -62,34 +84,31 @@ def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:
         True if `work` changed here.
     """
     wish = b"keep" if keep else b"take"
-    marks = [bytes(t.tolist()) for t in line.all_gather(torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8), setup=True)]
+    marks = [bytes(t.tolist()) for t in line.all_gather(torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8))]
     needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
     mine = line.rank
-    data = work.detach().cpu().view(torch.uint8) if mine == donor else torch.empty(0, dtype=torch.uint8)
-    empty = data[:0]
+    size, empty = work.numel() * work.element_size(), room(0)
+    data = empty
+    if mine == donor and any(needs):
+        data = room(size)
+        data[HEADER.size :] = work.detach().cpu().view(torch.uint8)
     outgoing = [data if mine == donor and needs[j] else empty for j in range(line.size)]
-    size = work.numel() * work.element_size()
-    incoming = line.swap(outgoing, [size if j == donor and needs[mine] else 0 for j in range(line.size)], setup=True)
+    sizes = [size if j == donor and needs[mine] else 0 for j in range(line.size)]
+    incoming = line.swap(line.header(SETUP), outgoing, sizes, setup=True)[1]
     if needs[mine]:
         work.copy_(incoming[donor].view(work.dtype))
     return needs[mine]
 
 
 def mean_of(line: Line, step: int, value: float) -> float:
-    """Mean over the replicas of a number of this step: 16 bytes to each.
-
-    Raises:
-        WireError: a replica is at another step.
-    """
-    mine = torch.tensor([float(step), value], dtype=torch.float64).view(torch.uint8)
-    pairs = [m.clone().view(torch.float64).tolist() for m in line.all_gather(mine)]
-    for j, (theirs, _) in enumerate(pairs):
-        if theirs != step:
-            raise WireError(f"{line.label(j)} is at step {theirs:g}, we are at step {step}: the islands do not take the same steps")
-    return float(sum(v for _, v in pairs) / len(pairs))
+    """Mean over the replicas of a number of this step, those left out whose number is not finite: 8 bytes and a header to each."""
+    mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+    found = [float(m.clone().view(torch.float64)) for m in line.all_gather(mine, NORM, step, setup=False)]
+    finite = [v for v in found if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
-def all_equal(line: Line, mark: bytes) -> bool:
+def all_equal(line: Line, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
     """Whether `mark` (`shards.digest` of some tensors) is the same on all replicas."""
-    marks = line.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), setup=True)
+    marks = line.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
     return all(torch.equal(m, marks[0]) for m in marks)

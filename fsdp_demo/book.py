@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .checkpoint import Saved
-from .codecs.wire import Header
+from .codecs.frame import Header
 from .config import ExchangeConfig
 from .fragments import expand
 from .mailbox import replica_weights, unpack_bits

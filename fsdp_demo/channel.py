@@ -59,6 +59,8 @@ class ActiveChannel(BoundChannel):
     Attributes:
         section: what it puts into messages; None on a copy beyond the lanes.
         moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this lane.
+        left_out: 1 where what is to be sent is not finite on some rank of this island, and counts as zeros; a number, or a scalar on the
+            device.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ActiveChannel(BoundChannel):
         super().__init__(channel, shards, position, lanes, copies, size, home)
         self.section = Section(self.layout, channel, size, seed, shards.device) if self.layout is not None else None
         self.moved = (0.0, 0.0)
+        self.left_out: float | Tensor = 0.0
 
     @property
     def _needs_own(self) -> bool:
@@ -131,12 +134,14 @@ class ActiveChannel(BoundChannel):
         """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and
         less what rounding to a low-precision parameter took away when the anchor was last written."""
         window.pack(tensors, out)
-        if self.channel.source != "delta":
-            return out
-        before = window.of(self.written) if self.written is not None else self.fetch(self.anchor, window)
-        assert before is not None
-        torch.sub(before, out, out=out)
-        return less(out, window, _own(flying))
+        if self.channel.source == "delta":
+            before = window.of(self.written) if self.written is not None else self.fetch(self.anchor, window)
+            assert before is not None
+            torch.sub(before, out, out=out)
+            less(out, window, _own(flying))
+        if isinstance(self.left_out, Tensor):
+            return out.masked_fill_(self.left_out.bool(), 0.0)
+        return out.zero_() if self.left_out else out
 
     def encode(self, step: int, source: Tensor | None) -> Outgoing:
         """Select, code and take what is sent out of the accumulator (`subtract`, `put_back`). `source` is `accumulate`'s."""
@@ -165,12 +170,14 @@ class ActiveChannel(BoundChannel):
         self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha)
 
     def undo(self, out: Outgoing) -> None:
-        """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): the exchange failed.
+        """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): it will not be sent any more.
 
-        Only the sent part can come back where the source has moved on (a delay)."""
+        Only the sent part can come back where the source has moved on (a delay), or is not here (gradients; see `Flow.begun`)."""
         self._take(out, -1.0)
         settings = self.channel.accumulator
         if self.accumulator is None or settings is None or self.layout is None or self.channel.clock.delay or settings.beta == 0:
+            return
+        if self.channel.before_step:
             return
         self._into_accumulator((), 1.0 / settings.beta, -settings.gain / settings.beta)
 

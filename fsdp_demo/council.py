@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import agreement
+from .codecs.frame import QUESTION
 from .island import Island
 from .mailbox import Mailbox
 
@@ -26,8 +27,8 @@ class Council:
         ([1.0, 2.0], True)
     """
 
-    def __init__(self, mailbox: Mailbox, island: Island):
-        self._mailbox, self._island = mailbox, island
+    def __init__(self, mailbox: Mailbox, island: Island, step: Callable[[], int]):
+        self._mailbox, self._island, self._step = mailbox, island, step
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Means over the islands, number by number; an island's number that is not finite makes the mean NaN.
@@ -56,5 +57,5 @@ class Council:
 
     def _ask(self, value: Any) -> list[Any]:
         """What every island says; nothing on a copy without a line, which follows its island."""
-        courier = self._mailbox.courier
-        return self._mailbox.ask(lambda: agreement.gather_json(courier.line, value) if courier is not None else []) or []
+        courier, step = self._mailbox.courier, self._step()
+        return self._mailbox.ask(lambda: agreement.gather_json(courier.line, value, QUESTION, step) if courier is not None else []) or []

@@ -41,6 +41,8 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
     What has changed since the last exchange is a part of a round. An outer step on it would repeat nearly all of the momentum of the round
     before, so the anchor takes the plain mean: outer rate 1, no momentum. Whatever the accumulators keep from it is lost, as ever.
     """
+    if flow.line is not None:
+        flow.line.ending = True
     if not flow.config.shared:
         flush(flow, paused)
         flow.drift = outcome.set_mean(flow)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import announce, ending, joining, outcome
+from .codecs.frame import END
 from .config import ExchangeConfig
 from .connections import Connections
 from .council import Council
@@ -83,7 +84,7 @@ class Exchange:
         self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
         needed = any(c.before_step for c in channels) or (config.clip is not None and config.clip_over == "islands")
         self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
-        self._mailbox = Mailbox([], self._connections.courier, self._island, config.digest(), shards.device)
+        self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
         try:
             self.channels, parameters = joining.bind(channels, config, shards, topology, self._island, lanes)
             self._mailbox.channels = self.channels
@@ -273,7 +274,7 @@ class Exchange:
             announce.ended(self, self._equal)
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
-                line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+                line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
             self._close()
 
     @property
@@ -281,7 +282,7 @@ class Exchange:
         """Small questions to all islands at one step (`council.Council`), while they are connected."""
         if self._mailbox.broken or self._finished:
             raise RuntimeError("the islands are connected no more: ask before finish()")
-        return Council(self._mailbox, self._island)
+        return Council(self._mailbox, self._island, lambda: self.step)
 
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
@@ -319,7 +320,7 @@ class Exchange:
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
         loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
-        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift}
+        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": self._mailbox.left_out}
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands

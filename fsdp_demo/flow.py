@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from . import agreement
 from .bound import BoundChannel
@@ -21,6 +24,7 @@ from .island import Island
 from .mailbox import Mailbox
 from .notes import Notes
 from .shards import Shards
+from .sums import EVERY, total
 from .topology import Topology
 from .transport import Line
 
@@ -43,6 +47,8 @@ class Flow:
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
+        begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
+            again.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Flow:
         self.channels, self.parameters, self.step = channels, parameters, step
         self.notes = Notes()
         self.drift: float | None = None
+        self.begun = -1
 
     @property
     def line(self) -> Line | None:
@@ -89,15 +96,18 @@ class Flow:
         self.shards.check()
         self.notes.begin()
         mine = [c for c in self.channels if c.channel.before_step]
-        self.clip(mean=False)
+        self._look_at_gradients(bool(mine))
         outgoing = {}
-        for c in mine:
-            c.note_gradients()
-            source = c.accumulate()  # what is in flight has left the accumulator already
+        for c in mine if not any(f.step == self.step for f in self.mailbox.flights) else []:  # else sent before it was cut off
+            source = None
+            if self.begun != self.step or c.accumulator is None:
+                c.note_gradients()
+                source = c.accumulate()  # what is in flight has left the accumulator already
             if c.channel.clock.due(self.step):
                 outgoing[c.channel.name] = c.encode(self.step, source)
             del source  # as large as the shards: it must not outlive the message
-        self._launch(outgoing)
+        self.begun = self.step
+        self._launch(outgoing, self.notes.bad)
         applied = self.mailbox.land(mine, self.step)
         for c in mine:
             if c not in applied:
@@ -124,14 +134,45 @@ class Flow:
             self.send([c for c in due if c in stage], partial=last)
             self.settle(self.mailbox.land(stage, step, now, last))
 
+    def catch_up(self) -> None:
+        """Make up for the after-step exchange of the last step, if it was cut off by a loss and is under way once more."""
+        late = [c for c in self.channels if not c.channel.before_step]
+        cut = [c for c in late if any(f.step + c.channel.clock.delay < self.step for f in self.mailbox.under_way_of(c))]
+        if not cut:
+            return
+        log.info("%s: the exchange of step %d was cut off: made up for when all islands have come so far", self.topology.name, self.step)
+        self.step -= 1
+        try:
+            stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
+            self.settle(self.mailbox.land(stages[0], self.step))
+            if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
+                self.send([c for c in stages[1] if c.channel.clock.due(self.step)])
+            self.settle(self.mailbox.land(stages[1], self.step))
+        finally:
+            self.step += 1
+
     # ---- its parts -------------------------------------------------------------------------------------------------
 
     def clip(self, mean: bool) -> None:
-        """Clip gradients before (`mean` False) or after the exchange, as the configuration says."""
-        if self.config.clip is None or self.config.clips_mean != mean:
+        """Clip the mean gradient, as the configuration says."""
+        if mean and self.config.clip is not None and self.config.clips_mean:
+            self.island.clip(self.shards.read("gradient"), self.config.clip)
+
+    def _look_at_gradients(self, sent: bool) -> None:
+        """Clip this replica's own gradients, as the configuration says; leave out those that are not finite: nobody takes anything of this
+        step from this replica, and it takes none of its own.
+
+        `sent`: gradients are exchanged. Where they are neither clipped nor exchanged they are not looked at."""
+        limit = None if self.config.clips_mean else self.config.clip
+        if limit is None and not sent:
             return
-        across = self._mean_over_islands if self.config.clip_over == "islands" and not mean else None
-        self.island.clip(self.shards.read("gradient"), self.config.clip, across)
+        across = self._mean_over_islands if self.config.clip_over == "islands" and limit is not None else None
+        bad = self.island.clip(self.shards.read("gradient"), limit, across)
+        if not isinstance(bad, Tensor) and bad:
+            self.shards.gradients([False] * len(self.shards.shards))
+            if self.topology.rank == 0:
+                log.warning("%s: gradients of step %d are not finite (NaN or Inf): left out", self.topology.name, self.step + 1)
+        self.notes.gradients(bad)
 
     def _mean_over_islands(self, value: float) -> float:
         line, step = self.line, self.step
@@ -139,18 +180,36 @@ class Flow:
         return self.island.largest(0.0 if line is None and self.topology.islands > 1 else mean or 0.0)[0]
 
     def send(self, channels: Sequence[ActiveChannel], partial: bool = False) -> None:
-        """Accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
+        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
+        if not channels:
+            return
+        bad = self.island.not_finite([t for c in channels for t in c.tensors(_read(c)) if t is not None])
+        for c in channels:
+            c.left_out = bad
         outgoing = {c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels}
         for out in outgoing.values():
             out.partial = partial
-        self._launch(outgoing)
+        self._launch(outgoing, bad)
 
-    def _launch(self, outgoing: dict[str, Outgoing]) -> None:
+    def _launch(self, outgoing: dict[str, Outgoing], bad: float | Tensor) -> None:
         if not outgoing:
             return
         by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
-        weight, loss, flags = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
-        self.mailbox.launch(outgoing, self.step, weight, loss, flags)
+        said = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
+        self.mailbox.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing)))
+
+    def _total(self, names: Collection[str]) -> Tensor | None:
+        """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.
+        None where nothing is, and between the comparisons."""
+        mine = [c for c in self.channels if c.channel.name in names]
+        clock = mine[0].channel.clock
+        if self.topology.islands == 1 or self.line is None or clock.round(self.step) % max(1, -(-EVERY // clock.period)):
+            return None
+        if self.gradients_only:
+            return total([t for t in self.shards.read("parameter") if t is not None], self.shards.device)
+        outer = [c for c in mine if c.channel.source == "delta" and c.channel.shared]
+        anchors = (part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None)
+        return total(anchors, self.shards.device) if outer else None
 
     def settle(self, applied: Sequence[ActiveChannel]) -> None:
         """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
@@ -190,6 +249,7 @@ class Flow:
             "digest": self.config.digest(),
             "last": dict(self.mailbox.last),
             "applied": self.applied,
+            "begun": self.begun,
             "tokens": tokens,
             "losses": [self.mailbox.loss, losses],
             "channels": {c.channel.name: c.state() for c in self.channels},
@@ -207,7 +267,7 @@ class Flow:
         for c in self.channels:
             c.load(state["channels"][c.channel.name])
         self.step, self.mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
-        self.mailbox.applied = dict(state.get("applied", {}))
+        self.mailbox.applied, self.begun = dict(state.get("applied", {})), int(state.get("begun", -1))
         self.mailbox.load(state["in_flight"])
         self.mailbox.loss, losses = state.get("losses", (math.nan, ()))
         self.notes.load(state["tokens"], losses, self.shards.device)
@@ -218,9 +278,14 @@ class Flow:
         self.mailbox.flights.clear()
         self.mailbox.applied.clear()
         self.notes.clear()
-        self.drift = None
+        self.drift, self.begun = None, -1
         for c in self.channels:
             c.present = [False] * len(c.covered)
+
+
+def _read(c: ActiveChannel) -> str:
+    """Which tensors a channel reads."""
+    return "parameter" if c.channel.source == "delta" else c.channel.source
 
 
 def drift(island: Island, far: float, norm: float) -> float:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .codecs.wire import WireError
+from .codecs.frame import WireError
 from .exchange import Exchange
 from .notes import Stopped
 from .transport import PeerLost, leave

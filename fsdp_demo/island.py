@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -70,42 +71,79 @@ class Island:
         dist.broadcast(there, group_src=0, group=group)
         work.copy_(there)
 
-    def clip(self, gradients: list[Tensor | None], limit: float, across: Callable[[float], float] | None = None) -> None:
-        """Scale local gradients in place so that their norm over all shards is at most `limit`.
+    def clip(
+        self, gradients: list[Tensor | None], limit: float | None, across: Callable[[float], float] | None = None
+    ) -> float | Tensor:
+        """Scale local gradients in place so that their norm over all shards is at most `limit` (None: leave them); say if it is finite.
 
-        `across` makes a mean over the islands of the squared norm, on the host. Without it nothing is read from a device. The same formula
-        as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most 1. Gradients whose norm is NaN are left as they are.
+        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most 1.
+
+        Args:
+            across: makes a mean over the islands of the squared norm, on the host. Without it nothing is read from a device.
+
+        Returns:
+            1 if the gradients of any rank of the island hold NaN or Inf (or their norm overflows), else 0: a number, and the gradients are
+            as they were; or, where they lie on a device, a scalar there, and the gradients are zeros then.
         """
         present = [g for g in gradients if g is not None]
-        norms = torch._foreach_norm(present, dtype=torch.float32) if present else ()
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)  # per tensor each costs a microsecond
+        square = self._square(present)
         if across is None and self._on_device():
-            self._clip_there(present, square, limit)
-            return
+            return self._clip_there(present, square, limit)
         value = float(square)
         if self.position.shards > 1:
             value = self.total(value)[0] / self.position.copies
-        factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
-        if factor < 1.0 and present:  # saves a pass over the gradients
-            torch._foreach_mul_(present, factor)
+        bad = float(not math.isfinite(value))
+        if self.position.shards == 1 and self.position.copies > 1:  # equal gradients, unless something is wrong with one of them
+            bad = self.largest(bad)[0]
+        if limit is not None:
+            factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
+            if factor < 1.0 and present and not bad:  # saves a pass over the gradients
+                torch._foreach_mul_(present, factor)
+        return bad
+
+    def not_finite(self, tensors: list[Tensor]) -> float | Tensor:
+        """1 if `tensors` of any rank of the island hold NaN or Inf, else 0: a number, or a scalar where they lie on a device."""
+        square = self._square(tensors)
+        if not self._on_device():
+            return self.largest(float(not math.isfinite(float(square))))[0]
+        return self._any_there(square.isfinite().logical_not().float())
+
+    def _square(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Squared norm of local tensors, fp32 scalar on the device."""
+        norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)  # per tensor each costs a microsecond
 
     def _on_device(self) -> bool:
         """Whether a norm stays on the device until the gradients are scaled: it is not the host, and the island's own group reduces there.
         The same on all ranks, whether or not they hold a gradient."""
         if self.device.type == "cpu":
             return False
-        return self.position.shards == 1 or f"{self.device.type}:" in dist.get_backend_config(self._ranks)
+        return self.position.shards == 1 or self._reaches_device()
 
-    def _clip_there(self, present: list[Tensor], square: Tensor, limit: float) -> None:
+    def _reaches_device(self) -> bool:
+        return f"{self.device.type}:" in dist.get_backend_config(self._ranks)
+
+    def _any_there(self, bad: Tensor) -> Tensor:
+        if self.group is not None and self._reaches_device():
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._ranks)
+        return bad
+
+    def _clip_there(self, present: list[Tensor], square: Tensor, limit: float | None) -> Tensor:
         """Scale by a factor that is not read, to the bits that the host would come to; by 1, which changes nothing, where the norm is
-        within the limit."""
+        within the limit; by 0 where it is not finite."""
         square = square.double()
         if self.position.shards > 1:
             dist.all_reduce(square, group=self._ranks)
             square.div_(self.position.copies)
-        factor = limit / (square.sqrt() + 1e-6)
+        bad = square.isfinite().logical_not().float()
+        if self.position.shards == 1:
+            bad = self._any_there(bad)
+        factor = torch.ones_like(square) if limit is None else (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
         if present:
-            torch._foreach_mul_(present, factor.clamp_(max=1.0).nan_to_num_(nan=1.0).float())
+            for g in present:  # zero times NaN is NaN
+                g.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            torch._foreach_mul_(present, factor.nan_to_num_(nan=0.0).float() * (1.0 - bad))
+        return bad
 
     def release(self) -> None:
         """Forget the groups (they belong to torch.distributed and end with it)."""

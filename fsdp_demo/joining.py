@@ -15,6 +15,7 @@ import torch
 from . import agreement
 from .bound import BoundChannel
 from .channel import ActiveChannel
+from .codecs.frame import SETUP
 from .config import Applier, Channel, ExchangeConfig
 from .flow import Flow
 from .island import Island
@@ -66,6 +67,8 @@ def come_together(flow: Flow, facts: dict[str, Any], model: torch.nn.Module | No
     """
     line, island = flow.line, flow.island
     donor, step = agree_on_run(line, flow.config, flow.shards, facts, own)
+    if line is not None:
+        line.digest = flow.config.digest()  # from here on in every message
     donor, flow.step = (int(v) for v in island.largest(donor, step))
     equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
     equalise_rest(line, island, flow.shards, model, donor)
@@ -83,7 +86,8 @@ def take_over(flow: Flow, donor: int) -> None:
     equalise_state(flow.line, flow.channels, donor)
     if any(c.channel.before_step for c in flow.channels):
         equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
-    flow.mailbox.agree_on_resume()
+    flow.mailbox.agree_on_resume(flow.step)
+    flow.catch_up()
 
 
 def agree_on_run(line: Line | None, config: ExchangeConfig, shards: Shards, facts: dict[str, Any], step: int) -> tuple[int, int]:
@@ -126,7 +130,7 @@ def equalise_rest(line: Line | None, island: Island, shards: Shards, model: torc
     """
     frozen = [t for t, s in zip(shards.read("parameter"), shards.shards, strict=True) if s.frozen]
     if model is None:
-        differ = line is not None and line.size > 1 and not agreement.all_equal(line, digest(frozen))
+        differ = line is not None and line.size > 1 and not agreement.all_equal(line, digest(frozen), SETUP)
         if island.largest(float(differ))[0]:
             raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
         return

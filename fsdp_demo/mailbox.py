@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,29 +21,37 @@ from torch import Tensor
 
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
-from .codecs.wire import STOP, Header
+from .codecs.frame import COUNTED, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header, Mismatch
 from .config import Channel
 from .island import Island
 from .means import Mean
+from .notes import NotFinite, Said, give_up
 from .staging import Staging
-from .transport import Arrived, Courier, Line, PeerLost, gather, reduce
+from .sums import odd_ones
+from .transport import Arrived, Courier, Line, PeerLost, reduce
 
 log = logging.getLogger("fsdp_demo")
-
-COUNTED = 4  # header flag: this island has counted tokens, if not since the last exchange
-SKIPPED = 2  # header flag: this replica took no step; its plain gradient has no weight
-
 
 @dataclass
 class Flight:
     """One message under way: the channels that share it, what each sent that is not applied yet, and the future of what comes back
-    (None on a copy without a line)."""
+    (None on a copy without a line).
+
+    `header` is what was said with it, once that is known on the host: a message whose answer was lost is sent again as it was."""
 
     step: int
     members: list[str]
     parts: dict[str, Outgoing]
     future: Future[Arrived] | None
     seconds: list[float] = field(default_factory=list)  # when it began and ended on the line
+    header: Header | None = None
+    counted: bool = False
+
+    @property
+    def arrived(self) -> Arrived | None:
+        """What came back, if it is here; None while it is under way, and where it was lost."""
+        done = self.future is not None and self.future.done() and self.future.exception() is None
+        return self.future.result() if done and self.future is not None else None
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,17 @@ class Mailbox:
     Args:
         channels: all channels, in the order of the configuration.
         courier: None on a copy beyond the lanes, which votes and receives inside the island only.
-        digest: of the configuration, for the header.
+        watches: this rank says what it sees in the messages of its line.
+
+    Attributes:
+        left_out: contributions of replicas that were not finite, so far.
+        unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
     """
 
-    def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, digest: int, device: torch.device):
-        self.channels, self.courier, self.island, self.digest, self.device = list(channels), courier, island, digest, device
+    def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, device: torch.device, watches: bool):
+        self.channels, self.courier, self.island, self.device = list(channels), courier, island, device
+        self.left_out, self._left_out_run, self.unlike, self._watches = 0, 0.0, False, watches
+        self._compares = watches and courier is not None and courier.line.size > 1
         self._staging = Staging(device)
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
@@ -78,21 +92,32 @@ class Mailbox:
         self.stop = False
         self.loss = math.nan
 
-    def launch(self, outgoing: dict[str, Outgoing], step: int, weight: float, loss: Tensor | None, flags: int) -> None:
+    def launch(self, outgoing: dict[str, Outgoing], step: int, said: Said) -> None:
         """Put what the channels send at this step into one message per transport and hand it to the courier."""
         if not outgoing:
             return
         flight = Flight(step, list(outgoing), outgoing, None)
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
-        if self.courier is None:
-            return
-        flight.future = self.courier.submit(self._job(self.courier.line, flight, weight, loss, flags))
-        self.courier.line.meter.exchanges += 1
+        self._submit(flight, said)
 
-    def _job(self, line: Line, flight: Flight, weight: float, loss: Tensor | None, flags: int) -> Callable[[], Arrived]:
+    def _submit(self, flight: Flight, said: Said) -> None:
+        if self.courier is not None:
+            flight.future = self.courier.submit(self._job(self.courier.line, flight, said))
+            self.courier.line.meter.exchanges += 1
+
+    def _again(self, flight: Flight) -> None:
+        """Send a message once more, with the same bytes and the same share."""
+        h = flight.header or Header(0, flight.step)
+        loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self.device)
+        bad = float(bool(h.flags & NOT_FINITE))
+        self._submit(flight, Said(h.weight, h.flags & ~(STOP | SUMMED | NOT_FINITE), loss, bad))
+
+    def _job(self, line: Line, flight: Flight, said: Said) -> Callable[[], Arrived]:
         """Start copying a message to the host; returns what sends it and brings back the others', in the courier's thread, where the copy
-        is waited for and the loss is read."""
+        is waited for and numbers are read.
+
+        What is refused is refused there, before the island votes: a refusal after the vote would leave its other ranks waiting."""
         members = self._members(flight)
         parts = [flight.parts[c.channel.name] for c in members]
         presence = pack_bits([p for part in parts for p in part.present or []])
@@ -100,24 +125,59 @@ class Mailbox:
         reduced = [c for c in members if not gathered(c)]
         codes = [code for c in reduced for _, code in spans(c)]
         owners = [c.channel for c in reduced for _ in spans(c)]
-        losses = [] if loss is None else [loss]
-        staged, at = self._staging.to_host([*losses, *bodies, *vectors]), (len(losses), len(losses) + len(bodies))
+        numbers = said.numbers(self.device)
+        header = line.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
+        staged, at = self._staging.to_host([*numbers, *bodies, *vectors]), (len(numbers), len(numbers) + len(bodies))
 
         def job() -> Arrived:
             flight.seconds.append(time.perf_counter())
             found = staged()
-            header = Header(self.digest, flight.step, weight, float(found[0]) if losses else math.nan, flags)
-            headers, received = gather(line, header, torch.cat([presence, *found[at[0] : at[1]]]))
+            head = flight.header = _spoken(header, found[: at[0]])
+            give_up(float(found[0][2]))
+            headers, received = line.gather(head, torch.cat([presence, *found[at[0] : at[1]]]))
+            self._check(line, headers, members)
             weights = [replica_weights(c, headers) for c in owners]
-            means = reduce(line, list(zip(found[at[1] :], codes, strict=True)), weights) if codes else []
+            means = reduce(line, head, list(zip(found[at[1] :], codes, strict=True)), weights, self._compares) if codes else []
+            self._compare(line, received, bool(codes))
             flight.seconds.append(time.perf_counter())
             return Arrived(headers, self._staging.pin(received), self._staging.pin(means))
 
         return job
 
+    def _check(self, line: Line, headers: Sequence[Header], members: Sequence[ActiveChannel]) -> None:
+        """Refuse sums that must be equal and are not, and a mean of nobody; in the courier's thread."""
+        odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
+        if odd:
+            what = "parameters" if members[0].channel.before_step else "outer parameters (anchors)"
+            sums = ", ".join(f"{line.label(j)} {headers[j].total:016x}" for j in odd)
+            text = f"replicas are no longer equal: {what} at step {headers[0].step} have other bits on {sums}"
+            if not self.unlike:
+                raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; resume from a checkpoint")
+            if self._watches:
+                log.warning("%s; the islands have other hardware or libraries, so training goes on", text)
+        if all(h.flags & NOT_FINITE for h in headers) and not members[0].channel.before_step:
+            raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume from a checkpoint")
+
+    def _compare(self, line: Line, bodies: Sequence[Tensor], reduced: bool) -> None:
+        """Warn once if the first messages that hold anything but zeros are the same from all islands; in the courier's thread."""
+        if not self._compares:
+            return
+        something = bool(bodies[line.rank].any()) if not reduced else line.something
+        if something:
+            self._compares = False
+        if something and all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or line.alike):
+            log.warning(
+                "all islands sent the same first payload, to the last bit: do they train on the same rows? Give each island its own part, "
+                "as in dataset.shard(topology.islands, topology.island)"
+            )
+
     def under_way(self, channel: ActiveChannel) -> list[Outgoing]:
         """What a channel has in flight, oldest first."""
-        return [f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts]
+        return [f.parts[channel.channel.name] for f in self.under_way_of(channel)]
+
+    def under_way_of(self, channel: ActiveChannel) -> list[Flight]:
+        """The messages that hold something of a channel which is not applied yet, oldest first."""
+        return [f for f in self.flights if channel.channel.name in f.parts]
 
     def land(self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False) -> list[ActiveChannel]:
         """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied.
@@ -130,8 +190,9 @@ class Mailbox:
             if not ready:
                 continue
             arrived = self._receive(flight)
+            healed = arrived is not None and self.courier is not None and bool(arrived.headers[self.courier.line.rank].flags & NOT_FINITE)
             for c in ready:
-                self._apply(flight, c, arrived, last)
+                self._apply(flight, c, arrived, last or healed)  # nothing of its own is mixed in where that is not finite
                 applied.append(c)
             if not flight.parts:
                 self.flights.remove(flight)
@@ -166,26 +227,58 @@ class Mailbox:
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
         headers = arrived.headers if isinstance(arrived, Arrived) else []
+        if headers and not flight.counted:
+            error = self._count(flight, headers)
         failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
-        if failed:
+        if failed:  # what is under way stays, to be saved and sent once more
             self.broken = True
-            self._drop()
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
         self.stop |= bool(stop)
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss
         return arrived
 
-    def agree_on_resume(self) -> None:
-        """What was under way when a state was saved can land only where all replicas have it; all count from one last exchange."""
-        under_way, line = [f.step for f in self.flights], None if self.courier is None else self.courier.line
-        differ = line is not None and any(theirs != under_way for theirs in gather_json(line, under_way))
-        if self.island.largest(float(differ))[0]:
-            if under_way:
-                log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", under_way)
+    def _count(self, flight: Flight, headers: Sequence[Header]) -> Exception | None:
+        """Count and name what was left out because it is not finite; an error if this replica does not come back."""
+        flight.counted, line = True, self.courier.line if self.courier is not None else None
+        bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
+        self.left_out += len(bad)
+        if line is None:
+            return None
+        if bad and self._watches:
+            log.warning("step %d: not finite (NaN or Inf) on %s, left out", flight.step + 1, ", ".join(map(line.label, bad)))
+        self._left_out_run = (self._left_out_run + 1.0) * (line.rank in bad)
+        try:
+            give_up(self._left_out_run)
+        except NotFinite as error:
+            return error
+        return None
+
+    def agree_on_resume(self, step: int) -> None:
+        """What was under way when a state was saved is sent once more, where not all islands have received it. What some have and others
+        will not send is dropped. All count from one last exchange.
+
+        Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
+        """
+        line = None if self.courier is None else self.courier.line
+        mine = {"step": step, "flights": [[f.step, f.members, f.arrived is not None] for f in self.flights]}
+        everyone = gather_json(line, mine) if line is not None else []
+        theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
+        known = {key for flights in theirs for key in flights}
+        lost = any(key not in flights and key[0] < each["step"] for each, flights in zip(everyone, theirs, strict=True) for key in known)
+        again = [line is not None and not all(flights.get((f.step, *f.members)) for flights in theirs) for f in self.flights]
+        dropped, *repeat = self.island.largest(float(lost), *map(float, again))
+        if dropped:
+            if self.flights:
+                steps = [f.step for f in self.flights]
+                log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", steps)
             self._drop()
-        mine = [self.last[c.channel.name] for c in self.channels]
-        first = [min(column) for column in zip(*gather_json(line, mine), strict=True)] if line is not None else mine
+        for flight, wanted in zip(list(self.flights), repeat, strict=False):
+            if wanted:
+                log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
+                self._again(flight)
+        mine_last = [self.last[c.channel.name] for c in self.channels]
+        first = [min(column) for column in zip(*gather_json(line, mine_last), strict=True)] if line is not None else mine_last
         self.last = {c.channel.name: -int(v) for c, v in zip(self.channels, self.island.largest(*(-v for v in first)), strict=True)}
 
     def _drop(self) -> None:
@@ -229,21 +322,30 @@ class Mailbox:
         return [bool(v) for v in self.island.largest(*map(float, present))]
 
     def state(self) -> list[dict[str, Any]]:
-        """What is in flight, waited for, as tensors and numbers; nothing if a peer is gone, as if it had not been sent."""
+        """What is in flight, waited for, as tensors and numbers. After a loss with what was sent but not what should have come back: a
+        resumed run sends it once more.
+
+        Raises:
+            PeerLost (or what else has failed): if the loss is found only here; called again it gives the state.
+        """
         out = []
-        try:
-            results = [f.future.result() if f.future is not None else None for f in self.flights]
-        except RuntimeError as error:
-            log.warning("what was under way is not saved: %s", error)
-            self.broken, results = True, []
-            self._drop()
-        for f, got in zip(self.flights, results, strict=True):
-            arrived = None
+        if not self.broken:
+            try:
+                for f in self.flights:
+                    if f.future is not None:
+                        f.future.result()
+            except RuntimeError:
+                self.broken = True
+                raise
+        for f in self.flights:
+            got, arrived = f.arrived, None
             if got is not None:  # bodies are views of larger buffers
                 bodies = [b.clone() for b in got.bodies]
                 headers = [vars(h) for h in got.headers]
                 arrived = {"headers": headers, "bodies": bodies, "means": got.means, "decoded": dict(got.decoded)}
-            out.append({"step": f.step, "members": f.members, "parts": {k: vars(v) for k, v in f.parts.items()}, "arrived": arrived})
+            said = None if f.header is None else vars(f.header)
+            parts = {k: vars(v) for k, v in f.parts.items()}
+            out.append({"step": f.step, "members": f.members, "parts": parts, "arrived": arrived, "said": said})
         return out
 
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
@@ -251,6 +353,8 @@ class Mailbox:
         self.flights = []
         for s in saved:
             flight = Flight(s["step"], list(s["members"]), {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items()}, None)
+            if s.get("said") is not None:
+                flight.header = Header(**s["said"])
             if s["arrived"] is not None:
                 got, flight.future = s["arrived"], Future()
                 headers = [Header(**{**h, "flags": h["flags"] & ~STOP}) for h in got["headers"]]  # that stop has happened
@@ -269,8 +373,16 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
         if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
             return [1.0] * len(headers)
         raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
-    plain = channel.before_step and channel.accumulator is None
-    return [0.0 if plain and h.flags & SKIPPED else h.weight if tokens else 1.0 for h in headers]
+    plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
+    out = NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
+    return [0.0 if h.flags & out else h.weight if tokens else 1.0 for h in headers]
+
+
+def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
+    """A header with what has come from the device: (loss, bad, run), and the total."""
+    loss, bad, _ = numbers[0].tolist()
+    total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
+    return replace(header, loss=loss, total=total, flags=header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1))
 
 
 def gathered(c: ActiveChannel) -> bool:

@@ -21,12 +21,12 @@ from math import prod
 import torch
 
 from .codecs import vectors
-from .codecs.wire import HEADER
+from .codecs.frame import HEADER
 from .config import Channel, ExchangeConfig
 from .inner import base_optimizer, materialise
 from .payload import Section
 from .plan import Plan, local_shape, plan_model
-from .transport import CHECKSUM, PIECE, legs
+from .transport import PIECE, legs
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _job(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int
     yield pinned + 2 * message + rooms
     if not spans:
         return
-    there, back = (max(CHECKSUM + vectors.total_bytes(part) for part in leg) for leg in legs(spans, size))
+    there, back = (max(HEADER.size + vectors.total_bytes(part) for part in leg) for leg in legs(spans, size))
     sums, largest = -(-sum(4 * n for n, _ in spans) // size), -(-max(4 * n for n, _ in spans) // size)
     first, second = (size - 1) * _rooms(there), (size - 1) * _rooms(back)
     base = pinned + message + rooms

@@ -1,16 +1,20 @@
-"""What a replica says of itself in the header of its messages: the tokens it has seen, its loss, and its wish to stop."""
+"""What a replica says of itself in the header of its messages: tokens, loss, a wish to stop, and whether its contribution is finite."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .codecs.wire import STOP
+from .codecs.frame import COUNTED, SKIPPED, STOP
 from .island import Island
-from .mailbox import COUNTED, SKIPPED
+
+LIMIT = 10
+"""Steps or contributions in a row that may be left out because they are not finite. A replica that has as many does not come back by
+itself: it stops, with an error, while its last checkpoint is still whole."""
 
 
 class Stopped(RuntimeError):
@@ -23,17 +27,56 @@ class Stopped(RuntimeError):
     """
 
 
+class NotFinite(RuntimeError):
+    """A replica's gradients or parameters hold NaN or Inf, and go on doing so. No other replica has taken anything of it.
+
+    Example:
+        >>> from fsdp_demo import NotFinite
+        >>> issubclass(NotFinite, RuntimeError)
+        True
+    """
+
+
+@dataclass(frozen=True)
+class Said:
+    """What goes into one header. Numbers that lie on a device are read in the thread that sends.
+
+    Attributes:
+        weight, flags: as in `frame.Header`.
+        loss: a scalar, None where unknown.
+        bad: 1 where the contribution is not finite, else 0; `run`: steps in a row whose gradients were not.
+        total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
+    """
+
+    weight: float = 1.0
+    flags: int = 0
+    loss: Tensor | None = None
+    bad: float | Tensor = 0.0
+    run: float | Tensor = 0.0
+    total: Tensor | None = None
+
+    def numbers(self, device: torch.device) -> list[Tensor]:
+        """(loss, bad, run) as fp32 [3] on `device`, and the total if there is one."""
+        loss = self.loss if self.loss is not None else float("nan")
+        parts = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (loss, self.bad, self.run)]
+        return [torch.stack([p.float() for p in parts]), *([] if self.total is None else [self.total.view(1)])]
+
+
 class Notes:
     """The notes of one rank, from `Exchange.note` and `Exchange.request_stop` to the next message.
 
     Attributes:
         tokens: that this rank has counted since the start of the job.
         skipping: this replica does not take the step under way.
+        bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar on the device that nobody has read.
+        run: such steps in a row.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.skipping = False
+        self.bad: float | Tensor = 0.0
+        self.run: float | Tensor = 0.0
         self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
         self._losses: list[Tensor] = []  # noted since the last message
         self._wanted = self._sent = self._together = False
@@ -53,13 +96,24 @@ class Notes:
         """A tick begins: a wish that comes during it travels in the next one."""
         self._sent = self._wanted
 
+    def gradients(self, bad: float | Tensor) -> None:
+        """Whether this step's gradients are not finite on any rank of the island (1 or 0).
+
+        Raises:
+            NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the thread that sends finds out).
+        """
+        self.bad, self.run = bad, (self.run + 1.0) * bad
+        if not isinstance(self.run, Tensor):
+            give_up(self.run)
+
     def leaves(self, islands: int) -> bool:
         """Whether this island stops, though the others may not, if nothing is under way after this tick."""
         return self._sent and (not self._together or islands == 1)
 
-    def header(self, names: Collection[str], by_tokens: bool, island: Island, device: torch.device) -> tuple[float, Tensor | None, int]:
-        """Weight, loss (a scalar on `device`) and flags of a message of the channels `names`. Losses are used up; their mean leaves out
-        NaN. With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
+    def header(self, names: Collection[str], by_tokens: bool, island: Island, device: torch.device) -> Said:
+        """What the header of a message of the channels `names` says. Losses are used up; their mean leaves out NaN.
+
+        With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
         weight, flags = 1.0, STOP * self._sent | SKIPPED * self.skipping
         if by_tokens:
             tokens = island.total(self.tokens)[0]
@@ -69,11 +123,12 @@ class Notes:
         there = device.type != "cpu"  # to the host a copy that nobody waits for would be read too early
         loss = torch.stack([v.float().to(device, non_blocking=there) for v in self._losses]).nanmean() if self._losses else None
         self._losses.clear()
-        return weight, loss, flags
+        return Said(weight, flags, loss, self.bad, self.run)
 
     def clear(self) -> None:
-        """Forget tokens and losses, not the wish to stop."""
+        """Forget tokens, losses and what was not finite, not the wish to stop."""
         self.tokens, self._weighed = 0, {}
+        self.bad = self.run = 0.0
         self._losses.clear()
 
     def state(self) -> tuple[list[Any], list[float]]:
@@ -84,3 +139,12 @@ class Notes:
         """Restore `state()`."""
         self.tokens, self._weighed = tokens[0], dict(tokens[1])
         self._losses = [torch.tensor(v, device=device) for v in losses]
+
+
+def give_up(run: float) -> None:
+    """Raise NotFinite if `run` contributions in a row were not finite, and LIMIT are allowed."""
+    if run >= LIMIT:
+        raise NotFinite(
+            f"gradients or parameters of this island were not finite (NaN or Inf) {run:.0f} times in a row: look at the loss, the learning "
+            "rate and the data, and resume from a checkpoint. The other islands have taken nothing of it"
+        )

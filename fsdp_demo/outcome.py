@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from . import agreement
+from .codecs.frame import DIGESTS, PARAMETERS
 from .flow import Flow, drift
+from .notes import NotFinite
 from .shards import digest
 from .transport import reduce
 
@@ -52,14 +54,27 @@ def shown(flow: Flow, model: torch.nn.Module, what: str) -> Iterator[None]:
 
 
 def mean_parameters(flow: Flow) -> Tensor | None:
-    """Mean of the parameters over the replicas as a workspace of this lane, fp32; all replicas call it at the same step."""
+    """Mean of the parameters over the replicas as a workspace of this lane, fp32; all replicas call it at the same step. Replicas whose
+    parameters are not finite have no share in it.
+
+    Raises:
+        NotFinite: on all replicas, if no replica has finite parameters.
+    """
     work, line = flow.parameters.pack("parameter"), flow.line
+    share = 1.0 - float(flow.island.not_finite([work] if work is not None else []))
     if line is None or work is None:
         flow.mailbox.ask(lambda: None)
         return work if line is None and flow.parameters.size == 1 else None
-    vector = work.cpu()
-    means: list[Tensor] = flow.mailbox.ask(lambda: reduce(line, [(vector, "fp32")], [[1.0] * line.size]))
-    return means[0].to(work.device)
+    vector, header = work.cpu() if share else torch.zeros(work.numel()), line.header(PARAMETERS, flow.step)
+
+    def job() -> Tensor:
+        mean, part = reduce(line, header, [(vector, "fp32"), (torch.tensor([share]), "fp32")], [[1.0] * line.size] * 2)
+        if not float(part):
+            raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {flow.step}: resume from a checkpoint")
+        return mean if float(part) == 1.0 else mean.div_(part)
+
+    mean: Tensor = flow.mailbox.ask(job)
+    return mean.to(work.device)
 
 
 def set_mean(flow: Flow) -> float:
@@ -76,5 +91,5 @@ def equal(flow: Flow) -> bool:
     """Whether the parameters of all replicas are bit-equal now. All ranks of all islands call it at the same step."""
     line = flow.line
     mark = digest(flow.shards.read("parameter")) if line is not None else b""  # read in this thread, behind what it has queued on a device
-    same = flow.mailbox.ask(lambda: line is None or agreement.all_equal(line, mark))
+    same = flow.mailbox.ask(lambda: line is None or agreement.all_equal(line, mark, DIGESTS, flow.step))
     return not flow.island.largest(float(same is False))[0]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from .blocks import Layout
 from .codecs import vectors
-from .codecs.wire import HEADER
+from .codecs.frame import HEADER
 from .config import Channel, ExchangeConfig
 from .fragments import expand
 from .meter import Meter
 from .patterns import covers, kind
 from .payload import Section
-from .transport import CHECKSUM, legs
+from .transport import legs
 
 
 class Plan:
@@ -57,7 +57,7 @@ class Plan:
         spans = [span for _, section, _ in due if not section.gathered for span in section.spans]
         if not spans:
             return
-        there, back = ([CHECKSUM + vectors.total_bytes(part) for part in leg] for leg in legs(spans, self.size))
+        there, back = ([HEADER.size + vectors.total_bytes(part) for part in leg] for leg in legs(spans, self.size))
         meter.count(sum(there) - there[self.rank], (self.size - 1) * there[self.rank])
         meter.count((self.size - 1) * back[self.rank], sum(back) - back[self.rank])
 

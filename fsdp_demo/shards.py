@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .codecs.wire import memory
+from .codecs.frame import memory
 from .topology import Position
 
 if TYPE_CHECKING:

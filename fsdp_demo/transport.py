@@ -6,7 +6,7 @@ used: among 8 islands it takes 6 times as long for what is short, and is at most
 several connections, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does not fill them. Two transports
 are built on it:
 
-* `gather`: every payload reaches every rank (sparse codes; decoded and added in rank order by the channel).
+* `Line.gather`: every payload reaches every rank (sparse codes; decoded and added in rank order by the channel).
 * `reduce`: dense vectors. Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of
   the weights and sends the coded mean to all: the bytes of a ring all-reduce, 2 (R - 1) / R of the vector, and the same bits everywhere.
 
@@ -21,10 +21,10 @@ import queue
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -32,13 +32,12 @@ import torch
 from torch import Tensor
 
 from .codecs import vectors as coding
-from .codecs.wire import Header, WireError, memory, seal, unseal
+from .codecs.frame import ENDING, HEADER, MEANS, PARTS, SETUP, Header, WireError, check_body, fill, open_head, room
 from .link import Link
 from .meter import Meter
 
 log = logging.getLogger("fsdp_demo")
 
-CHECKSUM = 4  # bytes at the end of each message of a reduce
 PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
 STREAMS = 8  # connections to one peer at most
 STREAM_RTT = 0.0125
@@ -69,6 +68,7 @@ class Line:
 
     Attributes:
         more: further groups of the same ranks, each with connections of its own (`widen`).
+        digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
     """
 
     def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
@@ -76,44 +76,88 @@ class Line:
         self.more: list[Any] = []
         self.timeout, self.link, self.share = timeout, link, share
         self.meter = Meter()
+        self.digest, self.ending = 0, False
+        self.alike = self.something = False
         self._tag = 0
 
-    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False) -> list[Tensor]:
-        """Send outgoing[j] to rank j and return what each rank j sent here (`sizes[j]` bytes); one's own is handed back.
+    def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
+        """The header of a message of this rank, but for its number."""
+        return Header(self.digest, step, kind=kind, **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending})
+
+    def swap(
+        self, header: Header, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False
+    ) -> tuple[list[Header], list[Tensor]]:
+        """Send outgoing[j] to rank j and return what each rank j sent here; one's own is handed back.
+
+        Args:
+            header: of what is sent; the same kind, step and digest must come from everybody.
+            outgoing: messages with room for a header (`frame.room`), which is written here; on the CPU, contiguous. One may go to several.
+            sizes: bytes of the bodies that are expected.
+
+        Returns:
+            Headers and bodies, in rank order.
 
         Raises:
-            PeerLost: which island, and after what.
+            PeerLost: which island, and after what. Mismatch: an island does something else. WireError: a message is damaged.
         """
         self._tag += 1
+        mine = replace(header, number=self._tag)
+        for message in {id(t): t for j, t in enumerate(outgoing) if j != self.rank}.values():
+            fill(message, mine)
         # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more than there is room for.
-        rooms = [torch.empty(max(-(-n // PIECE), 1) * PIECE if j != self.rank else 0, dtype=torch.uint8) for j, n in enumerate(sizes)]
-        incoming = [room[:n] if j != self.rank else outgoing[j] for j, (room, n) in enumerate(zip(rooms, sizes, strict=True))]
-        for j, work in self._post(outgoing, rooms, incoming):
-            try:
-                work.wait(timedelta(seconds=self.timeout))
-            except RuntimeError as error:
-                raise self._lost(j, error) from error
+        pieces = [-(-(HEADER.size + n) // PIECE) if j != self.rank else 0 for j, n in enumerate(sizes)]
+        rooms = [torch.empty(n * PIECE, dtype=torch.uint8) for n in pieces]
+        headers, crcs = [mine] * self.size, [0] * self.size
+        works = self._post(outgoing, rooms)
+        try:
+            for j, first, work in works:
+                self._wait(j, work)
+                if first:
+                    headers[j], crcs[j] = open_head(rooms[j], mine, sizes[j], self.label(j))
+        except WireError:
+            self._let_go(works)
+            raise
+        incoming = [r[HEADER.size : HEADER.size + n] for r, n in zip(rooms, sizes, strict=True)]
+        incoming[self.rank] = outgoing[self.rank][HEADER.size :]
+        for j in range(self.size):
+            if j != self.rank:
+                check_body(incoming[j], crcs[j], headers[j], self.label(j))
         sent = sum(t.numel() for j, t in enumerate(outgoing) if j != self.rank)
-        received = sum(n for j, n in enumerate(sizes) if j != self.rank)
+        received = sum(HEADER.size + n for j, n in enumerate(sizes) if j != self.rank)
         self._count(sent, received, setup)
-        return incoming
+        return headers, incoming
 
-    def _post(self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[tuple[int, Any]]:
-        """Hand all pieces to the groups, in turns; (peer, work) of each.
+    def _wait(self, j: int, work: Any) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise self._lost(j, error) from error
 
-        All receives come first: gloo bargains once more about a send whose receiver is not ready (8 MB at 100 Mbit/s and 100 ms took 1.2 to
-        1.7 seconds the other way round, and takes 0.78 so, which is what rate and round trip allow)."""
+    def _let_go(self, works: list[tuple[int, bool, Any]]) -> None:
+        """A peer does something else: give it a second to hear from us what we do, so that it can say so, too."""
+        until = time.monotonic() + 1.0
+        for _, first, work in works:
+            if not first and not work.is_completed() and (left := until - time.monotonic()) > 0:
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=left))
+
+    def _post(self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor]) -> list[tuple[int, bool, Any]]:
+        """Hand all pieces to the groups, in turns; (peer, whether it is the first that comes from there, work) of each, first pieces first.
+
+        All receives are posted first: gloo bargains once more about a send whose receiver is not ready (8 MB at 100 Mbit/s and 100 ms took
+        1.2 to 1.7 seconds the other way round, and takes 0.78 so, which is what rate and round trip allow)."""
         groups, others = [self.group, *self.more], [j for j in range(self.size) if j != self.rank]
         works, j = [], self.rank
         try:
             for j in others:
-                incoming[j][-32:].fill_(0xA5)  # gloo accepts a shorter message: what an earlier one left there must not complete it
-                works += [(j, groups[i % len(groups)].recv([part], j, self._tag)) for i, part in enumerate(rooms[j].split(PIECE))]
+                rooms[j][: HEADER.size].zero_()  # gloo accepts a shorter message: what an earlier one left there must not complete it
+                rooms[j][-32:].fill_(0xA5)
+                works += [(j, i == 0, groups[i % len(groups)].recv([part], j, self._tag)) for i, part in enumerate(rooms[j].split(PIECE))]
             for j in others:
-                works += [(j, groups[i % len(groups)].send([part], j, self._tag)) for i, part in enumerate(outgoing[j].split(PIECE))]
+                works += [(j, False, groups[i % len(groups)].send([part], j, self._tag)) for i, part in enumerate(outgoing[j].split(PIECE))]
         except RuntimeError as error:
             raise self._lost(j, error) from error
-        return works
+        return sorted(works, key=lambda entry: not entry[1])
 
     def _count(self, sent: int, received: int, setup: bool) -> None:
         if self.size == 1:
@@ -131,9 +175,15 @@ class Line:
         reason = str(error).splitlines()[0][:160]
         return PeerLost(f"{self.label(j)} is gone or was silent for {self.timeout:g} s: {reason}")
 
-    def all_gather(self, data: Tensor, setup: bool = False) -> list[Tensor]:
+    def all_gather(self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True) -> list[Tensor]:
         """`data` (uint8, equal length everywhere) of every rank, in rank order."""
-        return self.swap([data] * self.size, [data.numel()] * self.size, setup)
+        return self.gather(self.header(kind, step), data, setup)[1]
+
+    def gather(self, header: Header, data: Tensor, setup: bool = False) -> tuple[list[Header], list[Tensor]]:
+        """`all_gather` with the headers."""
+        message = room(data.numel())
+        message[HEADER.size :] = data
+        return self.swap(header, [message] * self.size, [data.numel()] * self.size, setup)
 
     def widen(self, connect: Callable[[int], Any]) -> None:
         """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
@@ -148,10 +198,10 @@ class Line:
         seen = []
         for _ in range(4):
             start = time.perf_counter()
-            self.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+            self.all_gather(torch.zeros(1, dtype=torch.uint8))
             seen.append(time.perf_counter() - start)
         mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
-        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine, setup=True))
+        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
         count = streams(rtt)
         self.more = [connect(k) for k in range(1, count)]
         if self.more:
@@ -187,18 +237,14 @@ class Arrived:
     decoded: dict[str, Tensor] = field(default_factory=dict)
 
 
-def gather(line: Line, header: Header, body: Tensor) -> tuple[list[Header], list[Tensor]]:
-    """One message: header and body of every replica, checked, in rank order."""
-    messages = line.all_gather(seal(header, body))
-    pairs = [unseal(m, header.digest, header.step, line.label(j)) for j, m in enumerate(messages)]
-    return [h for h, _ in pairs], [b for _, b in pairs]
-
-
-def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]]) -> list[Tensor]:
+def reduce(
+    line: Line, header: Header, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]], compare: bool = False
+) -> list[Tensor]:
     """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal on all ranks. Two messages.
 
-    With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero. It is cut into R parts; the
-    means of codes under 8 bits come back in int8.
+    `header` says step and configuration. With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights
+    are zero. It is cut into R parts; the means of codes under 8 bits come back in int8. `compare`: note in `line.alike` whether all sent
+    the same of this rank's part, and in `line.something` whether that is more than zeros.
     """
     mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
     cuts = [coding.cuts(n, code, line.size) for n, code in spans]
@@ -206,15 +252,17 @@ def reduce(line: Line, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[
         _pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)
     ]
     there, back = legs(spans, line.size)
-    arrived = line.swap(outgoing, [outgoing[mine].numel()] * line.size)
+    arrived = line.swap(replace(header, kind=PARTS), outgoing, [outgoing[mine].numel() - HEADER.size] * line.size)[1]
     del outgoing  # what is as large as the vectors goes as soon as it has served
+    if compare:
+        line.alike, line.something = all(torch.equal(a, arrived[0]) for a in arrived), bool(arrived[0].any())
     means = _means(line, arrived, there[mine], weights)
     coded = _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
     del means
-    arrived = line.swap([coded] * line.size, [CHECKSUM + coding.total_bytes(s) for s in back])
+    arrived = line.swap(replace(header, kind=MEANS), [coded] * line.size, [coding.total_bytes(s) for s in back])[1]
     out = [torch.empty(n) for n, _ in spans]
     for j in range(line.size):
-        parts = _unpack(arrived.pop(0), back[j], line.label(j), own=j == mine)
+        parts = _unpack(arrived.pop(0), back[j])
         for whole, c in zip(out, cuts, strict=True):
             whole[c[j] : c[j + 1]] = next(parts)
         del parts
@@ -225,7 +273,7 @@ def _means(line: Line, arrived: list[Tensor], spans: Sequence[tuple[int, str]], 
     """Weighted means of one's own part of the vectors from everybody's messages, which are used up, in rank order."""
     sums = [torch.zeros(n) for n, _ in spans]
     for j in range(line.size):
-        parts = _unpack(arrived.pop(0), spans, line.label(j), own=j == line.rank)
+        parts = _unpack(arrived.pop(0), spans)
         for i, acc in enumerate(sums):
             part = next(parts)
             if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
@@ -243,18 +291,12 @@ def legs(spans: Sequence[tuple[int, str]], size: int) -> tuple[list[list[tuple[i
 
 
 def _pack(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate coded parts and add their CRC-32."""
-    out = torch.cat([*parts, torch.zeros(CHECKSUM, dtype=torch.uint8)])
-    crc = zlib.crc32(memory(out[:-CHECKSUM]))
-    out[-CHECKSUM:] = torch.frombuffer(bytearray(crc.to_bytes(CHECKSUM, "little")), dtype=torch.uint8)
-    return out
+    """Coded parts as one message, with room for its header."""
+    return torch.cat([torch.zeros(HEADER.size, dtype=torch.uint8), *parts])
 
 
-def _unpack(message: Tensor, spans: Sequence[tuple[int, str]], sender: str, own: bool = False) -> Iterator[Tensor]:
-    """The vectors of a message, checked as a whole before the first; one's own has not travelled and is not."""
-    body = message[:-CHECKSUM]
-    if not own and zlib.crc32(memory(body)) != int.from_bytes(bytes(message[-CHECKSUM:].tolist()), "little"):
-        raise WireError(f"dense payload from {sender} is damaged: its checksum does not fit its {message.numel()} bytes")
+def _unpack(body: Tensor, spans: Sequence[tuple[int, str]]) -> Iterator[Tensor]:
+    """The vectors of a body."""
     at = 0
     for n, code in spans:
         size = coding.num_bytes(code, n)

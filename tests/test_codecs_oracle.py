@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_demo.blocks import Group, Layout, matrix_shape
-from fsdp_demo.codecs import values, wire
+from fsdp_demo.codecs import frame, values, wire
 from fsdp_demo.codecs.dct import dct_matrix, transform
 from fsdp_demo.codecs.select import top_k
 from fsdp_demo.config import Codec
@@ -263,37 +263,40 @@ def test_nothing_to_send():
 
 def test_header_by_hand():
     body = torch.arange(5, dtype=torch.uint8)
-    message = bytes(wire.seal(wire.Header(digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1), body).tolist())
-    head = b"FDX1" + struct.pack("<HHQIff", 1, 1, 0x0102030405060708, 9, 2.5, 1.5)
-    assert message == head + struct.pack("<I", zlib.crc32(head + bytes(range(5)))) + bytes(range(5))
-    assert len(head) + 4 == 32
+    header = frame.Header(digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7)
+    message = bytes(frame.seal(header, body).tolist())
+    fields = (2, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
+    head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
+    assert message == head + struct.pack("<I", zlib.crc32(head)) + bytes(range(5))
+    assert len(head) + 4 == frame.HEADER.size == 56
 
 
 def test_header_and_body_come_back():
-    header = wire.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
-    got, body = wire.unseal(wire.seal(header, torch.arange(7, dtype=torch.uint8)), 2**64 - 1, 2**32 - 1, "island 1")
+    header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
+    got, body = frame.unseal(frame.seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
     assert body.tolist() == list(range(7)) and got.weight == 0.25 and math.isnan(got.loss) and got.flags == 0
 
 
 @quick
 @given(st.data())
 def test_every_flipped_bit_and_every_truncation_is_refused(data):
-    message = wire.seal(wire.Header(digest=7, step=3), torch.arange(40, dtype=torch.uint8))
-    wire.unseal(message, 7, 3, "island 1")
+    header = frame.Header(digest=7, step=3)
+    message = frame.seal(header, torch.arange(40, dtype=torch.uint8))
+    frame.unseal(message, header, "island 1")
     torn = message.clone()
     torn[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(wire.WireError, match="island 1"):
-        wire.unseal(torn, 7, 3, "island 1")
-    with pytest.raises(wire.WireError, match="island 1"):
-        wire.unseal(message[: data.draw(st.integers(0, len(message) - 1))].clone(), 7, 3, "island 1")
+    with pytest.raises(frame.WireError, match="island 1"):
+        frame.unseal(torn, header, "island 1")
+    with pytest.raises(frame.WireError, match="island 1"):
+        frame.unseal(message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1")
 
 
 def test_another_digest_or_step_is_refused_with_both_values():
-    message = wire.seal(wire.Header(digest=7, step=3), torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(wire.WireError, match="0000000000000007.*0000000000000008"):
-        wire.unseal(message, 8, 3, "island 1")
-    with pytest.raises(wire.WireError, match="step 3.*step 4"):
-        wire.unseal(message, 7, 4, "island 1")
+    message = frame.seal(frame.Header(digest=7, step=3), torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(frame.Mismatch, match="0000000000000007.*0000000000000008"):
+        frame.unseal(message, frame.Header(8, 3), "island 1")
+    with pytest.raises(frame.Mismatch, match="step 4.*step 5"):
+        frame.unseal(message, frame.Header(7, 4), "island 1")
 
 
 def test_golden_payload():

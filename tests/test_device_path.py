@@ -215,13 +215,17 @@ def test_clipping_reads_nothing(scale: float) -> None:
         assert torch.equal(a, g) == (scale < 1)
 
 
-def test_a_norm_that_is_no_number_changes_nothing() -> None:
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_gradients_that_are_not_finite_become_zeros_and_nobody_waits(limit: float | None) -> None:
     with plug_in(), Accelerator() as mode:
         with mode.waiting():
             there = [torch.tensor([torch.nan, 3.0]).to(DEVICE), torch.tensor([5.0]).to(DEVICE)]
-        Island(Topology(), Position(), DEVICE).clip(there, 1.0)
+        island = Island(Topology(), Position(), DEVICE)
+        bad = island.clip(there, limit)
+        lost = island.not_finite([there[0], torch.full((1,), torch.inf, device=DEVICE)])
         with mode.waiting():
-            assert [float(v) for v in (there[0][1], there[1][0])] == [3.0, 5.0]
+            assert [float(v) for v in (*there[0], there[1][0])] == [0.0, 0.0, 0.0]
+            assert float(bad) == float(lost) == 1.0
 
 
 # ---- how much a device is given to do ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, plan, preset, presets, ring_all_reduce_bytes
-from fsdp_demo.codecs import values, vectors, wire
+from fsdp_demo.codecs import frame, values, vectors
 from fsdp_demo.meter import Meter
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -162,8 +162,8 @@ def test_a_long_cycle_is_counted_exchange_by_exchange() -> None:
     (made,) = plan.plan_model(config, [("layers.0.weight", (128, 128))], 2)
     assert made.cycle == 101 * 103 > 10_000
     exact = made.over(range(made.cycle)).bytes_sent / made.cycle
-    assert exact <= made.per_step() < exact + 2 * 44 / 101
-    assert made.most().bytes_sent == 32 + 2 * 4 + 3 * 4 * 128 * 128
+    assert exact <= made.per_step() < exact + 2 * 3 * frame.HEADER.size / 101
+    assert made.most().bytes_sent == 3 * 56 + 3 * 4 * 128 * 128
 
 
 def test_one_island_sends_nothing() -> None:
@@ -204,7 +204,7 @@ def test_demo(claims: dict[str, counting.Claim], models: dict[str, Any], claim: 
     assert math.floor(100 * row.by_format) / 100 == figure
     tensors = models["olmo-300m" if "300M" in claim else "olmo-1b"]
     blocks = counting.numel(tensors) // 4096
-    assert round(1e6 * row.ours) == 32 + math.ceil(len(tensors) / 8) + blocks * (k + 2) + math.ceil(blocks * k * 1.5)
+    assert round(1e6 * row.ours) == 56 + math.ceil(len(tensors) / 8) + blocks * (k + 2) + math.ceil(blocks * k * 1.5)
     assert row.ratio == pytest.approx(12 * k / (2 + 2.5 * k), rel=1e-3)
 
 
@@ -213,7 +213,7 @@ def test_demo_gradient_of_adamw(claims: dict[str, counting.Claim]) -> None:
     for label, figure, off in (("300M", 636.9, 0.005), ("1B", 2416.6, 0.027)):
         row = claims[f"DeMo {label}: gradient of AdamW, per step"]
         assert row.by_format == pytest.approx(figure, rel=off)
-        assert 0 <= row.ours - row.by_format < 1e-4  # header and checksums
+        assert 0 <= row.ours - row.by_format < 3e-4  # header and checksums
 
 
 def test_desloc(claims: dict[str, counting.Claim]) -> None:
@@ -240,7 +240,7 @@ def test_sparse_loco(claims: dict[str, counting.Claim], models: dict[str, Any]) 
     assert levels == 4 and row.ours == pytest.approx(16384 / (112 + levels), rel=1e-4)
     llama, norms = models["llama-3.2-1b"], 33 * 2048  # norms travel whole, in bf16
     sent = counting.count(preset("sparse_loco"), llama, 2).largest.bytes_sent
-    assert sent == 32 + 116 * ((counting.numel(llama) - norms) // 4096) + 2 * norms
+    assert sent == 56 + 116 * ((counting.numel(llama) - norms) // 4096) + 2 * norms
 
 
 def test_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
@@ -349,7 +349,7 @@ def test_counts_of_llama(models: dict[str, Any]) -> None:
     assert rows["(all-reduce)"].sent == 2 * 2 * 2 * counting.numel(llama) // 3
     norms = 33 * 2048  # dense, in bf16
     blocks = (counting.numel(llama) - norms) // 4096
-    assert rows["demo"].sent == 2 * (32 + 19 + 82 * blocks + 2 * norms)
+    assert rows["demo"].sent == 2 * (56 + 19 + 82 * blocks + 2 * norms)
     assert rows["demo"].seconds == rows["demo"].seconds_per_step == 8 * rows["demo"].sent / 200e6
     assert rows["decoupled_momentum"].seconds_per_step == pytest.approx(rows["decoupled_momentum"].seconds / 128)
 
@@ -436,4 +436,4 @@ def test_the_meter_of_a_plan_adds_up() -> None:
     total.add(made.message(0))
     total.add(made.message(1))
     assert total == made.over(range(2)) and total.messages == 2
-    assert made.message(0).bytes_sent == wire.HEADER.size + 1 + 82 and vectors.num_bytes("int8", 4096) == 4098
+    assert made.message(0).bytes_sent == frame.HEADER.size + 1 + 82 and vectors.num_bytes("int8", 4096) == 4098

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import fsdp_demo
 from fsdp_demo import PeerLost, preset, transport
-from fsdp_demo.codecs.wire import Header
-from fsdp_demo.transport import Line, gather, reduce, streams
+from fsdp_demo.codecs.frame import HEADER, PAYLOAD, QUESTION
+from fsdp_demo.transport import Line, reduce, streams
 
 from . import probe
 
@@ -64,12 +64,13 @@ def exchanges(line: Line) -> tuple[list[Any], list[int], dict[str, Any]]:
     """A gather, a swap of unequal sizes and a reduce; what came, as lists, and the counts."""
     generator = torch.Generator().manual_seed(line.rank)
     body = torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator)
-    _, bodies = gather(line, Header(1, 2), body)
+    header = line.header(PAYLOAD, 2)
+    _, bodies = line.gather(header, body)
     sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]  # sizes[i][j]: what i sends to j
-    outgoing = [torch.full((n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]]
-    unequal = line.swap(outgoing, [sizes[j][line.rank] for j in range(line.size)])
+    outgoing = [torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]]
+    _, unequal = line.swap(line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)])
     vectors = [(torch.randn(3001, generator=generator), "fp32"), (torch.randn(5000, generator=generator), "int8")]
-    means = reduce(line, vectors, [[1.0] * line.size, [float(j + 1) for j in range(line.size)]])
+    means = reduce(line, header, vectors, [[1.0] * line.size, [float(j + 1) for j in range(line.size)]])
     counts = {k: v for k, v in vars(line.meter).items() if not k.startswith("seconds")}
     return [t.tolist() for t in (*bodies, *means)], [[len(t), *set(t.tolist())] for t in unequal], counts
 
@@ -121,8 +122,8 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
         if line.rank == 1 and late:
             whole = line.all_gather
 
-            def slow(data: torch.Tensor, setup: bool = False) -> list[torch.Tensor]:
-                out = whole(data, setup)
+            def slow(data: torch.Tensor) -> list[torch.Tensor]:
+                out = whole(data)
                 if data.numel() == 1:
                     time.sleep(late)  # after the others have what they need
                 return out

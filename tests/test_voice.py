@@ -98,11 +98,19 @@ def test_a_level_that_was_set_stays_and_other_ranks_only_warn(capfd) -> None:
 
 
 def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
+    def work(island: int, topology: fsdp_demo.Topology) -> tuple[str, int]:
+        exchange = snippet(topology)
+        return repr(exchange), exchange.metrics()["bytes_sent"]
+
     with caplog.at_level(logging.INFO, "fsdp_demo"):
-        shown = threaded.values(threaded.islands(lambda i, topology: repr(snippet(topology))))
-    assert all(f"island {i} of 2, step 20, 656 B sent by this rank, finished" in text for i, text in enumerate(shown))
+        shown = threaded.values(threaded.islands(work))
+    sent = shown[0][1]
+    assert sent > 2 * 4 * 72  # twice all parameters
+    assert all(
+        text == f"<Exchange 'diloco', island {i} of 2, step 20, {sent} B sent by this rank, finished>" for i, (text, _) in enumerate(shown)
+    )
     ends = [m for m in caplog.messages if "finished" in m]
-    assert len(ends) == 2 and all("2 exchanges, 656 B sent" in m and "islands agree, bit for bit" in m for m in ends)
+    assert len(ends) == 2 and all(f"2 exchanges, {sent} B sent" in m and "islands agree, bit for bit" in m for m in ends)
     assert sum("island 1 of 2, from step 0" in m for m in caplog.messages) == 1
 
 

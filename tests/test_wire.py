@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fsdp_demo
 from fsdp_demo import WireError, preset, transport
 from fsdp_demo.blocks import Layout
-from fsdp_demo.codecs import wire
+from fsdp_demo.codecs import frame, wire
 from fsdp_demo.config import BLOCK, Codec
 from fsdp_demo.mailbox import pack_bits, unpack_bits
 
@@ -23,6 +23,7 @@ from .threaded import Tap, values
 
 quick = settings(max_examples=60, deadline=None)
 DIGEST, STEP = 0x0123456789ABCDEF, 70000
+HERE = frame.Header(DIGEST, STEP)
 
 
 def uint8(data: bytes) -> torch.Tensor:
@@ -31,8 +32,11 @@ def uint8(data: bytes) -> torch.Tensor:
 
 # ---- golden vectors: a change here is a new wire version ---------------------------------------------------------------
 
-HEADER = "4644583101000100efcdab8967452301701101000000c03f00001040b0e896e5" + "010203ff"
-EMPTY = "46445831010000001032547698badcfe000000000000803f0000c07f40114755"
+HEADER = (
+    "4644583202010100efcdab896745230170110100090000000400000000000000feffffffffffffff0000c03f0000104059d0539c2c65cd94"
+    "010203ff"
+)
+EMPTY = "46445832020100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000dc3c3980"
 SECTIONS = {
     "fp32": "3040ffc33040ffc33040ff4300c03956093040ffc33040ff433040ff43993395400a3040ffc33040ff433040ff439603953d0a3040ffc3c080fec33040ff"
     "4393c3894d090000000000000000000020c00010006400caa846422f55cf436c33b7c2",
@@ -58,19 +62,19 @@ def fixed() -> torch.Tensor:
 
 
 def test_golden_header() -> None:
-    message = wire.seal(wire.Header(DIGEST, STEP, 1.5, 2.25, wire.STOP), uint8(b"\x01\x02\x03\xff"))
+    message = frame.seal(frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9), uint8(b"\x01\x02\x03\xff"))
     assert bytes(message.tolist()).hex() == HEADER
-    header, body = wire.unseal(message, DIGEST, STEP, "a")
+    header, body = frame.unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
     assert (header.flags, header.weight, header.loss, body.tolist()) == (1, 1.5, 2.25, [1, 2, 3, 255])
-    assert bytes(wire.seal(wire.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
+    assert bytes(frame.seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
 
 
 def test_golden_header_by_hand() -> None:
     """The documented layout, read without the library."""
     raw = bytes.fromhex(HEADER)
-    fields = struct.unpack("<4sHHQIffI", raw[:32])
-    assert fields[:7] == (b"FDX1", 1, 1, DIGEST, STEP, 1.5, 2.25)
-    assert fields[7] == zlib.crc32(raw[:28] + raw[32:])
+    fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
+    assert fields[:11] == (b"FDX2", 2, frame.PAYLOAD, 1, DIGEST, STEP, 9, 4, 2**64 - 2, 1.5, 2.25)
+    assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
 
 
 @pytest.mark.parametrize("code", SECTIONS)
@@ -142,45 +146,45 @@ def test_sparse_bytes_is_the_real_length(tensors: list[tuple[int, ...]], data: s
 
 
 def sealed(digest: int = DIGEST, step: int = STEP) -> torch.Tensor:
-    return wire.seal(wire.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
+    return frame.seal(frame.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
 
 
 def test_every_bit_flip_is_refused() -> None:
     message = sealed()
-    wire.unseal(message, DIGEST, STEP, "a")
+    frame.unseal(message, HERE, "a")
     for at in range(message.numel()):
         for bit in range(8):
             torn = message.clone()
             torn[at] ^= 1 << bit
             with pytest.raises(WireError, match="island 3"):
-                wire.unseal(torn, DIGEST, STEP, "island 3")
+                frame.unseal(torn, HERE, "island 3")
 
 
 def test_every_truncation_is_refused() -> None:
     message = sealed()
     for n in range(message.numel()):
         with pytest.raises(WireError, match="truncated"):
-            wire.unseal(message[:n], DIGEST, STEP, "a")
+            frame.unseal(message[:n], HERE, "a")
     with pytest.raises(WireError):
-        wire.unseal(torch.cat([message, uint8(b"\0")]), DIGEST, STEP, "a")
+        frame.unseal(torch.cat([message, uint8(b"\0")]), HERE, "a")
 
 
 def other_version(message: torch.Tensor, version: int) -> torch.Tensor:
     """`message` as another release would have sent it: its checksum fits."""
     raw = bytearray(message.tolist())
-    raw[4:6] = struct.pack("<H", version)
-    raw[28:32] = struct.pack("<I", zlib.crc32(raw[:28] + raw[32:]))
+    raw[4] = version
+    raw[52:56] = struct.pack("<I", zlib.crc32(raw[:52]))
     return uint8(bytes(raw))
 
 
 def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
-    with pytest.raises(WireError, match=f"step {STEP + 1}.* step {STEP}"):
-        wire.unseal(sealed(step=STEP + 1), DIGEST, STEP, "a")
+    with pytest.raises(WireError, match=f"step {STEP + 2}.* step {STEP + 1}"):
+        frame.unseal(sealed(step=STEP + 1), HERE, "a")
     with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
-        wire.unseal(sealed(digest=DIGEST - 1), DIGEST, STEP, "a")
-    with pytest.raises(WireError, match="version 2.*version 1"):
-        wire.unseal(other_version(sealed(), 2), DIGEST, STEP, "a")
-    assert wire.unseal(other_version(sealed(), 1), DIGEST, STEP, "a")[0].step == STEP
+        frame.unseal(sealed(digest=DIGEST - 1), HERE, "a")
+    with pytest.raises(WireError, match="version 3.*version 2"):
+        frame.unseal(other_version(sealed(), 3), HERE, "a")
+    assert frame.unseal(other_version(sealed(), 2), HERE, "a")[0].step == STEP
 
 
 # ---- the same through a real exchange of two islands -------------------------------------------------------------------
@@ -195,7 +199,7 @@ CONFIGS = {
 }
 
 
-def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps: int = 2) -> str:
+def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps: int = 2, kind: type = WireError) -> str:
     """Train `steps` steps, then one exchange in which island 1's message number `sends` is changed on its way.
 
     Returns the text of island 0's WireError, after checking that the exchange changed nothing there.
@@ -226,14 +230,16 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
         except RuntimeError as error:
             if i == 1:
                 return None
-            assert type(error) is WireError, error
+            assert type(error) is kind, error
             if not config.channels[0].before_step:  # the inner step is the island's own, and was taken
                 params = [p - 0.25 * p.grad for p in params_with_grads(params, (w, b))]
             for p, old in zip((w, b), params, strict=True):
                 assert torch.equal(p.detach(), old)
-            for k, old in kept.items():  # the accumulator is undone, to rounding; the rest was never touched
-                new = channel.state()[k]
-                torch.testing.assert_close(new, old, rtol=0, atol=1e-5 if k == "accumulator" else 0)
+            state = exchange.state_dict()
+            (flight,) = state["in_flight"]  # what was sent stays, to be sent once more; nothing of what came was applied
+            assert flight["step"] == now and flight["arrived"] is None and set(flight["parts"]) == {channel.channel.name}
+            for k, old in kept.items():
+                assert k == "accumulator" or torch.equal(channel.state()[k], old)
             with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
                 optimizer.step()
             exchange.detach()
@@ -266,9 +272,9 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
     """The same body under a header that differs from the right one by these numbers."""
 
     def change(data: torch.Tensor, now: int) -> torch.Tensor:
-        _, _, flags, its, at, weight, loss, _ = wire.HEADER.unpack(bytes(data[:32].tolist()))
+        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = frame.HEADER.unpack(bytes(data[:56].tolist()))
         assert at == now
-        return wire.seal(wire.Header(its ^ digest, at + step, weight, loss, flags), data[32:])
+        return frame.seal(frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number), data[56:])
 
     return change
 
@@ -276,7 +282,7 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
 @pytest.mark.timeout(120)
 def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
     def run(me: Any) -> int:
-        size = 32 + 1 + wire.sparse_bytes(Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec)
+        size = 56 + 1 + wire.sparse_bytes(Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec)
         for at in range(size):
             text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
             assert "island 1 (island1)" in text, text
@@ -284,24 +290,24 @@ def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
             refused(CONFIGS["demo"], flip(size), steps=1)
         return size
 
-    assert run_ranks(run, 1, 1, timeout=100) == [32 + 1 + 13]
+    assert run_ranks(run, 1, 1, timeout=100) == [56 + 1 + 13]
 
 
 def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
     def run(me: Any) -> None:
         for name in ("demo", "consensus", "released"):
-            assert "damaged" in refused(CONFIGS[name], flip(35))
+            assert "damaged" in refused(CONFIGS[name], flip(59))
             for cut in (5, 20):  # less could be there by chance, from an earlier message
                 assert "damaged" in refused(CONFIGS[name], lambda data, _, cut=cut: data[:-cut])
-            assert "is of step" in refused(CONFIGS[name], reheaded(step=1))
-            assert "configuration digest" in refused(CONFIGS[name], reheaded(digest=1))
-            assert "version 2" in refused(CONFIGS[name], lambda data, _: other_version(data, 2))
+            assert "is at step" in refused(CONFIGS[name], reheaded(step=1), kind=frame.Mismatch)
+            assert "configuration digest" in refused(CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch)
+            assert "version 3" in refused(CONFIGS[name], lambda data, _: other_version(data, 3))
         for name in ("full", "diloco"):  # header, then the two legs of the reduce
-            assert "of step" in refused(CONFIGS[name], reheaded(step=-1))
+            assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
             for leg in (1, 2):
-                for at in (0, 100, -1):
+                for at in (20, 100, -1):
                     text = refused(CONFIGS[name], flip(at), leg)
-                    assert "dense payload from" in text and "island1" in text and "damaged" in text
+                    assert ("header" if at == 20 else "reduce") in text and "island1" in text and "damaged" in text
                 assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
 
     run_ranks(run, 1, 1)
@@ -370,7 +376,7 @@ def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
     """Header, one bit per tensor, the section: nothing else is sent, and both directions are equal."""
     config = METERED["demo"][0]
     layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
-    expected = 7 * (32 + 1 + wire.sparse_bytes(layout, config.channels[0].codec))
+    expected = 7 * (56 + 1 + wire.sparse_bytes(layout, config.channels[0].codec))
 
     def run(me: Any) -> None:
         for after, *_ in metered(config, 2):

@@ -1,22 +1,14 @@
-"""The byte layout of a payload: header, sparse sections, packed indices.
+"""The byte layout of a sparse channel's section in the body of a message (`frame.py` has the header).
 
-Header, 32 bytes, little-endian: magic "FDX1", wire version (u16), flags (u16), digest of the configuration (u64), step (u32),
-weight (f32), loss (f32, NaN if none), CRC-32 of the header's first 28 bytes and of everything that follows (u32).
-
-A sparse channel's section: for each group of the layout the values (`values.encode`, one row per block) and then the positions inside the
-r x s block, slot coordinates (64 row + column), ascending, 12 bits each, two in three bytes; after all groups the dense elements.
-The size is fixed by layout and codec, so both sides know it.
+For each group of the layout the values (`values.encode`, one row per block) and then the positions inside the r x s block, slot
+coordinates (64 row + column), ascending, 12 bits each, two in three bytes; after all groups the dense elements. The size is fixed by layout
+and codec, so both sides know it.
 """
 
 from __future__ import annotations
 
-import struct
-import sys
-import zlib
 from collections.abc import Sequence
-from ctypes import c_char
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,71 +17,6 @@ from ..blocks import EDGE, Group, Layout, Window
 from ..config import BLOCK, Codec
 from . import values
 from .select import top_k
-
-assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
-
-MAGIC, VERSION = b"FDX1", 1
-HEADER = struct.Struct("<4sHHQIffI")
-STOP = 1  # flag: this island asks all to stop after this step
-
-
-class WireError(RuntimeError):
-    """A payload that is torn, of another configuration, version or step. Nothing of it has been applied.
-
-    Example:
-        >>> from fsdp_demo import WireError
-        >>> issubclass(WireError, RuntimeError)
-        True
-    """
-
-
-@dataclass(frozen=True)
-class Header:
-    """What every message says about itself; `weight` is the sender's share in a mean, `loss` is NaN where unknown."""
-
-    digest: int
-    step: int
-    weight: float = 1.0
-    loss: float = float("nan")
-    flags: int = 0
-
-
-def seal(header: Header, body: Tensor) -> Tensor:
-    """Header and body as one uint8 tensor [32 + n] on the CPU, with checksum."""
-    out = torch.empty(HEADER.size + body.numel(), dtype=torch.uint8)
-    out[HEADER.size :] = body
-    head = HEADER.pack(MAGIC, VERSION, header.flags, header.digest, header.step, header.weight, header.loss, 0)[:-4]
-    crc = zlib.crc32(memory(out[HEADER.size :]), zlib.crc32(head))
-    out[: HEADER.size] = torch.frombuffer(bytearray(head + struct.pack("<I", crc)), dtype=torch.uint8)
-    return out
-
-
-def unseal(message: Tensor, digest: int, step: int, sender: str) -> tuple[Header, Tensor]:
-    """Check a message from `sender` and split it into header and body (a view).
-
-    Raises:
-        WireError: truncated, torn, of another wire version, configuration digest or step; says which, with both values.
-    """
-    if message.numel() < HEADER.size:
-        raise WireError(f"payload from {sender} is truncated: {message.numel()} bytes, a header alone has {HEADER.size}")
-    head = bytes(message[: HEADER.size].tolist())
-    magic, version, flags, its_digest, its_step, weight, loss, crc = HEADER.unpack(head)
-    if magic != MAGIC or version != VERSION:
-        expected = f"expected {MAGIC!r} version {VERSION}"
-        raise WireError(f"payload from {sender} starts with {magic!r} version {version}, {expected}: use one release everywhere")
-    if crc != zlib.crc32(memory(message[HEADER.size :]), zlib.crc32(head[:-4])):
-        raise WireError(f"payload from {sender} is damaged or truncated: its checksum does not fit its {message.numel()} bytes")
-    if its_digest != digest:
-        both = f"{its_digest:016x}, ours is {digest:016x}"
-        raise WireError(f"payload from {sender} has configuration digest {both}: start all islands with one configuration")
-    if its_step != step:
-        raise WireError(f"payload from {sender} is of step {its_step}, we are at step {step}: the islands do not take the same steps")
-    return Header(its_digest, its_step, weight, loss, flags), message[HEADER.size :]
-
-
-def memory(t: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy."""
-    return (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()) if t.numel() else b""
 
 
 def pack12(index: Tensor) -> Tensor:

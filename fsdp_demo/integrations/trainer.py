@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..attaching import attach
-from ..codecs.wire import WireError
+from ..codecs.frame import WireError
 from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..loading import load_config

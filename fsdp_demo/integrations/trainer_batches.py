@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..codecs.wire import memory
+from ..codecs.frame import memory
 from ..exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")

@@ -18,9 +18,9 @@ import time
 import torch
 
 from fsdp_demo import Link, Topology
-from fsdp_demo.codecs.wire import Header
+from fsdp_demo.codecs.frame import PAYLOAD
 from fsdp_demo.topology import Position
-from fsdp_demo.transport import Line, gather, reduce
+from fsdp_demo.transport import Line, reduce
 
 
 def seconds(line: Line, kind: str, size: int, repeat: int) -> float:
@@ -28,15 +28,15 @@ def seconds(line: Line, kind: str, size: int, repeat: int) -> float:
     times, body = [], torch.zeros(size, dtype=torch.uint8)
     vector = torch.zeros(size // 4)
     for _ in range(repeat + 1):
-        line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+        line.all_gather(torch.zeros(1, dtype=torch.uint8))
         start = time.perf_counter()
         if kind == "gather":
-            gather(line, Header(0, 0), body)
+            line.gather(line.header(PAYLOAD), body)
         elif kind == "ring":
             line.group.allgather([[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]).wait()
         else:
-            gather(line, Header(0, 0), body[:0])
-            reduce(line, [(vector, "fp32")], [[1.0] * line.size])
+            line.gather(line.header(PAYLOAD), body[:0])
+            reduce(line, line.header(PAYLOAD), [(vector, "fp32")], [[1.0] * line.size])
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
@@ -59,7 +59,7 @@ def main() -> None:
             sent = size * (line.size - 1) * (2 / line.size if kind == "reduce" else 1)
             wire = 8 * sent / link.bits_per_second if link.bits_per_second else 0.0
             rows.append((kind, size, seconds(line, kind, size, args.repeat), legs * link.rtt + wire))
-    line.all_gather(torch.zeros(1, dtype=torch.uint8), setup=True)
+    line.all_gather(torch.zeros(1, dtype=torch.uint8))
     connections = 1 + len(line.more)
     line.release()
     if topology.island == 0:

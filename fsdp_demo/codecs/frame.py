@@ -1,0 +1,200 @@
+"""The header that stands before every message between islands: payloads, both legs of a reduce, questions, and set-up.
+
+56 bytes, little-endian:
+
+    magic "FDX2" (4s), wire version (u8), kind (u8), flags (u16), digest of the configuration (u64; 0 before it is agreed),
+    step (u32), number of the message on its line (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64),
+    weight (f32), loss (f32, NaN if none), CRC-32 of the body (u32), CRC-32 of the 52 bytes before it (u32)
+
+A receiver looks at the header as soon as the first piece of a message is there. So it learns from it that the sender does something else
+(finishes, evaluates, is at another step) without waiting for bytes that will not come, and it never makes room for a length that it did
+not expect.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from ctypes import c_char
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
+
+MAGIC, VERSION = b"FDX2", 2
+HEADER = struct.Struct("<4sBBHQIIQQffII")
+
+STOP = 1  # flag: this island asks all to stop after this step
+SKIPPED = 2  # flag: this replica took no step; its plain gradient has no weight
+COUNTED = 4  # flag: this island has counted tokens, if not since the last exchange
+ENDING = 8  # flag: sent by finish()
+NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out
+SUMMED = 32  # flag: `total` is the sum of what must be equal
+
+SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
+KINDS = (
+    "a message of attach()",
+    "the payload",
+    "vectors to reduce",
+    "reduced vectors",
+    "a gradient norm",
+    "a question",
+    "parameters for their mean",
+    "a digest of parameters",
+    "the end of finish()",
+)
+"""What a message is, for errors, by its kind."""
+
+WITHIN = (PAYLOAD, PARTS, MEANS, NORM)  # kinds sent within a step; the others are sent between two
+
+
+class WireError(RuntimeError):
+    """A message that is torn, of another configuration, version or step. Nothing of it has been applied.
+
+    Example:
+        >>> from fsdp_demo import WireError
+        >>> issubclass(WireError, RuntimeError)
+        True
+    """
+
+
+class Mismatch(WireError):
+    """Islands do not do the same: other steps, another order of calls, another configuration, or replicas that are no longer equal.
+
+    To start again does not help: somebody must change something first. `guard` ends with status 78, not 75.
+
+    Example:
+        >>> from fsdp_demo import Mismatch, WireError
+        >>> issubclass(Mismatch, WireError)
+        True
+    """
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every message says about itself.
+
+    Attributes:
+        digest: of the configuration.
+        step: of a payload the step it is sent in, from 0; else the steps done.
+        weight: the sender's share in a mean. loss: NaN where unknown.
+        total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
+        number: of the message on its line, the same on all its ranks.
+    """
+
+    digest: int
+    step: int
+    weight: float = 1.0
+    loss: float = float("nan")
+    flags: int = 0
+    kind: int = PAYLOAD
+    total: int = 0
+    number: int = 0
+
+    @property
+    def when(self) -> str:
+        """Where the sender stands, in words; steps counted from 1."""
+        if self.flags & ENDING:
+            return f"finished at step {self.step}"
+        return f"is at step {self.step + 1 if self.kind in WITHIN else self.step}"
+
+
+def room(body: int) -> Tensor:
+    """A message with room for a header and `body` bytes: uint8 [56 + body], not filled."""
+    return torch.empty(HEADER.size + body, dtype=torch.uint8)
+
+
+def fill(message: Tensor, header: Header) -> Tensor:
+    """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU, contiguous), in place."""
+    body = message[HEADER.size :]
+    h, crc = header, zlib.crc32(memory(body))
+    fields = (MAGIC, VERSION, h.kind, h.flags, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
+    head = HEADER.pack(*fields, 0)[:-4]
+    message[: HEADER.size] = torch.frombuffer(bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
+    return message
+
+
+def seal(header: Header, body: Tensor) -> Tensor:
+    """Header and body as one message, uint8 [56 + n] on the CPU."""
+    message = room(body.numel())
+    message[HEADER.size :] = body
+    return fill(message, header)
+
+
+def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tensor]:
+    """Check a whole message against what should come; its header and body (a view). Raises as `open_head` and `check_body`."""
+    size = message.numel() - HEADER.size
+    if size < 0 or (length := HEADER.unpack(bytes(message[: HEADER.size].tolist()))[7]) > size:
+        raise WireError(f"message from {sender} is truncated: {message.numel()} bytes, of a header of {HEADER.size} and what it names")
+    theirs, crc = open_head(message, expected, length, sender)
+    return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
+
+
+def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:
+    """Check the first bytes of a message (uint8 [>= 56]) against what should come: `expected`, with a body of `size` bytes.
+
+    Returns:
+        The sender's header, and the checksum of its body.
+
+    Raises:
+        WireError: torn, or of another wire version. Mismatch: the sender does something else; says what both do.
+    """
+    head = bytes(data[: HEADER.size].tolist())
+    magic, version, kind, flags, digest, step, number, length, total, weight, loss, body_crc, crc = HEADER.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        wanted = f"expected {MAGIC!r} version {VERSION}"
+        raise WireError(f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one release everywhere")
+    if crc != zlib.crc32(head[:-4]):
+        raise WireError(f"message from {sender} is damaged: the checksum of its header does not fit")
+    theirs = Header(digest, step, weight, loss, flags, kind, total, number)
+    if (kind, step, flags & ENDING) != (expected.kind, expected.step, expected.flags & ENDING):
+        raise Mismatch(_apart(theirs, expected, sender))
+    if digest != expected.digest:
+        both = f"{digest:016x}, ours is {expected.digest:016x}"
+        raise Mismatch(f"message from {sender} has configuration digest {both}: start all islands with one configuration")
+    if length != size or number != expected.number:
+        raise Mismatch(
+            f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected message {expected.number} with {size}: all "
+            "islands must make the same calls in the same order, with values of the same form"
+        )
+    return theirs, body_crc
+
+
+def check_body(body: Tensor, crc: int, theirs: Header, sender: str) -> Tensor:
+    """The body, if its checksum fits.
+
+    Raises:
+        WireError: it does not.
+    """
+    if zlib.crc32(memory(body)) != crc:
+        raise WireError(f"{_name(theirs)} from {sender} is damaged: its checksum does not fit its {body.numel()} bytes")
+    return body
+
+
+def _name(header: Header) -> str:
+    return KINDS[header.kind] if header.kind < len(KINDS) else f"a message of kind {header.kind}"
+
+
+def _apart(theirs: Header, mine: Header, sender: str) -> str:
+    """What a sender and this rank do that is not the same, and the cure."""
+    where = f"{sender} {theirs.when}, we {mine.when.replace('is at', 'are at')}"
+    if theirs.when.rpartition(" ")[2] == mine.when.rpartition(" ")[2]:
+        return (
+            f"{where}; {_name(theirs)} came from there, {_name(mine)} was expected: all islands must make the same calls at the same step "
+            "(evaluations under outer_parameters, council, finish)"
+        )
+    if (theirs.flags | mine.flags) & ENDING:
+        return f"{where}: give all islands the same number of steps (max_steps, or data with as many rows)"
+    return (
+        f"{where}: the islands do not take the same steps. Call skip() for a step that a loop drops, and give all islands data with as "
+        "many rows"
+    )
+
+
+def memory(t: Tensor) -> Any:
+    """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy."""
+    return (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()) if t.numel() else b""
