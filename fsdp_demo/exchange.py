@@ -259,7 +259,8 @@ class Exchange:
     def finish(self, close: bool = True) -> None:
         """End the exchange: apply what is in flight, exchange once more what changed since, leave all replicas with equal parameters.
 
-        Where the preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
+        Inside a round that is the plain mean of the replicas (of what they send), without an outer step: see `ending.conclude`. Where the
+        preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
         Afterwards the connections are closed; calling it again does nothing. All replicas call it at the same step.
 
         Args:
