@@ -97,9 +97,10 @@ class Partitions:
         """The flat fp32 partitions of this rank [numel, padding included], in the order of the wrapper."""
         raise NotImplementedError
 
-    def group_of(self, master: int) -> int:
-        """Number of the parameter group that a master belongs to."""
-        return master
+    def group_of(self, index: int) -> dict[str, Any]:
+        """The inner optimizer's group by which a master is stepped."""
+        group: dict[str, Any] = self.inner.param_groups[index]
+        return group
 
     def fragments(self) -> list[Fragment]:
         """Every trained parameter's part in the masters, in the order of the masters' parameters; empty ones too."""

@@ -110,8 +110,7 @@ class ZeroShards:
 
     def rates(self) -> list[float]:
         """See `fsdp_demo.shards.Shards.rates`."""
-        groups, partitions = self.partitions.inner.param_groups, self.partitions
-        return [float(groups[partitions.group_of(p.master)]["lr"]) for p in self._pieces]
+        return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
 
     def states(self) -> list[str]:
         """See `fsdp_demo.shards.Shards.states`."""

@@ -99,15 +99,16 @@ class Stage3(Partitions):
         "_optimizer_step",
         "fp32_partitioned_groups_flat",
         "fp16_groups",
-        "_reassign_or_swap_out_partitioned_parameters",
         "sub_group_to_group_id",
+        "_reassign_or_swap_out_partitioned_parameters",
     )
 
     def masters(self) -> list[Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
 
-    def group_of(self, master: int) -> int:
-        return int(self.zero.sub_group_to_group_id[master])
+    def group_of(self, index: int) -> dict[str, Any]:
+        group: dict[str, Any] = self.inner.param_groups[self.zero.sub_group_to_group_id[index]]
+        return group
 
     def fragments(self) -> list[Fragment]:
         names, out = _names(self.engine), []
