@@ -108,6 +108,10 @@ class ZeroShards:
         """See `fsdp_demo.shards.Shards.read`: fp32 views into the masters, their gradients and their states."""
         return self._views(self._flats(source))
 
+    def rates(self) -> list[float]:
+        """See `fsdp_demo.shards.Shards.rates`."""
+        return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
+
     def states(self) -> list[str]:
         """See `fsdp_demo.shards.Shards.states`."""
         pairs = self.optimizer_states()

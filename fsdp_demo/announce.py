@@ -1,10 +1,10 @@
-"""What the log says when an exchange starts: what runs, on how much, for how many bytes, and what a user should know about it."""
+"""What the log says when an exchange starts and ends: what runs, on how much, for how many bytes, and what a user should know about it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ from .meter import ring_all_reduce_bytes
 from .plan import Plan
 
 if TYPE_CHECKING:
-    from .config import ExchangeConfig
+    from .config import Channel, ExchangeConfig
     from .exchange import Exchange
     from .island import Island
     from .shards import Shards
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("fsdp_demo")
 
 
-def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int]) -> None:
-    """Log one line about the run, and warnings; on the first rank of each island."""
+def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int], steps: int | None = None) -> None:
+    """Log what runs (one record of a few lines), and warnings; on the first rank of each island. steps: of the whole job, if known."""
     sent, worst = _bytes(exchange, island)
     if exchange.topology.rank:
         return
     config, topology, place = exchange.config, exchange.topology, island.position
+    islands = f"island {topology.island} of {topology.islands}" if topology.islands > 1 else "one replica, nothing is sent"
+    what = f"preset {config.preset}, {islands}, from step {exchange.step}"
     inner = "inner " + ", ".join(type(o).__name__ for o in exchange.optimizers)
-    shape = f"{topology.islands} islands, {place.shards} shards x {place.copies} copies ({lanes} lanes)"
+    shape = f"{place.shards} shards x {place.copies} copies ({lanes} lanes)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
-    log.info("%s: %s", topology.name, "; ".join([config.describe(), inner, _batch(exchange, batch), per, shape, exchange.clips]))
+    lines = [what, *config.parts(), f"{inner}; {exchange.clips}", f"{_batch(exchange, batch)}; {shape}", per]
+    log.info("%s: %s", topology.name, "\n    ".join(lines))
     for b in exchange._flow.buffers:
         n, every = sum(s.numel() for s in b.tensors("parameter") if s is not None), b.channel.clock.period
         log.info("%s: %d buffers (%d numbers) are averaged every %d steps and at the end", topology.name, len(b.covered), n, every)
@@ -37,6 +40,8 @@ def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int
         dropped = c.clock.delay % c.clock.period
         if c.source == "delta" and dropped and not c.applier.mix:
             log.warning("channel %r: at each exchange the last %d local steps are dropped, since applier.mix=0", c.name, dropped)
+    for text in [] if steps is None else odd_ends(config, steps):
+        log.warning("%s: %s", topology.name, text)
     low = [s.name for s in exchange.shards.shards if s.dtype != torch.float32 and not s.frozen]
     if low:
         cure = "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, mixed_precision='bf16')"
@@ -50,6 +55,48 @@ def announce(exchange: Exchange, island: Island, lanes: int, batch: Sequence[int
             dense / 1e6,
             topology.islands,
         )
+
+
+def ended(exchange: Exchange, equal: bool | None) -> None:
+    """Log one line about what the exchange has done, on the first rank of each island. All ranks of the island call it together.
+
+    equal: whether all replicas hold the same bits; None where the preset promises no such thing."""
+    topology, found = exchange.topology, exchange.totals()
+    if topology.rank:
+        return
+    if topology.islands == 1:
+        agree = "one replica"
+    elif equal is None:
+        agree = f"all islands hold their mean, this one was off it by {exchange.drift or 0.0:.3g} of its norm"
+    else:
+        agree = "islands agree, bit for bit" if equal else "islands differ"
+    did = f"{found['exchanges']} exchanges, {found['bytes_sent']} B sent, {found['seconds_waiting']:.1f} s waiting for the link"
+    log.info("%s: finished at step %d: %s; %s", topology.name, exchange.step, did, agree)
+
+
+def total_steps(facts: Mapping[str, Any]) -> int | None:
+    """The job's steps, if the facts of the run (`attach(agree={"steps": N})`; the Trainer's `max_steps`) say them."""
+    for name in ("steps", "max_steps"):
+        value = facts.get(f"agree.{name}")
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
+    """A sentence for each outer-step channel in the middle of whose round `steps` steps end. Fragments always end so, one or the other."""
+    stepping = [c for c in config.channels if c.applier.kind == "outer" and c.shared and c.fragments is None]
+    return [_odd(c, steps) for c in stepping if not c.clock.due(steps - 1)]
+
+
+def _odd(c: Channel, steps: int) -> str:
+    period, first = c.clock.period, c.clock.offset
+    below = first + max(steps - first, 0) // period * period
+    fits = " or ".join(str(n) for n in (below, below + period) if n > first)
+    return (
+        f"channel {c.name!r}: {steps} steps end inside a round of period {period}: finish() takes the plain mean of that part, without an "
+        f"outer step; steps that end with a round: {fits}"
+    )
 
 
 def clips(config: ExchangeConfig, shards: Shards) -> str:

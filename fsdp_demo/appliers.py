@@ -55,13 +55,13 @@ def replace(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequ
     return (float(moved[0]), float(moved[1])) if mean is not None and after else None
 
 
-def outer(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequence[Tensor], mix: float, number: int) -> None:
+def outer(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequence[Tensor], mix: float, number: int | None) -> None:
     """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones.
 
     Args:
         own: this replica's own delta, where the rule applies it (`local_delta`).
         flying: the deltas whose sum is P.
-        number: of this round of the channel's clock.
+        number: of this round of the channel's clock; None: a part of a round, at the end, which has neither rate nor momentum.
     """
     tensors = c.tensors("parameter")
     plain = c.channel.residual != "put_back" and not c.channel.applier.local_delta  # nobody needs the coefficients
@@ -77,9 +77,9 @@ def outer(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequen
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
 
 
-def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None, number: int, made: Transform | None) -> Tensor:
+def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None, number: int | None, made: Transform | None) -> Tensor:
     """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window. `made`: transforms the mean; None: it
-    is in the element domain."""
+    is in the element domain. Without a `number` the anchor becomes anchor - mean, and the momentum stays what it was."""
     applier, lr = c.channel.applier, rate(window, c.channel.applier, c.channel.codec.sparse)
     anchor = c.fetch(c.anchor, window)
     assert anchor is not None
@@ -90,6 +90,9 @@ def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None,
         assert c.accumulator is not None and c.channel.accumulator is not None and own is not None and made is not None
         momentum = made.inverse_(window.group, x.copy_(window.of(c.accumulator)))
         local_step(anchor, window.of(own), momentum, c.channel.accumulator.beta, lr)
+    elif number is None:
+        gain = c.channel.accumulator.gain if c.channel.accumulator is not None else 1.0
+        outer_step(anchor, None, x if made is None else made.inverse_(window.group, x), 0.0, False, 1.0 / gain)
     else:
         held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
         outer_step(anchor, held, x if made is None else made.inverse_(window.group, x), mu, applier.nesterov, lr)

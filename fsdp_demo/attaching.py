@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from . import engines
+from . import engines, voice
 from .checkpoint import Saved
 from .config import ExchangeConfig
 from .exchange import Exchange
@@ -98,7 +98,9 @@ def join(
     """
     vacate(shards.optimizers)
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
-    exchange = Exchange(shards, config, model, topology or Topology.from_env(), facts, step or 0, state, batch or ())
+    topology = topology or Topology.from_env()
+    voice.speak(topology)
+    exchange = Exchange(shards, config, model, topology, facts, step or 0, state, batch or ())
     _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange
 

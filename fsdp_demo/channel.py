@@ -33,7 +33,7 @@ class Outgoing:
     """What one channel sends at one step, on the shards' device: its section of the body, or fp32 vectors.
 
     `own` is the replica's own source where it is needed later (a delta that stays in flight or is applied locally; delayed parameters);
-    `present` says which tensors had a gradient.
+    `present` says which tensors had a gradient; `partial` that it was sent inside a round, by `finish()`: its mean is applied plainly.
     """
 
     step: int
@@ -41,11 +41,12 @@ class Outgoing:
     vectors: list[Tensor] = field(default_factory=list)
     own: Tensor | None = None
     present: list[bool] | None = None
+    partial: bool = False
 
     def to(self, device: torch.device) -> Outgoing:
         """The same with its tensors on `device`."""
         body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
-        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present)
+        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
 
 
 class ActiveChannel(BoundChannel):
@@ -109,15 +110,25 @@ class ActiveChannel(BoundChannel):
         """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
         assert self.accumulator is not None
         delta, products = self.channel.source == "delta", self.channel.codec.products
+        common, rates = self._rates()
         with (
             Contiguous(self.tensors("parameter" if delta else self.channel.source)) as tensors,
             Transform(self.shards.device, products) as made,
         ):
             for part in (part for w in self.windows for part in w.inner):
-                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None))
+                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
                 if keep is not None:
                     part.of(keep).copy_(x)
-                made.add(part.group, x, part.of(self.accumulator), beta, gain)
+                x = part.scale(x, rates) if rates else x
+                made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
+
+    def _rates(self) -> tuple[float, list[float]]:
+        """Where gradients are accumulated times their learning rate: the one of all tensors, or 1 and that of each."""
+        if self.channel.accumulator is None or not self.channel.accumulator.rate:
+            return 1.0, []
+        every = self.shards.rates()
+        rates = [every[i] for i in self.covered]
+        return (rates[0], []) if len(set(rates)) == 1 else (1.0, rates)
 
     def _source(self, window: Window, tensors: Contiguous, flying: Sequence[Outgoing], out: Tensor) -> Tensor:
         """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and
@@ -204,7 +215,8 @@ class ActiveChannel(BoundChannel):
             assert present is not None
             appliers.as_gradient(self, mean, present)
         elif kind == "outer":
-            appliers.outer(self, mean, out.own, _own(flying), mix, self.channel.clock.round(out.step))
+            number = None if out.partial else self.channel.clock.round(out.step)
+            appliers.outer(self, mean, out.own, _own(flying), mix, number)
         elif self.channel.source == "parameter":
             self.moved = appliers.replace(self, mean, None if last else out.own, _own(flying), mix) or self.moved
         else:

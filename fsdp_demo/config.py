@@ -73,6 +73,8 @@ class Clock:
 class Accumulator:
     """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was sent is subtracted.
 
+    rate: of a gradient, the gain is multiplied by the learning rate that its parameter has at that step.
+
     Example:
         >>> from fsdp_demo import Accumulator, preset
         >>> preset("demo").channels[0].accumulator == Accumulator(beta=0.999)
@@ -82,6 +84,7 @@ class Accumulator:
     beta: float = 0.0
     gain: float = 1.0
     alpha: float = 1.0
+    rate: bool = False
 
     def __post_init__(self) -> None:
         in_range("accumulator.beta", self.beta, 0.0, 1.0)
@@ -393,8 +396,8 @@ class ExchangeConfig:
         text = json.dumps(self.to_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
-    def describe(self) -> str:
-        """One line for the log."""
+    def parts(self) -> list[str]:
+        """A phrase for each channel."""
         parts = []
         for c in self.channels:
             select = f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
@@ -402,7 +405,11 @@ class ExchangeConfig:
             late = f", applied {c.clock.delay} steps later" if c.clock.delay else ""
             cut = f", in fragments of {c.fragments.layers} layers" if c.fragments else ""
             parts.append(f"{c.source} every {c.clock.period}{cut} ({how}, mean over {c.reducer.kind}{late})")
-        return f"preset {self.preset}: " + "; ".join(parts)
+        return parts
+
+    def describe(self) -> str:
+        """One line for a table."""
+        return f"preset {self.preset}: " + "; ".join(self.parts())
 
     def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
         """A copy with dotted paths set: `clip`, `codec.topk` (all channels) or `NAME.codec.topk` (one channel).

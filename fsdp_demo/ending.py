@@ -37,6 +37,9 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
     """The last exchange; returns whether parameters are bit-equal now, None where the preset promises no such thing.
 
     There the parameters become their mean over the replicas, and `Flow.drift` says how far this one was.
+
+    What has changed since the last exchange is a part of a round. An outer step on it would repeat nearly all of the momentum of the round
+    before, so the anchor takes the plain mean: outer rate 1, no momentum. Whatever the accumulators keep from it is lost, as ever.
     """
     if flow.line is not None:
         flow.line.ending = True
@@ -48,7 +51,7 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
         return None
     mailbox, moving = flow.mailbox, [*flow.moving, *flow.buffers]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
-    flow.send([c for c in moving if c.queues and mailbox.last[c.channel.name] < flow.step])
+    flow.send([c for c in moving if c.queues and mailbox.last[c.channel.name] < flow.step], partial=True)
     flush(flow, paused)
     # Parameters that were mixed, or corrected after a delay, are sent once more even if they went out in the last step.
     late = [c for c in moving if mailbox.last[c.channel.name] < flow.step or (c.channel.source == "parameter" and not c.channel.consensus)]

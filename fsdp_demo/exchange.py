@@ -99,7 +99,7 @@ class Exchange:
             self._mailbox.channels = [*self.channels, *self._flow.buffers]
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
-            announce.announce(self, self._island, lanes, batch)
+            announce.announce(self, self._island, lanes, batch, announce.total_steps(facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
@@ -107,6 +107,11 @@ class Exchange:
             raise
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
+
+    def __repr__(self) -> str:
+        t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
+        where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
+        return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
 
     def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | Saved | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
@@ -280,7 +285,8 @@ class Exchange:
     def finish(self, close: bool = True) -> None:
         """End the exchange: apply what is in flight, exchange once more what changed since, leave all replicas with equal parameters.
 
-        Where the preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
+        Inside a round that is the plain mean of the replicas (of what they send), without an outer step: see `ending.conclude`. Where the
+        preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
         Afterwards the connections are closed; calling it again does nothing. All replicas call it at the same step.
 
         Args:
@@ -294,6 +300,7 @@ class Exchange:
                 self._untouched.check()
             self._equal = ending.conclude(self._flow, self.paused)
             self._ended = True
+            announce.ended(self, self._equal)
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
                 line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)

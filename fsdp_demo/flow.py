@@ -132,10 +132,10 @@ class Flow:
     ) -> None:
         """Send those that are due and land what is: first the others, then those that come `after` one and see what it has done.
 
-        step, now, last: as for `Mailbox.land`."""
+        step, now, last: as for `Mailbox.land`; what is sent in the last exchange is a part of a round."""
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
-            self.send([c for c in due if c in stage])
+            self.send([c for c in due if c in stage], partial=last)
             self.settle(self.mailbox.land(stage, step, now, last))
 
     def catch_up(self) -> None:
@@ -183,14 +183,17 @@ class Flow:
         mean = self.mailbox.ask(lambda: value if line is None else agreement.mean_of(line, step, value))
         return self.island.largest(0.0 if line is None and self.topology.islands > 1 else mean or 0.0)[0]
 
-    def send(self, channels: Sequence[ActiveChannel]) -> None:
-        """Look whether it is finite, accumulate, encode and launch."""
+    def send(self, channels: Sequence[ActiveChannel], partial: bool = False) -> None:
+        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
         if not channels:
             return
         bad = self.island.not_finite([t for c in channels for t in c.tensors(_read(c)) if t is not None])
         for c in channels:
             c.left_out = bad
-        self._launch({c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels}, bad)
+        outgoing = {c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels}
+        for out in outgoing.values():
+            out.partial = partial
+        self._launch(outgoing, bad)
 
     def _launch(self, outgoing: dict[str, Outgoing], bad: float | Tensor) -> None:
         if not outgoing:

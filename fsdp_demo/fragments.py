@@ -14,6 +14,7 @@ from . import rules
 from .config import Channel, ExchangeConfig
 from .patterns import covers, literal
 
+_NAMELESS = re.compile(r"optimizer\d+\.group\d+\.parameter\d+$")  # what attach calls a parameter that nobody has named
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -60,9 +61,11 @@ def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
     mine = [n for n in names if covers(channel, n)]
     layers = sorted({layer for n in mine if (layer := layer_of(n)) is not None})
     if not layers:
+        nameless = any(_NAMELESS.match(n) for n in mine)
+        cure = "pass model= to attach, which gives parameters their names, or" if nameless else "the model has none to cut between, so"
         raise ValueError(
             f"channel {channel.name!r} has fragments of {channel.fragments.layers} layers, but no parameter name holds a layer number "
-            f"(names such as {', '.join(mine[:3])}): pass model= to attach, or do without fragments (layers=0)"
+            f"(names such as {', '.join(mine[:3])}): {cure} do without fragments: layers=0"
         )
     count = ceil(len(layers) / channel.fragments.layers)
     strided = channel.fragments.order == "strided"

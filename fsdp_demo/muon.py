@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from .patterns import EMBEDDINGS, matches
+from .plain import one_of
 
 PUBLISHED = 0.0224  # Muon's rate in the released configurations of MuLoCo
+RELEASED: dict[str, Any] = {"nesterov": False, "adjust": "sqrt_out_in", "adamw_lr": PUBLISHED, "betas": (0.9, 0.99)}
+"""What differs from the defaults here in MuLoCo's released code: `base_optimizer(config, named, **RELEASED)`. Its AdamW part has Muon's
+rate; with another `lr` give that as `adamw_lr` too."""
+ADJUST = ("original", "match_rms_adamw", "sqrt_out_in")
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -25,10 +30,13 @@ class MuonAdamW(torch.optim.Optimizer):
         adamw_lr: rate of the AdamW part; by default 4e-4 at the published `lr` and in proportion to it.
         momentum, nesterov, weight_decay: of Muon; weight decay holds for both parts.
         betas: of AdamW.
+        adjust: factor of Muon's rate for a matrix [out, in]: "original" sqrt(max(1, out / in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
+            both torch's; "sqrt_out_in" sqrt(out / in), MuLoCo's, for which matrices wider than high stand in groups of their own. Weight
+            decay goes with the rate before the factor.
         adamw: shell patterns of the names of matrices that AdamW takes.
 
     Raises:
-        ValueError: parameters without names, from which embeddings could not be told.
+        ValueError: parameters without names, from which embeddings could not be told; an unknown `adjust`.
 
     Example:
         >>> import torch, fsdp_demo
@@ -50,7 +58,9 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         adamw: tuple[str, ...] = EMBEDDINGS,
+        adjust: str = "original",
     ):
+        one_of("adjust", adjust, ADJUST)
         named = list(params)
         if not all(isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in named):
             raise ValueError("MuonAdamW tells matrices from embeddings by their names: pass model.named_parameters()")
@@ -59,7 +69,11 @@ class MuonAdamW(torch.optim.Optimizer):
         rate = adamw_lr if adamw_lr is not None else 4e-4 * lr / PUBLISHED
         parts: list[torch.optim.Optimizer] = []
         if matrices:
-            parts.append(torch.optim.Muon(matrices, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay))
+            groups = _by_shape(matrices, lr, weight_decay) if adjust == "sqrt_out_in" else [{"params": matrices}]
+            factor = None if adjust == "sqrt_out_in" else adjust
+            parts.append(
+                torch.optim.Muon(groups, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, adjust_lr_fn=factor)
+            )
         if rest:
             parts.append(torch.optim.AdamW(rest, lr=rate, betas=betas, weight_decay=weight_decay))
         self._counts = [len(part.param_groups) for part in parts]
@@ -90,3 +104,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
         return loss
+
+
+def _by_shape(matrices: list[tuple[str, Tensor]], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups in which torch's factor sqrt(max(1, out / in)) comes to sqrt(out / in), and lr weight_decay to what it is elsewhere."""
+    groups: dict[float, list[tuple[str, Tensor]]] = {}
+    for name, p in matrices:
+        groups.setdefault(min(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5 or 1.0, []).append((name, p))
+    return [{"params": part, "lr": lr * f, "weight_decay": weight_decay / f} for f, part in groups.items()]

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import Channel
 
-EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
-"""Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated."""
+EMBEDDINGS = (
+    *("*embed*", "*wte*", "*wpe*", "*lm_head*"),
+    *("output.weight", "*.output.weight", "head.weight", "*.head.weight"),  # torchtitan's Llama, ViT: the module that holds the weight
+    *("score.weight", "*.score.weight", "classifier.*", "*.classifier.weight"),  # models that classify
+)
+"""Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated. A head is told by
+the last module of its name, so that BERT's `attention.output.dense.weight` is none."""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -75,7 +75,8 @@ def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str 
 
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and fp16 or int8 without loss in later work
     (OpenDiLoCo, INTELLECT-1). Not published, ours: the outer momentum rises over the first `momentum_warmup` rounds (0: constant), since
-    a constant one did harm in runs of few rounds, perhaps by its gain lr (1 + momentum / (1 - momentum)) = 7; see `WARMUP`.
+    a constant one did harm in runs of few rounds, perhaps by its gain lr (1 + momentum / (1 - momentum)) = 7; see `WARMUP`. To compare
+    with a paper set it to 0: at period 500 the rise takes 10 000 steps.
     """
     outer = Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup)
     channel = Channel("delta", "delta", Clock(period), codec=Codec(code=code), applier=outer)
@@ -99,6 +100,9 @@ def streaming_diloco(
     later and mixed with the local parameters (`mix` of those is kept). Published: inner AdamW 4e-4, outer 0.4 / 0.9, fragments of 3 layers,
     strided, period 30 for parity and 100 for few bytes, delay up to 5 steps, mix 0.5, E3M0 values. Ours: `momentum_warmup`, see `WARMUP`.
     `layers` 0: no fragments.
+
+    A fragment with offset t is first exchanged after `period` + t steps, as in the paper's example (torchft: after t). So a first round
+    lasts up to two periods, and a run shorter than that exchanges some fragments in `finish()` only.
     """
     channel = Channel(
         "delta",
@@ -120,13 +124,18 @@ def demo(
     version: int = 1,
     alpha: float | None = None,
     inner: str = "sgd",
+    lr_inside: bool = False,
 ) -> ExchangeConfig:
     """DeMo, "Decoupled Momentum Optimization" (Peng, Quesnelle, Kingma; arXiv 2411.19870), with FlexDeMo's sharding.
 
     Every step the gradient joins a momentum of decay `beta`; the `topk` largest DCT coefficients of each 64 x 64 block are
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
-    beta 0.999, k = 32, no weight decay. The sum needs no learning rate inside the momentum: under sign it cancels. The paper
-    transforms all tensors; here embeddings and heads are left out by default (`momentum.plain`), see recipes/README.md for both.
+    beta 0.999, k = 32, no weight decay, warm-up and cosine. The paper transforms all tensors; here embeddings and heads are left out
+    by default (`momentum.plain`), see recipes/README.md for both.
+
+    lr_inside True is the released form: the momentum sums the learning rate (of that step, of the parameter's group) times the gradient.
+    Ours, False, sums the gradient. With sign and a constant rate both are the same. Under a schedule they part: in the released form
+    gradients of a warm-up weigh little, and those of a falling rate ever less. Without sign the rate would act twice.
 
     version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign; the
     learning rate is then one of SGD with momentum, for which none is published.
@@ -136,7 +145,10 @@ def demo(
         raise ValueError(f"version={version} is not known: allowed are 1 (sign, as released) and 2 (normalised, alpha, identity)")
     second = version == 2
     kept = Accumulator(
-        beta=beta, gain=1.0 - beta if second and beta < 1 else 1.0, alpha=alpha if alpha is not None else 0.2 if second else 1.0
+        beta=beta,
+        gain=1.0 - beta if second and beta < 1 else 1.0,
+        alpha=alpha if alpha is not None else 0.2 if second else 1.0,
+        rate=lr_inside,
     )
     codec = Codec("dct" if transform else "none", "topk", topk, code)
     signed = sign if sign is not None else inner != "adamw" and not second
@@ -182,7 +194,8 @@ def decoupled_momentum(
     in the local momentum; replicas are equal after every exchange. rule "released", as in the authors' code: each replica applies
     its own delta plus beta times the momentum, into which the mean went back, with lr 0.7; replicas drift. Its reducer "replicas"
     (default) conserves the sum of the momenta, "senders" (as released) inflates it by up to R / |senders| at each exchange;
-    `average_every` = J averages the parameters after every J-th exchange and logs the drift. Published: inner AdamW 4e-4, betas
+    `average_every` = J averages the parameters after every J-th exchange and logs the drift. `lr` is the outer rate of all tensors, also of
+    those that are sent whole (`applier.dense_lr` changes theirs alone). Published: inner AdamW 4e-4, betas
     0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default, since on deltas it was worth
     nothing and cost much on attention matrices (recipes/README.md).
     """
@@ -201,7 +214,7 @@ def decoupled_momentum(
         Codec("dct" if transform else "none", "topk", topk, code),
         residual="put_back" if released else "subtract",
         reducer=Reducer(reducer or ("replicas" if released else "senders")),
-        applier=Applier("outer", lr=rate, dense_lr=0.7 if released else 1.0, local_delta=released),
+        applier=Applier("outer", lr=rate, dense_lr=rate, local_delta=released),
         plain=EMBEDDINGS,
     )
     average = (_averaged("average", "parameter", period * average_every, "fp32", after="delta"),) if average_every else ()
@@ -213,9 +226,14 @@ def sparse_loco(
 ) -> ExchangeConfig:
     """SparseLoCo (Sarfi et al., arXiv 2508.15706): error feedback on the pseudo-gradient, its largest values in 2 bits.
 
-    No transform and no outer momentum: the decayed feedback is the momentum. `median_clip` scales a replica's values of a block to the
-    median norm of all (as in the released code; it guards against outliers). Published: inner AdamW, period 15 to 250 (30), k = 64 of
+    No transform and no outer momentum: the decayed feedback is the momentum. Published: inner AdamW, period 15 to 250 (30), k = 64 of
     4096, beta 0.95, outer lr 1.0 (0.65 late in Covenant-72B's run). Tensors that are sent whole step with `applier.dense_lr`, 1.0.
+
+    `median_clip` guards against outliers: it scales down what a replica sent to the median norm of all. Ours does so per block of 4096,
+    with the mean of the middle two norms of an even number; the released code per tensor, with the lower of the two (of two replicas
+    it cuts the larger to the smaller). The mean divides by the replicas that sent a value, as the released code; Covenant's text
+    divides by all: `reducer.kind="replicas"`. Further apart from it: blocks are 4096 values in a row (released: 64 x 64), the 2-bit
+    code is ours (`muloco` says how), and the outer rate is not inside the feedback (released: lr times lr, the same at 1.0).
     """
     channel = Channel(
         "delta",
@@ -231,23 +249,39 @@ def sparse_loco(
 
 
 def muloco(
-    period: int = 30, lr: float = 0.8, momentum: float = 0.9, beta: float = 0.9, code: str = "2bit", momentum_warmup: int = WARMUP
+    period: int = 30,
+    lr: float = 0.8,
+    momentum: float = 0.9,
+    beta: float = 0.9,
+    code: str = "2bit",
+    momentum_warmup: int | None = None,
+    released: bool = False,
 ) -> ExchangeConfig:
     """MuLoCo (Therien et al., arXiv 2505.23725): DiLoCo with Muon inside, whose pseudo-gradients bear 2 or 4 bits with error feedback.
 
     Inner Muon for matrices, AdamW for embeddings, heads and vectors: `base_optimizer(config, model.named_parameters())` makes one
-    combined optimizer, `attach([muon, adamw], ...)` takes two. Published: Muon lr 0.0224, momentum 0.9, weight decay 1e-4; outer
-    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; codes "2bit", "int4", or no feedback in full precision (`code` "fp32"). Ours:
-    `momentum_warmup`, see `WARMUP`.
+    combined optimizer, `attach([muon, adamw], ...)` takes two. Published numbers: Muon lr 0.0224, momentum 0.9, weight decay 1e-4; outer
+    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; 2 or 4 bits, or no feedback in full precision (`code` "fp32").
+
+    released True is what the authors' code does with these numbers: its feedback sums `lr` times the pseudo-gradient and the outer step
+    multiplies by `lr` again, so that 0.8 steps by 0.64 (without feedback by 0.8); and the outer momentum is constant. Its inner
+    optimizer is `base_optimizer(config, named, **fsdp_demo.muon.RELEASED)`. Ours, False: the outer step is 0.8, with Muon's Nesterov,
+    torch's rate factor, AdamW at 4e-4, and an outer momentum that rises over `momentum_warmup` rounds (20, see `WARMUP`). Which of the
+    two the paper's equations mean is not known here.
+
+    In both "2bit" is a code of ours: a sign and two levels for each 256 values. The released one has four bins over mean +- 3 sigma of a
+    tensor or row, with a table of the bins' means. What either loses stays in the feedback.
     """
+    feedback = code not in ("fp32", "bf16")
+    warmup = momentum_warmup if momentum_warmup is not None else 0 if released else WARMUP
     channel = Channel(
         "delta",
         "delta",
         Clock(period),
-        Accumulator(beta=beta) if code not in ("fp32", "bf16") else None,
+        Accumulator(beta=beta, gain=lr if released else 1.0) if feedback else None,
         Codec(code=code),
-        residual="subtract" if code not in ("fp32", "bf16") else "keep",
-        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup),
+        residual="subtract" if feedback else "keep",
+        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=warmup),
     )
     return ExchangeConfig("muloco", (channel,), inner=("muonadamw", "muon", "adamw"), lr=0.0224, clip=1.0)
 

@@ -31,6 +31,11 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
             f"residual={c.residual!r} needs an accumulator to act on, found none: add accumulator.beta, or residual='keep'",
         ),
         (
+            c.accumulator is not None and c.accumulator.rate and c.source != "gradient",
+            f"accumulator.rate=True multiplies gradients by the learning rate, found source {c.source!r}: leave it False; a constant is "
+            "accumulator.gain",
+        ),
+        (
             c.residual == "put_back" and not c.codec.sparse,
             "residual='put_back' on a channel that sends everything (codec.select='all') would count the mean twice: use 'keep'",
         ),

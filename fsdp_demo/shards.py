@@ -97,6 +97,10 @@ class Shards(Protocol):
         """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
         ...
 
+    def rates(self) -> list[float]:
+        """The learning rate that the optimizer has for each shard at this step."""
+        ...
+
     def states(self) -> list[str]:
         """Names of the optimizer states that are exchangeable: tensors of the shape of their parameter."""
         ...

@@ -97,7 +97,10 @@ class TorchTicks:
         if self._refusal:
             raise RuntimeError(self._refusal)
         if index in self._stepped:
-            raise RuntimeError(f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns")
+            raise RuntimeError(
+                f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns, once each. "
+                "Where one steps more often (the discriminator of a GAN) attach each alone: two exchanges"
+            )
         if index not in self._looked or getattr(optimizer, "found_inf", None) is not None:
             refuse_scaler(optimizer)
             self._looked.add(index)

@@ -94,6 +94,10 @@ class TorchShards:
                 out.append(None if state is None else local_part(state))
         return out
 
+    def rates(self) -> list[float]:
+        """See `Shards.rates`."""
+        return [float(self.optimizers[o].param_groups[g]["lr"]) for o, g, _ in self._places]
+
     def states(self) -> list[str]:
         """See `Shards.states`."""
         pairs = [(p, o.state.get(p, {})) for o in self.optimizers for g in o.param_groups for p in g["params"]]

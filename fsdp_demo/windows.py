@@ -113,6 +113,14 @@ class Window:
             _copy(box.slots(out), None if source is None else box.view(source))
         return out
 
+    def scale(self, out: Tensor, factors: Sequence[float]) -> Tensor:
+        """Multiply what was packed of each tensor by a factor of its own, in place."""
+        for tensor, lo, hi, at in self.rows:
+            out[at : at + hi - lo].mul_(factors[tensor])
+        for box in self.boxes:
+            box.slots(out).mul_(factors[box.tensor])
+        return out
+
     def unpack(self, work: Tensor, tensors: Contiguous) -> None:
         """Write `work` [numel] into the tensors in place (None is left out), casting to their dtype."""
         for tensor, lo, hi, at in self.rows:

@@ -237,7 +237,7 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, batch=(4, 8)).detach()
     line = next(m for m in caplog.messages if "preset" in m)
     batch = "effective batch 32 rows = 4 x 8 accumulation x 1 ranks x 1 islands"
-    for part in ("preset diloco: delta every 500", "inner AdamW", batch, "0 B per exchange"):
+    for part in ("preset diloco, one replica", "delta every 500", "inner AdamW", batch, "0 B per exchange"):
         assert part in line, line
     assert Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
 
@@ -284,7 +284,7 @@ def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
 def test_finish_keeps_the_order_of_channels(alone) -> None:
     delta = Channel("delta", "delta", Clock(4), applier=Applier("outer", lr=0.5))
     config = ExchangeConfig("two", (delta, Channel("average", "parameter", Clock(4), applier=Applier("replace"), after="delta")))
-    assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.5 * 0.375
+    assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375  # a part of a round has outer rate 1
 
 
 def test_finish_sends_what_a_queue_has_not(alone) -> None:
@@ -323,9 +323,9 @@ def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     sent = []
     launch = exchange._mailbox.launch
-    exchange._mailbox.launch = lambda outgoing, step, weight, loss, flags: (
-        sent.append((list(outgoing), step, weight)),
-        launch(outgoing, step, weight, loss, flags),
+    exchange._mailbox.launch = lambda outgoing, step, said: (
+        sent.append((list(outgoing), step, said.weight)),
+        launch(outgoing, step, said),
     )
     for t in range(14):
         if t == 9:

@@ -349,6 +349,7 @@ def test_every_field_is_in_the_digest(name: str) -> None:
     unmoved = {path[-1] for path in set(map(tuple, leaves(config.to_dict()))) - changed}
     # What cannot change alone: other values of these are refused without a change elsewhere.
     words = {"source", "transform", "select", "residual", "kind", "code", "phi", "order", "clip", "clip_over", "outer_state", "after"}
+    words |= {"rate"}
     assert unmoved <= words | {"products", "nesterov", "local_delta", "accumulator", "offset", "period", "momentum", "mix", "fragments"}
 
 

@@ -190,7 +190,7 @@ def test_parameters_nobody_has_any_more(run_ranks: Callable[..., Any]) -> None:
         made = Island(topology, CONFIGS["local_sgd"])
         with pytest.raises(NotFinite, match="no island"):
             for t in range(4):
-                made.step(one_parameter if t == 0 else None)
+                made.step(one_parameter if t == 1 else None)
         made.exchange.detach()
         return True
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging as hf_logging
 
 from ..attaching import attach
 from ..codecs.frame import WireError
@@ -40,6 +39,7 @@ from .trainer_optimizer import exchange_optimizer
 from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
 from .trainer_state import Rotation, find_checkpoint, open_state, put_aside, refuse_alone, restore_local, save_state
 from .trainer_stop import Stops
+from .trainer_words import check_optimizer, talk
 
 log = logging.getLogger("fsdp_demo")
 
@@ -105,8 +105,7 @@ class ExchangeCallback(TrainerCallback):
         self._trainer, self._topology = trainer, topology_of(trainer)
         alone = self._topology.islands == 1
         self._active = not alone or has_own_optimizer(self.config)
-        if log.level == logging.NOTSET:  # as talkative as transformers in this script, once per island
-            log.setLevel(hf_logging.get_verbosity() if trainer.args.process_index == 0 else logging.ERROR)
+        talk(trainer, self._topology)
         if not self._active:
             log.info("no peers: preset %r has nothing to exchange, the Trainer runs as it would without it", self.config.preset)
             self._wrap("train", self._train_alone)
@@ -142,6 +141,7 @@ class ExchangeCallback(TrainerCallback):
         handler = self._trainer.callback_handler  # last in a new list (the old one is being walked): sees what every other callback wishes
         handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
         trainer, self._topology = self._trainer, topology_of(self._trainer)
+        check_optimizer(trainer, self.config)
         self._limit, self._engine, config, options = args.max_grad_norm, engine_of(trainer), self.config, {}
         if self._engine is None:
             config, args.max_grad_norm = clipping(config, args.max_grad_norm)

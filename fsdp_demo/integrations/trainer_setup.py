@@ -139,8 +139,8 @@ def _separate_arguments(args: Any, topology: Topology) -> None:
     args.push_to_hub = args.push_to_hub and topology.island == 0
     if args.should_save:
         os.makedirs(args.output_dir, exist_ok=True)
-    if args.process_index == 0:  # a warning, since a script that looks for its files must know
-        log.warning("%s: output_dir is %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
+    if args.process_index == 0:
+        log.info("%s: output_dir is %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
 
 
 def quieten(trainer: Trainer) -> None:

@@ -92,3 +92,13 @@ class DiLoCo(Replicas):
                 for theta in self.theta:
                     theta[name].data.copy_(anchor)
         self.t += 1
+
+    def finish(self) -> None:
+        """A part of a round: all replicas become their mean. Right after an exchange nothing changes."""
+        if self.t % self.period:
+            deltas = [{n: a - theta[n].detach() for n, a in self.anchor.items()} for theta in self.theta]
+            average = mean_of(deltas, list(self.anchor), self.S, self.code, self.weights)
+            for name, anchor in self.anchor.items():
+                anchor -= average[name]
+                for theta in self.theta:
+                    theta[name].data.copy_(anchor)

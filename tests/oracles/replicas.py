@@ -70,6 +70,12 @@ class Replicas:
             group["lr"] = rate * factor
         self.inner[r].step()
 
+    def lr(self, r: int, name: str) -> float:
+        """What `inner_step` will set for a parameter at this step."""
+        factor = self.schedule(self.t) if self.schedule else 1.0
+        groups = zip(self.inner[r].param_groups, self.rates[r], strict=True)
+        return next(rate * factor for group, rate in groups if any(p is self.theta[r][name] for p in group["params"]))
+
     def local_steps(self, grads: list[Gradients]) -> None:
         """Every replica clips its own gradient and takes its own step."""
         for r, own in enumerate(self.clipped_all(grads)):

@@ -34,7 +34,7 @@ class Coding:
     transform: bool = True
     senders: bool = True
     dense: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
+    plain: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "output.weight", "head.weight", "score.weight", "classifier.*")
     positions: Positions | None = None
     clip: bool = False
 
@@ -179,20 +179,22 @@ class Demo(Sparse):
     """DeMo with any base optimizer: the sign (or not) of the decoded mean is the gradient; 2411.19870.
 
     With a period the gradients of all steps gather, with a delay the mean comes later; where none comes the base optimizer does not step.
+    With `lr_inside` the momentum holds the learning rate of the step times the gradient, as the released code has it.
     `smallest[name]` is the smallest |decoded mean| so far at each element where it was not exactly zero: where this is not
     far above rounding, the sign of an fp32 implementation may differ.
     """
 
-    def __init__(self, *args: Any, sign: bool = True, beta: float = 0.999, residual: str = "subtract", **kw: Any):
+    def __init__(self, *args: Any, sign: bool = True, beta: float = 0.999, residual: str = "subtract", lr_inside: bool = False, **kw: Any):
         super().__init__(*args, beta=beta, residual=residual, **kw)
-        self.sign = sign
+        self.sign, self.lr_inside = sign, lr_inside
         self.smallest = {n: torch.full_like(p, math.inf, requires_grad=False) for n, p in self.theta[0].items()}
         self.seen: set[str] = set()
         self.flying: list[tuple[int, Means, set[str]]] = []
 
     def step(self, grads: list[Gradients]) -> None:
         for r, own in enumerate(self.clipped_all(grads)):
-            self.accumulate(r, self.with_zeros(own))
+            source = self.with_zeros(own)
+            self.accumulate(r, {n: self.lr(r, n) * g for n, g in source.items()} if self.lr_inside else source)
             self.seen |= {n for n, g in own.items() if g is not None}
         if due(self.t, self.period):
             self.flying.append((self.t, self.send(), set(self.seen)))
@@ -293,6 +295,17 @@ class DecoupledMomentum(Sparse):
         """Apply what is under way, in order."""
         while self.flying:
             self.land()
+
+    def finish(self) -> None:
+        """Rule consensus without a delay: a part of a round, of which what is sent is averaged at rate 1. What the accumulators keep is
+        lost."""
+        assert not self.released and not self.flying and not self.mix
+        if self.t % self.period:
+            rates = self.lr, self.dense_lr
+            self.lr = self.dense_lr = 1.0
+            self.outgoing()
+            self.land()
+            self.lr, self.dense_lr = rates
 
 
 class SparseLoCo(DecoupledMomentum):

@@ -42,6 +42,7 @@ class Fragment:
     m: Tensors
     a: list[Tensors]
     flying: list[tuple[int, Tensors, list[Tensors]]] = field(default_factory=list)  # when sent, the mean, each replica's own delta
+    partial: bool = False  # the latest one was sent by `finish`, inside a round
     last: int = 0
 
 
@@ -52,7 +53,7 @@ class Streaming(Replicas):
 
     Args:
         parts: names of each fragment (default: one with everything); fragment p of n has the offset floor(p period / n).
-        beta: decay of the error feedback; None: no feedback, what the code loses is lost.
+        beta: decay of the error feedback; None: no feedback, what the code loses is lost. gain: of what joins it.
         warmup: rounds over which the outer momentum rises.
     """
 
@@ -67,10 +68,12 @@ class Streaming(Replicas):
         mix: float = 0.0,
         code: str = "fp32",
         beta: float | None = None,
+        gain: float = 1.0,
         warmup: int = 0,
         **kw: Any,
     ):
         super().__init__(*args, **kw)
+        self.gain = gain
         self.period, self.lr, self.momentum, self.delay, self.mix = period, lr, momentum, delay, mix
         self.code, self.beta, self.warmup = code, beta, warmup
         self.fragments = []
@@ -104,7 +107,7 @@ class Streaming(Replicas):
         if self.beta is not None:
             for a, delta in zip(f.a, own, strict=True):
                 for n in f.names:
-                    a[n] = self.beta * a[n] + delta[n]
+                    a[n] = self.beta * a[n] + self.gain * delta[n]
             payload = [dict(a) for a in f.a]
             for a in f.a:
                 got = arrived(a, f.names, self.S, self.code)
@@ -117,8 +120,11 @@ class Streaming(Replicas):
         sent, mean, _ = f.flying.pop(0)
         mu = warmed(self.momentum, self.warmup, (sent + 1 - f.offset) // self.period)
         for n in f.names:
-            f.m[n] = mu * f.m[n] + mean[n]
-            f.anchor[n] = f.anchor[n] - self.lr * (mean[n] + mu * f.m[n])
+            if f.partial and not f.flying:  # the plain mean of the replicas
+                f.anchor[n] = f.anchor[n] - mean[n] / self.gain
+            else:
+                f.m[n] = mu * f.m[n] + mean[n]
+                f.anchor[n] = f.anchor[n] - self.lr * (mean[n] + mu * f.m[n])
             for r in range(self.R):
                 theta = self.theta[r][n]
                 theta.data.copy_(mix * theta.detach() + (1 - mix) * (f.anchor[n] - self.under_way(f, r, n)))
@@ -130,14 +136,16 @@ class Streaming(Replicas):
 
     def finish(self) -> None:
         """Drain, then exchange what has changed since; the replicas end at the anchors. A queue is lengthened before it is drained: landing
-        takes the parameters to the anchor less what is under way."""
+        takes the parameters to the anchor less what is under way. A part of a round has outer rate 1 and no momentum."""
         for f in self.fragments:
             if self.delay >= self.period and f.last < self.t:
                 self.send(f)
+                f.partial = True
         self.flush()
         for f in self.fragments:
             if f.last < self.t:
                 self.send(f)
+                f.partial = True
                 self.land(f, 0.0)
             for theta in self.theta:
                 for n in f.names:
