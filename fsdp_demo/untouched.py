@@ -59,7 +59,7 @@ class Untouched:
 
     def _now(self) -> list[int]:
         found = [_sum(t) for t in self._shards.read("parameter") if t is not None]
-        return [int(v) for v in torch.stack(found).tolist()] if found else []
+        return [int(v) for v in torch.stack(found).cpu().tolist()] if found else []
 
 
 def _sum(t: Tensor) -> Tensor:
