@@ -145,6 +145,12 @@ class Exchange:
         with self.paused():
             self._join({}, model, state)
 
+    def accept_parameters(self) -> None:
+        """The parameters as they are now are right: for a host that has put this replica's own back after attach, as its saved state has
+        them. Elsewhere parameters that were changed between attach and the first step are refused there."""
+        if self._untouched.pending:
+            self._untouched.note()
+
     @property
     def step(self) -> int:
         """Optimizer steps of the job done so far (ticks)."""
@@ -278,8 +284,7 @@ class Exchange:
         """Wait for what is in flight and apply it, in order of its steps."""
         self._usable()
         ending.flush(self._flow, self.paused)
-        if self._untouched.pending:
-            self._untouched.note()
+        self.accept_parameters()
 
     @torch.no_grad()
     def finish(self, close: bool = True) -> None:

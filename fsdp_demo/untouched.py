@@ -61,4 +61,4 @@ class Untouched:
         if not tensors:
             return []
         device = self._shards.device
-        return list(torch.stack([total([] if t is None else [t], device) for t in tensors]).tolist())
+        return list(torch.stack([total([] if t is None else [t], device) for t in tensors]).cpu().tolist())

@@ -65,3 +65,26 @@ def test_torchs_muon_is_refused_with_the_cure(run_ranks):
             deepspeed_ext.attach(zero.engine(zero.settings("zero2"), lambda _: inner, model), "muloco")
 
     run_ranks(run, 1, 2, group=True)
+
+
+@pytest.mark.timeout(900)
+def test_the_state_of_deepspeeds_own_adam_is_fresh(run_ranks):
+    """Coupled decay is left out of the step that makes it: one replica is plain training."""
+
+    def run(me):
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+        ends = []
+        for attached in (True, False):
+            params = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}
+            made = zero.engine(zero.settings("zero2", optimizer={"type": "Adam", "params": params}), None)
+            exchange = deepspeed_ext.attach(made, "full") if attached else None
+            if exchange is not None:
+                states = exchange.shards.read("state:exp_avg")
+                assert states and not any(bool(s.any()) for s in states if s is not None)
+            zero.train(made, range(5), me.rank)
+            ends.append(zero.whole(made))
+            if exchange is not None:
+                exchange.finish()
+        return all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+
+    assert all(run_ranks(run, 1, 1, group=True, timeout=800))

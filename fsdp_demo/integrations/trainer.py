@@ -167,6 +167,7 @@ class ExchangeCallback(TrainerCallback):
             )
         if state.global_step and not self._fresh:
             restore_local(self._checkpoint(args, state), exchange, self._engine is not None)
+            exchange.accept_parameters()
         if args.should_save and state.global_step:
             put_aside(Path(args.output_dir), state.global_step)
         if self._topology.kind == "islands" and args.process_index == 0:
