@@ -104,9 +104,8 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
 def _meant(name: str) -> str:
     """The nearest right name; what launchers call rank and world size is not spelt alike."""
     tail = name.partition("_")[2]
-    if tail in _ELSEWHERE:
-        return f"; did you mean 'ISLAND_{_ELSEWHERE[tail]}'?"
-    return nearest(f"ISLAND_{tail}", [*VARIABLES], 0.7)
+    tails = [known.partition("_")[2] for known in VARIABLES]
+    return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
 
 
 def say_single(on_purpose: bool, rank: int) -> None:
