@@ -11,7 +11,6 @@ Source of the facts: deepspeed 0.19.8, collectives recorded by group and bytes (
 from __future__ import annotations
 
 import logging
-import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_demo import Topology
-from fsdp_demo.topology import LONGEST
+from fsdp_demo.environment import patience
 
 from .confine import Confinement
 from .roll import everyone, told
@@ -52,13 +51,13 @@ class NodeMPU:
         self.replica, self.place = divmod(self.rank, node_size)
         self.ranks = tuple(range(self.replica * node_size, (self.replica + 1) * node_size))
         # In a node, ranks wait for the one whose line is slowest: for longer than the line itself waits for a peer.
-        patience = timedelta(seconds=max(1800.0, patience_of_lines() + 60))
+        limit = timedelta(seconds=max(1800.0, patience() + 60))
         nodes = [range(i * node_size, (i + 1) * node_size) for i in range(self.replicas)]
         lines = [range(j, self.world, node_size) for j in range(node_size)]
-        self.group = self._mine(nodes, timeout=patience)
+        self.group = self._mine(nodes, timeout=limit)
         self.cross = self._mine(lines, backend="gloo")  # payloads of an exchange are host tensors
         # Not None, which torch reads as the world, and DeepSpeed clips and votes over this group.
-        self.solo = self._mine([range(i, i + 1) for i in range(self.world)], timeout=patience)
+        self.solo = self._mine([range(i, i + 1) for i in range(self.world)], timeout=limit)
 
     def _mine(self, sets: list[range], **options: Any) -> Any:
         """Make a group of each set, in one order on all ranks; returns the one that has this rank."""
@@ -129,22 +128,6 @@ def check_size(node_size: Any) -> None:
         )
 
 
-def patience_of_lines() -> float:
-    """ISLAND_TIMEOUT in seconds, default 600: how long a line of the exchange waits for a peer.
-
-    Raises:
-        ValueError: it is no number, or out of range.
-    """
-    text = os.environ.get("ISLAND_TIMEOUT", "").strip()
-    try:
-        value = float(text) if text else 600.0
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= LONGEST:
-        raise ValueError(f"ISLAND_TIMEOUT={text!r} must be a number of seconds, more than 0 and at most {LONGEST}")
-    return value
-
-
 def shard_within_node(node_size: int) -> Confinement:
     """Confine ZeRO to nodes of `node_size` consecutive ranks: engines made from now on shard, reduce and gather inside a node only.
 
@@ -198,7 +181,7 @@ def topology_of(engine: Any) -> Topology | None:
     mpu = getattr(engine, "mpu", None)
     if not isinstance(mpu, NodeMPU):
         return None
-    timeout, group = patience_of_lines(), mpu.group if mpu.node_size > 1 else None
+    timeout, group = patience(), mpu.group if mpu.node_size > 1 else None
     place: dict[str, Any] = {"timeout": timeout, "rank": mpu.place, "world": mpu.node_size, "group": group}
     if mpu.replicas == 1:
         return Topology("single", **place)

@@ -6,8 +6,6 @@ import json
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from .topology import Topology
 from .transport import PeerLost
 
@@ -69,9 +67,6 @@ class Board:
     def _connect(self) -> Any:
         if self._store is None:
             t = self.topology
-            self._store = dist.PrefixStore(f"{t.run}/checkpoints{self._number}", _world_store() if t.kind == "mesh" else t.open_store())
+            self._store = t.open_store().under(f"{t.prefix()}/checkpoints{self._number}")
         return self._store
 
-
-def _world_store() -> Any:
-    return dist.distributed_c10d._get_default_store()

@@ -66,6 +66,8 @@ def rehearse(args: argparse.Namespace) -> int:
             run=args.run,
             cpu=args.cpu,
             grace=args.grace,
+            restarts=args.restarts,
+            resume_args=args.resume_args,
         )
     )
 
@@ -146,6 +148,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--run", default="rehearse", metavar="ID", help="run id (ISLAND_RUN)")
     sub.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
     sub.add_argument("--grace", type=float, default=40.0, metavar="SECONDS", help="left to the others when an island dies (default: 40)")
+    sub.add_argument("--restarts", type=int, default=0, metavar="N", help="start an island that saved and left, or was killed, again")
+    sub.add_argument("--resume-args", default="", metavar="ARGS", help="added to the script's arguments then")
     sub.set_defaults(run_command=rehearse)
 
     sub = commands.add_parser("presets", help="list the published methods, or show one")

@@ -23,15 +23,24 @@ class Connections:
 
     def __init__(self, topology: Topology, position: Position, device: torch.device):
         self._topology = topology
-        line, self.lanes = topology.join(position)
-        self.courier = Courier(line) if line is not None else None
-        self.meter = line.meter if line is not None else Meter()
-        self.island = Island(topology, position, device)
+        self.courier: Courier | None = None
+        try:
+            line, self.lanes = topology.join(position)
+            self.courier = Courier(line) if line is not None else None
+            self.meter = line.meter if line is not None else Meter()
+            self.island = Island(topology, position, device)
+        except BaseException:  # Ctrl-C while waiting for peers, too
+            self._close_line()
+            raise
 
     def close(self) -> bool:
         """Let go of everything; False if a silent peer still holds the courier, which is left behind."""
+        ended = self._close_line()
+        self.island.release()
+        return ended
+
+    def _close_line(self) -> bool:
         ended = self.courier is None or self.courier.close()
         self.courier = None
         self._topology.release()
-        self.island.release()
         return ended

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .launch import LAUNCHERS, SAVED, STATUS_FOLDER, shell_status
+from .launch import DECIDE, LAUNCHERS, SAVED, STATUS_FOLDER, shell_status
 from .link import Link
 from .output import Console, Splitter
 from .processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send
@@ -44,7 +44,8 @@ starts one, or asks for mpirun. A file of our own also keeps the user's default 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the others when an island dies."""
+    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the others when an island dies for good. Each
+    island is restarted `restarts` times at most, and gets `resume_args` then (`restarts.py`)."""
 
     islands: int
     procs: int
@@ -54,6 +55,8 @@ class Rehearsal:
     run: str = "rehearse"
     cpu: bool = False
     grace: float = 40.0
+    restarts: int = 0
+    resume_args: str = ""
 
     def __post_init__(self) -> None:
         for name, value in (("islands", self.islands), ("procs", self.procs)):
@@ -67,6 +70,8 @@ class Rehearsal:
             raise ValueError(f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or --launcher torchrun")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run):
             raise ValueError(f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only")
+        if self.restarts < 0:
+            raise ValueError(f"--restarts {self.restarts}: must be 0 or more")
         if self.grace < 0:
             raise ValueError(f"--grace {self.grace:g}: must be 0 or more seconds")
         if not self.script:
@@ -148,7 +153,8 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
         config = folder / "accelerate.yaml"
         config.write_text(_ACCELERATE_CONFIG.format(use_cpu=str(not on_gpu).lower()))
         words = ["launch", "--config_file", str(config), "--num_processes", str(plan.procs), "--main_process_port", port]
-    return [sys.executable, "-m", "fsdp_demo.launch", plan.launcher, *words, *plan.script]
+    again = ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"] if plan.restarts else []
+    return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *plan.script]
 
 
 class Supervisor:
@@ -293,12 +299,13 @@ class Supervisor:
             self.pass_output(0.05)
 
     def verdict(self) -> int:
-        """The worst status: of islands that ended by themselves, 75 (saved) being better than any other; else that of the signal."""
+        """The worst status: of islands that ended by themselves, 78 (somebody must decide) being worse than any other and 75 (saved)
+        better; else that of the signal."""
         statuses = ", ".join(f"{island.name} {island.status}" for island in self.islands)
         own = [island.status for island in self.ended if island.status and not island.stopped]
         told = [island.status for island in self.ended if island.status and island.stopped]
         if own:
-            worst = next((status for status in own if status != SAVED), SAVED)
+            worst = DECIDE if DECIDE in own else next((status for status in own if status != SAVED), SAVED)
         elif told and set(told) == {SAVED}:
             worst = SAVED
         elif self.signals:

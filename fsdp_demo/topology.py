@@ -12,10 +12,7 @@ numbers of copies; the smallest number is the number of lanes, and a shard's blo
 from __future__ import annotations
 
 import json
-import logging
-import math
 import os
-import re
 import socket
 import time
 from collections import Counter
@@ -26,13 +23,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import attempts, environment
+from .asking import Asker, StoreSilent, connect, first_line, within
 from .link import Link
 from .transport import Line, PeerLost
 
-log = logging.getLogger("fsdp_demo")
-
-LONGEST = 10_000_000
-"""Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""
+ANSWER = 15.0
+"""Seconds that a question to the store may take once the islands have met. Its one thread asks the name server for every address that
+connects, and a name server that does not answer holds it for 5 s each time (seen)."""
 
 _epochs: Counter[tuple[str, str]] = Counter()  # how often this process joined a run: every attach gets keys of its own
 
@@ -56,6 +54,7 @@ class Topology:
         island, islands: index of this replica, and how many there are.
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
+        stop_timeout: seconds that an island which stops waits for the others to tell when they do.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -77,12 +76,13 @@ class Topology:
     world: int = 1
     group: Any = None
     line_group: Any = None
-    _store: Any = field(default=None, repr=False)
+    stop_timeout: float = 10.0
+    _store: Asker | None = field(default=None, repr=False)
     _prefix: str = field(default="", repr=False)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
-        """Read ISLAND_RANK, ISLAND_COUNT, ISLAND_ENDPOINT, ISLAND_RUN, ISLAND_NAME, ISLAND_ADDRESS, ISLAND_TIMEOUT.
+        """Read the variables ISLAND_* (`environment.VARIABLES`); one that is not known is warned of.
 
         Without ISLAND_COUNT (or with 1): a single replica.
 
@@ -90,24 +90,18 @@ class Topology:
             ValueError: a variable is missing or out of range; the message says which and what is allowed.
         """
         env = os.environ if env is None else env
+        environment.warn_of_unknown(env)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        timeout = _number(env, "ISLAND_TIMEOUT", 600.0)
-        if not 0 < timeout <= LONGEST:
-            raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be more than 0 and at most {LONGEST} seconds")
-        islands, island = _whole(env, "ISLAND_COUNT", 1), _whole(env, "ISLAND_RANK", 0)
-        name, run = env.get("ISLAND_NAME") or f"island{island}", env.get("ISLAND_RUN") or "run"
-        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
-            raise ValueError(f"ISLAND_NAME={name!r} names folders: allowed are letters, digits, '_', '-' and '.', not first a '-' or '.'")
-        common: dict[str, Any] = {"name": name, "run": run, "timeout": timeout}
+        islands, island = environment.whole(env, "ISLAND_COUNT", 1), environment.whole(env, "ISLAND_RANK", 0)
+        name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
+        common: dict[str, Any] = {"name": name, "run": run}
+        common |= {"timeout": environment.patience(env), "stop_timeout": environment.stop_timeout(env)}
         if islands < 1 or not 0 <= island < islands:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
-            log.info("one replica: %s", "ISLAND_COUNT is 1" if "ISLAND_COUNT" in env else "no ISLAND_* variables are set")
+            environment.say_single("ISLAND_COUNT" in env, rank)
             return cls("single", rank=rank, world=world, **common)
-        endpoint = env.get("ISLAND_ENDPOINT", "").strip()
-        host, _, port = endpoint.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
-            raise ValueError(f"ISLAND_ENDPOINT={endpoint!r} must be host:port of the store, as `fsdp-demo store` prints it")
+        endpoint = environment.endpoint(env)
         common["address"] = env.get("ISLAND_ADDRESS", "")
         return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
 
@@ -149,84 +143,103 @@ class Topology:
         if self.kind == "mesh":
             names = [f"island{i}" for i in range(self.islands)]
             return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
-        store = self._connect()
-        infos = self._meet(store, position)
+        try:
+            store = self._connect()
+            infos = self._meet(store, position)
+        except StoreSilent as error:
+            raise self._cured(error) from None
+        store.deadline = self.question
         lanes = min(info["copies"] for info in infos)
         if position.copy >= lanes:
             return None, lanes
-        connect = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store)
+        open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store)
         names = [i["name"] for i in infos]
-        line = Line(connect(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
-        line.widen(connect)
+        line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
+        try:
+            line.widen(open_group)
+        except BaseException:
+            line.release()  # a live group at interpreter exit can abort the process
+            raise
         return line, lanes
 
-    def _connector(self, prefix: str, store: Any) -> Callable[[int], Any]:
-        """connect(k): group k = 0, 1, ... of this line, with connections of its own; one thread serves them all."""
+    def _cured(self, error: StoreSilent) -> StoreSilent:
+        """The same for who has not met the others yet, where it is an error."""
+        if "fsdp-demo store" in str(error):
+            return error
+        return StoreSilent(
+            f"{error}: see whether `fsdp-demo store` still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
+            "then start all islands again"
+        )
+
+    def _connector(self, prefix: str, store: Asker) -> Callable[[int], Any]:
+        """open_group(k): group k = 0, 1, ... of this line, with connections of its own; one thread serves them all."""
         where = self.address or _route_to(self.endpoint)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self.timeout), 1
 
-        def connect(k: int) -> Any:
+        def open_group(k: int) -> Any:
             try:
                 options._devices = options._devices or [dist.ProcessGroupGloo.create_device(hostname=where)]
-                return dist.ProcessGroupGloo(dist.PrefixStore(f"{prefix}/{k}", store), self.island, self.islands, options)
+                keys = dist.PrefixStore(f"{prefix}/{k}", store.store)
+                # gloo asks the store without a limit of its own
+                return within(self.timeout + self.question, lambda: dist.ProcessGroupGloo(keys, self.island, self.islands, options))
+            except TimeoutError:
+                raise self._cured(StoreSilent(f"the store at {self.endpoint} does not answer within {self.timeout:g} s")) from None
             except RuntimeError as error:
-                raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {error}") from error
+                reason = first_line(error)
+                raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {reason}") from error
 
-        return connect
+        return open_group
 
-    def open_store(self) -> Any:
-        """A connection of its own to the store at ISLAND_ENDPOINT.
+    @property
+    def question(self) -> float:
+        """Seconds that one question to the store may take."""
+        return min(self.timeout, ANSWER)
+
+    def open_store(self, limit: float | None = None) -> Asker:
+        """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the world. Each question has a deadline.
+
+        Args:
+            limit: seconds until it must stand; default `timeout`.
 
         Raises:
-            PeerLost: nobody answers there within `timeout` seconds.
+            StoreSilent: nobody answers there by then.
         """
-        host, _, port = self.endpoint.rpartition(":")
-        try:
-            limit = timedelta(seconds=self.timeout)
-            return dist.TCPStore(host.strip("[]"), int(port), None, is_master=False, wait_for_workers=False, timeout=limit)
-        except (RuntimeError, ValueError) as error:
-            raise PeerLost(
-                f"no store answers at ISLAND_ENDPOINT={self.endpoint} after {self.timeout:g} s: start there `fsdp-demo store --bind "
-                f"{self.endpoint}` and check that this port is open ({str(error).splitlines()[0][:120]})"
-            ) from error
+        if self.kind == "mesh":
+            return Asker(dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question)
+        return connect(self.endpoint, self.timeout if limit is None else limit, self.question, self.timeout)
 
-    def _connect(self) -> Any:
-        store = self.open_store()
-        self._prefix = f"{self.run}/{_epochs[self.endpoint, self.run]}"
+    def prefix(self) -> str:
+        """What keys in the store begin with: the run, and for islands the attempt, which is agreed at the first call (`attempts.join`).
+
+        Raises:
+            ValueError: the run has finished, or a process that lives plays the same island.
+            PeerLost: no store.
+        """
+        return attempts.join(self).prefix if self.kind == "islands" else self.run
+
+    def meeting(self) -> str:
+        """What the keys begin with that belong to this meeting of the islands (`join`); before it, or without one, those of the attempt."""
+        return self._prefix or self.prefix()
+
+    def _connect(self) -> Asker:
+        self._store = store = self.open_store()
+        store.deadline = self.timeout
+        epoch = _epochs[self.endpoint, self.run]
+        attempt = attempts.join(self, store).prefix
+        if epoch and store.peek(f"{attempt}/finished"):
+            store.set(f"{attempt}/finished", "")  # by an exchange of this process, which now has another one
+        self._prefix = f"{attempt}/{epoch}"
         _epochs[self.endpoint, self.run] += 1
-        if store.add(f"{self._prefix}/start/{self.island}/{self.rank}", 1) > 1:
-            raise ValueError(
-                f"ISLAND_RUN={self.run!r} was already started by an island with ISLAND_RANK={self.island} on the store {self.endpoint}: "
-                "set a new ISLAND_RUN on all islands (a run id is used once), and a different ISLAND_RANK on each"
-            )
-        self._store = store
         return store
 
-    def _meet(self, store: Any, position: Position) -> list[dict[str, Any]]:
+    def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
         layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
         mine = {"name": self.name, "host": socket.gethostname(), **layout}
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
-        first = f"{self._prefix}/join/{{}}/0.0"
-        infos: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + self.timeout
-        while len(infos) < self.islands:
-            for i in range(self.islands):
-                if i not in infos and store.check([first.format(i)]):
-                    infos[i] = other = json.loads(store.get(first.format(i)))
-                    if other["count"] != self.islands:  # at once: the larger number would wait for islands that nobody starts
-                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
-                        raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
-            if time.monotonic() > deadline:
-                came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
-                missing = ", ".join(str(i) for i in range(self.islands) if i not in infos)
-                raise PeerLost(
-                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
-                    f"{missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
-                )
-            time.sleep(0.02)
+        infos = self._gather(store, {name: type(value) for name, value in mine.items()})
         ordered = [infos[i] for i in range(self.islands)]
         same = [i for i, other in enumerate(ordered) if other["name"] == self.name]
         if len(same) > 1:
@@ -239,27 +252,38 @@ class Topology:
                 )
         return ordered
 
+    def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:
+        """The announcements of all islands, as they come."""
+        first = f"{self._prefix}/join/{{}}/0.0"
+        infos: dict[int, dict[str, Any]] = {}
+        deadline, look = time.monotonic() + self.timeout, time.monotonic()
+        while True:
+            for i in range(self.islands):
+                if i not in infos and store.check([first.format(i)]):
+                    infos[i] = other = store.note(first.format(i), f"island {i}", fields)
+                    if other["count"] != self.islands:  # at once: the larger number would wait for islands that nobody starts
+                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
+                        raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
+            missing = [str(i) for i in range(self.islands) if i not in infos]
+            if not missing:
+                return infos
+            now = time.monotonic()
+            if now > deadline:
+                came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
+                raise PeerLost(
+                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
+                    f"{', '.join(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+                )
+            if now >= look:
+                look = now + 1.0
+                if by := store.peek(f"{self.prefix()}/ended"):
+                    waited = f"{self.name} waited for islands {', '.join(missing)}"
+                    raise PeerLost(f"{waited}, when island {by} left the attempt {self.prefix()}: start this island again to join the next")
+            time.sleep(0.02)
+
     def release(self) -> None:
         """Drop the connection to the store."""
         self._store = None
-
-
-def _number(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, "").strip()
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={text!r} must be a number")
-    return value
-
-
-def _whole(env: Mapping[str, str], name: str, default: int) -> int:
-    value = _number(env, name, default)
-    if value != int(value):
-        raise ValueError(f"{name}={env[name]!r} must be a whole number")
-    return int(value)
 
 
 def _route_to(endpoint: str) -> str:

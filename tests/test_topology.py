@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
+from fsdp_demo import environment as variables
+from fsdp_demo.asking import StoreSilent
+from fsdp_demo.presence import Presence
 from fsdp_demo.topology import Position
 
 from . import probe
@@ -55,13 +58,13 @@ def sgd(params: Any) -> torch.optim.Optimizer:
         ("ISLAND_COUNT", "nan", "ISLAND_COUNT='nan'"),
         ("ISLAND_COUNT", "inf", "ISLAND_COUNT='inf'"),
         ("ISLAND_COUNT", "2.5", "ISLAND_COUNT='2.5' must be a whole number"),
-        ("ISLAND_TIMEOUT", "0", "ISLAND_TIMEOUT='0' must be more than 0"),
+        ("ISLAND_TIMEOUT", "0", "ISLAND_TIMEOUT='0' must be a number of seconds, more than 0"),
         ("ISLAND_TIMEOUT", "-3", "ISLAND_TIMEOUT='-3'"),
         ("ISLAND_TIMEOUT", "nan", "ISLAND_TIMEOUT='nan'"),
         ("ISLAND_TIMEOUT", "inf", "ISLAND_TIMEOUT='inf'"),
         ("ISLAND_TIMEOUT", "1e300", "ISLAND_TIMEOUT='1e300'"),
         ("ISLAND_TIMEOUT", "long", "ISLAND_TIMEOUT='long'"),
-        ("ISLAND_ENDPOINT", "", "ISLAND_ENDPOINT='' must be host:port"),
+        ("ISLAND_ENDPOINT", "", "ISLAND_ENDPOINT is not set, but ISLAND_COUNT=2: it must be host:port"),
         ("ISLAND_ENDPOINT", "host", "ISLAND_ENDPOINT='host'"),
         ("ISLAND_ENDPOINT", ":29500", "ISLAND_ENDPOINT=':29500'"),
         ("ISLAND_ENDPOINT", "host:", "ISLAND_ENDPOINT='host:'"),
@@ -114,7 +117,7 @@ def test_no_store_says_where_to_start_one() -> None:
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
-    text = refusal(lambda: join(environment(("127.0.0.1", port))), PeerLost)
+    text = refusal(lambda: join(environment(("127.0.0.1", port))), StoreSilent)
     assert f"fsdp-demo store --bind 127.0.0.1:{port}" in text and "0.4 s" in text
 
 
@@ -134,7 +137,7 @@ def test_another_layout_is_refused_on_both_sides_at_once(run_ranks) -> None:
         assert "2 shards x 1 copies" in text and "1 shards x 2 copies" in text and "must agree" in text
 
 
-def test_islands_start_in_any_order_and_a_run_id_is_used_once(run_ranks) -> None:
+def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_ranks) -> None:
     names = ["oslo", "rome", "lima"]
     run = f"once-{os.getpid()}-{next(runs)}"
 
@@ -143,6 +146,7 @@ def test_islands_start_in_any_order_and_a_run_id_is_used_once(run_ranks) -> None
         exchange = fsdp_demo.attach(sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full")
         out = exchange._line.names, exchange.topology.island, exchange.digests_equal()
         exchange.finish()
+        Presence(exchange.topology).end("finished")
         return out
 
     env = {"ISLAND_RUN": run}
@@ -411,6 +415,7 @@ def test_without_islands_there_is_one_replica(run_ranks) -> None:
             self.lines.append(record.getMessage())
 
     def fn(me: Any) -> Any:
+        variables._said.clear()  # what the parent of this fork has said
         kept, logger = Kept(), logging.getLogger("fsdp_demo")
         logger.addHandler(kept)
         logger.setLevel(logging.INFO)

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import ParallelismConfig
 from torch.distributed.tensor import DTensor
 
+from ..environment import patience
 from ..topology import Topology
 
 
@@ -65,7 +66,7 @@ def mesh_topology(accelerator: Any, timeout: float | None = None) -> Topology:
         timeout: seconds; default ISLAND_TIMEOUT, else 600.
 
     Raises:
-        ValueError: the accelerator has no replicate axis, or a plain HSDP one.
+        ValueError: the accelerator has no replicate axis, or a plain HSDP one; ISLAND_TIMEOUT is no number of seconds.
     """
     config = accelerator.parallelism_config
     refuse_hsdp(config)
@@ -73,8 +74,7 @@ def mesh_topology(accelerator: Any, timeout: float | None = None) -> Topology:
         raise ValueError(
             f"found parallelism_config={config}: a mesh needs ExchangeParallelismConfig(dp_replicate_size=NODES, dp_shard_size=RANKS)"
         )
-    timeout = float(os.environ.get("ISLAND_TIMEOUT") or 600.0) if timeout is None else timeout
-    return Topology.from_mesh(accelerator.torch_device_mesh, timeout=timeout)
+    return Topology.from_mesh(accelerator.torch_device_mesh, timeout=patience() if timeout is None else timeout)
 
 
 def refuse_hsdp(config: Any) -> None:
