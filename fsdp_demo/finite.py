@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .shards import local_part
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
 
 
 class NotFinite(ValueError):
@@ -21,13 +24,13 @@ class NotFinite(ValueError):
 
 
 @torch.no_grad()
-def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The name of the first tensor that holds NaN or Inf, empty if there is none. Local parts only, no collectives.
 
     Smallest and largest value of each tensor in one pass where it lies: both are NaN where any value is. One wait per device.
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         t = local_part(tensor)
         if t.numel() and (t.is_floating_point() or t.is_complex()):
             t = torch.view_as_real(t) if t.is_complex() else t.float() if t.element_size() == 1 else t
@@ -45,19 +48,26 @@ def refuse_not_finite(*trees: tuple[str, Any]) -> None:
     Raises:
         NotFinite: names the first one.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tree in trees:
-        _collect(tree, name, tensors)
-    if bad := first_not_finite(tensors):
+    if bad := first_not_finite(pair for name, tree in trees for pair in _tensors(tree, name)):
         raise NotFinite(f"{bad} holds values that are not finite (NaN or Inf): not saved, it would take the place of a good checkpoint")
 
 
-def _collect(node: Any, name: str, out: dict[str, torch.Tensor]) -> None:
+def refuse_exchange(exchange: Exchange) -> None:
+    """As `refuse_not_finite`, for parameters and inner optimizer states that an exchange sees (of ZeRO's partitions without the padding),
+    and its own state.
+
+    Raises:
+        PeerLost: what was under way is lost (`Exchange.state_dict`).
+    """
+    shards = exchange.shards
+    kept = {kind: shards.read(kind) for kind in ("parameter", *(f"state:{name}" for name in shards.states()))}
+    named = [(kind, [(s.name, t) for s, t in zip(shards.shards, tensors, strict=True)]) for kind, tensors in kept.items()]
+    refuse_not_finite(*((f"{kind} {name}", t) for kind, pairs in named for name, t in pairs), ("exchange", exchange.state_dict()))
+
+
+def _tensors(node: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(node, torch.Tensor):
-        out[name] = node
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            _collect(value, f"{name}.{key}", out)
-    elif isinstance(node, list | tuple):
-        for i, value in enumerate(node):
-            _collect(value, f"{name}.{i}", out)
+        yield name, node
+    elif isinstance(node, Mapping | list | tuple):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _tensors(value, f"{name}.{key}")

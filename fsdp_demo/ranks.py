@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .fence import Superseded
 from .finite import NotFinite
 from .guard import NeedsDecision
+from .parts import as_disk_error
 from .transport import PeerLost
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Ranks:
         Raises:
             PeerLost, OSError, NotFinite, RuntimeError: or this rank's own error, where it is one of the worst.
         """
+        error = error and as_disk_error(error)
         mine = 0 if error is None else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
         worst = int(self.largest(mine))
         if not worst:

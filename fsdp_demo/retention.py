@@ -32,7 +32,7 @@ from .fence import Fence
 from .finite import NotFinite
 from .folders import MANIFEST, misfits
 from .guard import NeedsDecision
-from .parts import sync_folder
+from .parts import as_disk_error, sync_folder
 from .ranks import Ranks
 from .shelf import Shelf
 from .topology import Topology
@@ -147,9 +147,12 @@ class Checkpoints(Shelf):
             try:
                 write(folder, self._fence.check)
                 return folder
-            except OSError as error:
-                log.error("%s cannot be written: %s", folder, error)
-                problem = error
+            except Exception as error:
+                why = as_disk_error(error)
+                if not isinstance(why, OSError):
+                    raise
+                log.error("%s cannot be written: %s", folder, why)
+                problem = why
         assert problem is not None
         raise problem
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdp_demo.checkpoint import Checkpoints, Saved, Snapshot, describe, open_exchange
 from fsdp_demo.finite import refuse_not_finite
 from fsdp_demo.inner import materialise
-from fsdp_demo.parts import copied, read_part, write_part
+from fsdp_demo.parts import as_disk_error, copied, read_part, write_part
 from fsdp_demo.replica import fill_replica, replica_tree
 from fsdp_demo.resharding import average, shares
 from fsdp_demo.shards import local_part, plain_name
@@ -129,7 +129,7 @@ def as_os_error() -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        if causes and all(isinstance(c, OSError) or "No space left" in str(c) for c in causes):
+        if causes and all(isinstance(as_disk_error(c), OSError) for c in causes if isinstance(c, Exception)):
             raise OSError(f"{causes[0]} (rank {next(iter(error.failures))})") from None
         raise RuntimeError(str(error)) from None
 

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -178,6 +179,7 @@ def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
             except OSError as error:
                 caught.append((step, str(error)))
         kept.close()
+        torch.distributed.barrier()  # rank 0 removes the half
         return caught, kept.failed_saves, kept.complete(), sorted(p.name for p in kept.root.glob(".checkpoint*"))
 
     one, two = run_ranks(job, islands=1, procs=2)
@@ -207,11 +209,11 @@ def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
 
 def test_values_that_are_not_finite_are_found_by_name():
     fine = {"a": torch.full((3,), 3e38), "b": torch.empty(0), "c": torch.arange(3), "d": torch.ones(2).bfloat16()}
-    assert first_not_finite(fine) == ""
+    assert first_not_finite(fine.items()) == ""
     for bad in (float("nan"), float("inf"), -float("inf")):
         for like in (torch.zeros(5), torch.zeros(5, dtype=torch.float64), torch.zeros(5).bfloat16(), torch.zeros(5).to(torch.float8_e5m2)):
             like[3] = bad
-            assert first_not_finite(fine | {"x": like, "y": like}) == "x"
+            assert first_not_finite([*fine.items(), ("x", like), ("y", like)]) == "x"
     with pytest.raises(NotFinite, match="replica.optimizer.1.m holds values"):
         refuse_not_finite(("replica", {"optimizer": [{}, {"m": torch.tensor([1.0, float("nan")])}]}))
 
@@ -370,3 +372,26 @@ def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplo
         signal.signal(signal.SIGTERM, old)
         store.kill()
         store.wait()
+
+
+@pytest.mark.parametrize("how", ["part", "torch", "text"])
+def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how):
+    """No file may grow over 20 kB: safetensors and torch.save have errors of their own."""
+
+    def job(me):
+        kept, big = Checkpoints(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
+        writers = {
+            "part": lambda folder: write_part(folder, "rank0", {}, {"t": big}),
+            "torch": lambda folder: torch.save(big, folder / "t.pt"),
+            "text": lambda folder: (folder / "t.txt").write_text("x" * 100_000) and None,
+        }
+        kept.save(1, text)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        kept.save(2, writers[how])
+        with pytest.raises(OSError):
+            kept.save_alone(2, lambda folder, check: (folder.mkdir(), writers[how](folder)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        kept.save(3, writers[how])
+        return kept.failed_saves, kept.complete(), kept.left()
+
+    assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3], [])]

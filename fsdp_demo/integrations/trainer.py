@@ -306,6 +306,8 @@ class ExchangeCallback(TrainerCallback):
     # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
 
     def _train_alone(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self._trainer is not None and str(resume_from_checkpoint).lower() == "auto":
+            resume_from_checkpoint = get_last_checkpoint(self._trainer.args.output_dir)
         if not self._fresh and self._trainer is not None:
             last = resume_from_checkpoint is True and get_last_checkpoint(self._trainer.args.output_dir)
             refuse_alone(last or resume_from_checkpoint, self.config.preset)

@@ -21,9 +21,9 @@ from transformers import Trainer
 from .. import folders
 from ..exchange import Exchange
 from ..fence import Fence
-from ..finite import NotFinite, refuse_not_finite
+from ..finite import NotFinite, refuse_exchange
+from ..parts import as_disk_error
 from ..ranks import Ranks
-from ..replica import replica_tree
 from ..retention import LAST_FAILURE
 from .trainer_state import save_state
 
@@ -69,7 +69,10 @@ class Saves:
         self._error = None
         try:
             self._ranks.together(self._check, f"checkpoint-{self._trainer.state.global_step}")
-            original(model, trial)
+            try:
+                original(model, trial)
+            except Exception as error:
+                raise as_disk_error(error) from error
         except (OSError, NotFinite) as error:
             self._error = error
         except CheckpointException as error:  # torch's, of sharded states: raised on all ranks
@@ -77,8 +80,7 @@ class Saves:
 
     def _check(self) -> None:
         self._fence.check()
-        kept, state = replica_tree(self._exchange.optimizers), self._exchange.state_dict()
-        refuse_not_finite(("replica", kept), ("exchange", state))
+        refuse_exchange(self._exchange)
         if self._ranks.rank == 0:  # one of this step from before is not whole from now on
             (self._folder / f"checkpoint-{self._trainer.state.global_step}" / folders.MANIFEST).unlink(missing_ok=True)
 
