@@ -60,6 +60,27 @@ def test_a_kill_before_the_first_common_save_goes_on_by_itself(run_ranks, source
     assert all(again[0].value["end"][key] == again[1].value["end"][key] for key in common) and (common or preset == "demo")
 
 
+def test_emergencies_of_unlike_steps_go_on_together(run_ranks, source):  # noqa: F811
+    """Stopped between the same exchanges, at steps 2 and 3, before the first regular checkpoint: nobody's work is thrown away."""
+    options = ["--no-shard", "--exchange", "diloco", "--set", "period=5", "--save-every", 20]
+
+    def stops(rank):
+        def lose(rank):
+            raise PeerLost("gone")
+
+        apart(rank, source, "run", options, {1 + rank.island: lose})
+
+    first = run_ranks(stops, **ONE, check=False)
+    assert [o.status for o in first] == [75, 75]
+    left = held(source, "run")
+    steps = [int(name.split("-")[1]) for name in left]
+    assert len(left) == 2 and steps[1] == steps[0] + 1
+    again = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume"]), check=False)
+    assert [o.status for o in again] == [0, 0], again[0].error
+    assert all(f"resumed from emergency of step {step}" in o.log for step, o in zip(steps, again, strict=True))
+    assert last(source, "run", 0)["digests_equal"] is True and all(o.value["steps"][-1] == 10 for o in again)
+
+
 def test_auto_begins_where_nobody_holds_any(run_ranks, source):  # noqa: F811
     out = run_ranks(apart, **ONE, args=(source, "run", [*DILOCO, "--save-every", 4, "--steps", 4, "--resume", "auto"]))
     assert out[0]["steps"] == [1, 2, 3, 4]
