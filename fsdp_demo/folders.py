@@ -62,15 +62,22 @@ def sum_up(folder: Path, rank: int, world: int, sync: bool = True) -> None:
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
-def seal(folder: Path, step: int, world: int) -> None:
-    """Write the manifest from the sums of all ranks: from now on the checkpoint is whole."""
+def seal(folder: Path, step: int, world: int, alone: bool = False) -> None:
+    """Write the manifest from the sums of all ranks: from now on the checkpoint is whole.
+
+    Args:
+        alone: ranks may be on other disks: files here whose sums are not to be seen are summed up here.
+    """
     files: dict[str, Any] = {}
-    for r in range(world):
-        files |= json.loads((folder / f".sums{r}").read_text())
+    for path in [folder / f".sums{r}" for r in range(world)]:
+        files |= json.loads(path.read_text()) if path.exists() or not alone else {}
+    for name in sorted(set(files_in(folder)) - set(files)) if alone else ():
+        files[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc32(folder / name)}
+    files = {name: f for name, f in files.items() if not alone or (folder / name).is_file()}
     content = {"version": VERSION, "package": __version__, "step": step, "files": dict(sorted(files.items()))}
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
-        (folder / f".sums{r}").unlink()
+        (folder / f".sums{r}").unlink(missing_ok=alone)
     for place in {folder, *((folder / name).parent for name in files)}:
         sync_folder(place)
 

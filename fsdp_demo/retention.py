@@ -28,7 +28,7 @@ import torch.distributed as dist
 from . import folders
 from .board import Board
 from .choosing import Held, alike, choose
-from .fence import Fence
+from .fence import Fence, Superseded
 from .finite import NotFinite
 from .folders import MANIFEST, misfits
 from .guard import NeedsDecision
@@ -222,9 +222,14 @@ class Checkpoints(Shelf):
 
     def _seal(self, step: int, part: Path) -> None:
         """Write the manifest and give the folder its name."""
-        folders.seal(part, step, self.topology.world)
         old = self.path(step).with_name(f".checkpoint-{step}.old")  # one of this step from before a resume, or damaged
         self._fence.check()
+        folders.seal(part, step, self.topology.world)
+        try:
+            self._fence.check()
+        except Superseded:  # whole by now: the next start would give it the name
+            (part / MANIFEST).unlink(missing_ok=True)
+            raise
         if self.path(step).exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(self.path(step), old)

@@ -62,7 +62,8 @@ class Shelf:
         Raises:
             ValueError: on every rank, if a file is damaged.
         """
-        bad = folders.damaged(self.path(step), self.topology.rank, self.topology.world)
+        rank, world = self.topology.rank, self.topology.world
+        bad = self.ranks.together(lambda: folders.damaged(self.path(step), rank, world), str(self.path(step)))
         if self.ranks.any(bool(bad)):
             what = f"{', '.join(bad)}: checksum does not fit" if bad else "another rank found a file whose checksum does not fit"
             raise ValueError(

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import PeerLost
+from fsdp_demo import PeerLost, folders
 from fsdp_demo.board import Board
 from fsdp_demo.checkpoint import Checkpoints
-from fsdp_demo.fence import LOCK, Superseded
+from fsdp_demo.fence import LOCK, Fence, Superseded
 from fsdp_demo.finite import NotFinite, first_not_finite, refuse_not_finite
 from fsdp_demo.folders import ASIDE, put_aside, take_back
 from fsdp_demo.guard import NeedsDecision
@@ -309,6 +309,17 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
     with pytest.raises(Superseded):
         old.save(10, lambda folder: lambda: single(tmp_path).agreed())
     assert old.complete() == []
+
+    def late(part, step, world):
+        sealed(part, step, world)
+        Fence([tmp_path], "later").begin("token")
+
+    sealed, third = folders.seal, single(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "seal", late)
+        with pytest.raises(Superseded):
+            third.save(10, text)
+    assert single(tmp_path).agreed() is None  # whole, but for its manifest: nobody gives it the name
     (tmp_path / LOCK).unlink()  # gone hinders nobody
     old.save(20, text)
     assert old.complete() == [20]

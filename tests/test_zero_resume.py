@@ -18,6 +18,7 @@ from deepspeed_ext import checkpoints
 from deepspeed_ext.checkpoints import separate
 from deepspeed_ext.finding import choose_tags
 from fsdp_demo.checkpoint import open_exchange
+from fsdp_demo.fence import Fence, Superseded
 from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.inspecting import inspect
 from fsdp_demo.integrations.replicas import anchors
@@ -299,6 +300,24 @@ def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[An
 @pytest.mark.parametrize("where", ["parameter", "state:exp_avg"])
 def test_no_checkpoint_of_a_nan(run_ranks, tmp_path, where) -> None:
     assert run_ranks(poisoned, args=(tmp_path, zero.settings("zero1"), where)) == [[True, True]] * 2 + [[False, False]] * 2
+
+
+def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
+    made, exchange = make(config, "demo")
+    made.save_checkpoint(str(root), "one")
+    torch.distributed.barrier()
+    if me.proc == 0:
+        Fence([root / f"island{me.island}"], "later").begin("token")
+    torch.distributed.barrier()
+    with pytest.raises(Superseded, match="belongs to a later life"):
+        made.save_checkpoint(str(root), "two")
+    exchange.detach()
+    return (root / f"island{me.island}" / "two").exists()
+
+
+def test_a_process_of_an_earlier_life_writes_nothing(run_ranks, tmp_path) -> None:
+    assert run_ranks(usurped, args=(tmp_path, zero.settings("zero1"))) == [False] * 4
+    assert (tmp_path / "island0" / "latest").read_text() == "one"
 
 
 def test_a_flipped_bit_is_found(run_ranks, tmp_path) -> None:

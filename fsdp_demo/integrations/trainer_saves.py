@@ -112,7 +112,7 @@ class Saves:
     def _named(self, folder: Path, step: int) -> None:
         self._fence.check()
         if self._ranks.rank == 0:
-            folders.seal(folder, step, self._ranks.world)
+            folders.seal(folder, step, self._ranks.world, alone=True)
 
     def _failed(self, folder: Path, why: Exception) -> None:
         self._ranks.together(self._fence.check, folder.name)

@@ -169,10 +169,10 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
 
 def _verified(where: Any) -> Any:
     """The path, if the checksums of its manifest fit; each process reads its share."""
-    if not isinstance(where, str) or not (Path(where) / MANIFEST).exists():
+    if not isinstance(where, str):
         return where
-    state = PartialState()
-    bad = gather_object(damaged(Path(where), state.process_index, state.num_processes))
+    state, sealed = PartialState(), (Path(where) / MANIFEST).exists()
+    bad = gather_object(damaged(Path(where), state.process_index, state.num_processes) if sealed else [])
     if bad:
         raise ValueError(
             f"{where} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away on one island, and all resume from "
