@@ -10,26 +10,26 @@ the recovery scripts and the names of tied parameters; the tag is compared over 
 
 from __future__ import annotations
 
-import json
 import logging
+import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Exchange
 from fsdp_demo.board import Board
 from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
-from fsdp_demo.parts import in_one_piece, sync_folder
-from fsdp_demo.transport import PeerLost
+from fsdp_demo.fence import Fence
+from fsdp_demo.finite import NotFinite, refuse_exchange
+from fsdp_demo.folders import MANIFEST, damaged, misfits
+from fsdp_demo.retention import LAST_FAILURE
 
-from .finding import CURE, PARTS, Choice, choose, choose_tag, folder_of, latest, look
+from .finding import CURE, Choice, choose, choose_tags, folder_of, latest, look
+from .folders import Folders
 
 log = logging.getLogger("fsdp_demo")
 
@@ -70,113 +70,7 @@ def _install(engine: Any, folders: _Separate | _Followed) -> None:
     engine._get_shared_params = folders.tied  # DeepSpeed knows them on rank 0 of the world only
 
 
-class _Folders:
-    """What both have in common: DeepSpeed's own two methods underneath, and words with the other ranks."""
-
-    def __init__(self, engine: Any):
-        self.engine = engine
-        before = getattr(engine.save_checkpoint, "__self__", None)
-        own = (engine.save_checkpoint, engine.load_checkpoint)
-        self.theirs: tuple[Callable[..., Any], Callable[..., Any]] = before.theirs if isinstance(before, _Folders) else own
-        self.group = engine.seq_data_parallel_group
-        self.first = comm.get_rank(group=self.group) == 0
-
-    def save_into(
-        self, folder: Path, tag: Any, client_state: Any, save_latest: bool, frozen: bool, parts: Callable[[Path], None] | None = None
-    ) -> Any:
-        """DeepSpeed's files, then on every rank `parts(FOLDER/TAG/exchange)`, then `latest`."""
-        engine = self.engine
-        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        if self.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder / tag / PARTS, ignore_errors=True)  # from now on what was there is not whole
-            if parts is not None:
-                (folder / tag / PARTS).mkdir(parents=True)
-        with self._own_clipping():
-            done = self.theirs[0](str(folder), tag, client_state or {}, False, frozen)
-        error: Exception | None = None
-        try:
-            if parts is not None:
-                parts(folder / tag / PARTS)
-            if self.first and engine.global_rank != 0:
-                engine._copy_recovery_script(str(folder))
-        except Exception as e:  # the other ranks wait for this one's vote
-            error = e
-        self.all_well(error, f"{folder / tag} could not be written by another rank: it stays unfinished")
-        if save_latest and self.first:
-            in_one_piece(folder / "latest", lambda part: part.write_text(tag, encoding="utf-8"))
-            sync_folder(folder)
-        comm.barrier()
-        return done
-
-    def load_from(self, folder: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """DeepSpeed's load. How gradients are clipped is said by the configuration and by `attach`, not by the checkpoint."""
-        zero, error, result = self.engine.optimizer, None, (None, None)
-        clip = zero.clip_grad
-        if self.engine.zero_optimization_stage() == 3:
-            options = self._weights_of_stage3(folder, tag, options)
-        try:
-            result = self.theirs[1](str(folder), tag, **options)
-        except Exception as e:
-            error = e
-        zero.clip_grad = clip
-        self.all_well(error, f"{folder}/{tag} could not be loaded by another rank")
-        return result
-
-    @staticmethod
-    def _weights_of_stage3(folder: Path, tag: str | None, options: dict[str, Any]) -> dict[str, Any]:
-        """Under ZeRO-3 `load_module_only` loads nothing, silently, unless `load_optimizer_states` is off; then weights are read from the
-        tag in `latest`, whichever was asked for."""
-        if not options["load_module_only"] and options["load_optimizer_states"]:
-            return options
-        named = latest(folder)
-        if tag is not None and named != tag:
-            raise ValueError(
-                f"{folder / 'latest'} names {named}: DeepSpeed's ZeRO-3 reads weights without optimizer states from there only, not from "
-                f"{tag}. Write {tag} into it, or load the optimizer states too"
-            )
-        return {**options, "load_optimizer_states": False}
-
-    @contextmanager
-    def _own_clipping(self) -> Iterator[None]:
-        """Within it the wrapper has the norm of the configuration: a checkpoint that is loaded without the exchange clips."""
-        zero = self.engine.optimizer
-        clip, zero.clip_grad = zero.clip_grad, self.engine.gradient_clipping()
-        try:
-            yield
-        finally:
-            zero.clip_grad = clip
-
-    def all_well(self, error: Exception | None, text: str) -> None:
-        """Raise on all ranks of the world what happened on one."""
-        vote = torch.tensor([float(error is not None)], device=get_accelerator().current_device_name())
-        comm.all_reduce(vote, op=comm.ReduceOp.MAX)
-        if vote.item():
-            raise error or RuntimeError(text)
-
-    def from_first(self, ask: Callable[[], Any], group: Any = None) -> Any:
-        """What `ask` gives (JSON) on the first rank of the replica, or of `group`; its error is raised on all of them."""
-        group = self.group if group is None else group
-        value: list[Any] = [None]
-        if comm.get_rank(group=group) == 0:
-            try:
-                value = [json.dumps([ask(), "", ""])]
-            except (ValueError, RuntimeError, OSError) as error:
-                value = [json.dumps([None, type(error).__name__, str(error)])]
-        torch.distributed.broadcast_object_list(value, group_src=0, group=group)
-        got, kind, text = json.loads(value[0])
-        if kind:
-            raise {"ValueError": ValueError, "PeerLost": PeerLost}.get(kind, RuntimeError)(text)
-        return got
-
-    def tied(self) -> dict[str, str]:
-        """Names of parameters that are another one's: `zero_to_fp32` finds these by it."""
-        seen: dict[int, str] = {}
-        pairs = [(n, seen.setdefault(id(p), n)) for n, p in self.engine.module.named_parameters(remove_duplicate=False)]
-        return {name: first for name, first in pairs if name != first}
-
-
-class _Separate(_Folders):
+class _Separate(Folders):
     def __init__(self, engine: Any, replica: int):
         super().__init__(engine)
         self.replica = replica
@@ -218,10 +112,12 @@ class _Separate(_Folders):
         return self.load_from(own, tag, options)
 
 
-class _Followed(_Folders):
+class _Followed(Folders):
     def __init__(self, engine: Any, exchange: Exchange):
         super().__init__(engine)
         self.exchange = exchange
+        self.failed = self._in_a_row = 0
+        self._fence: Fence | None = None
 
     def save_checkpoint(
         self,
@@ -231,12 +127,52 @@ class _Followed(_Folders):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """As DeepSpeed's, into `save_dir/<name of the replica>`, with the exchange's state."""
+        """As DeepSpeed's, into `save_dir/<name of the replica>`, with the exchange's state. False: nothing was saved, since a file
+        cannot be written or values are not finite: a warning until the third time in a row.
+
+        Raises:
+            PeerLost: what was under way in the exchange is lost, on any rank.
+            Superseded: the folder belongs to a later life.
+        """
         if self.exchange.showing:
             raise RuntimeError("save_checkpoint inside outer_parameters would save these as the replica's own: leave the context first")
         folder = folder_of(Path(save_dir), self.exchange.topology)
         parts = partial(save_exchange, exchange=self.exchange)
-        return self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)
+        try:
+            self._own(folder)
+            self.ranks.together(self._check, str(folder))
+            done = self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)
+        except (OSError, NotFinite) as error:
+            self.failed, self._in_a_row = self.failed + 1, self._in_a_row + 1
+            tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
+            if self.first and misfits(folder / tag):
+                shutil.rmtree(folder / tag, ignore_errors=True)  # a disk that is full needs the room
+            if self._in_a_row >= LAST_FAILURE:
+                raise
+            if self.first:
+                text = "%s: no checkpoint saved (%s); training goes on, failure %d in a row of the %d that end it"
+                log.warning(text, self.exchange.topology.name, error, self._in_a_row, LAST_FAILURE)
+            return False
+        self._in_a_row = 0
+        return done
+
+    def _own(self, folder: Path) -> None:
+        """This life writes into the folder from now on: at its first save, and when it has loaded from there."""
+        if self._fence is None or self._fence.roots != [folder]:
+            fence = Fence([folder], self.exchange.topology.run)
+            token = self.from_first(lambda: secrets.token_hex(6))
+            self.ranks.together(lambda: fence.begin(token, writes=self.first), str(folder))
+            self._fence = fence
+
+    def fenced(self) -> None:
+        """Raise where the folder belongs to a later life."""
+        if self._fence is not None:
+            self._fence.check()
+
+    def _check(self) -> None:
+        """No checkpoint of a later life's folder, of a broken exchange, or of values that are not finite."""
+        self.fenced()
+        refuse_exchange(self.exchange)
 
     def load_checkpoint(
         self,
@@ -263,6 +199,7 @@ class _Followed(_Folders):
         choice = self._choose(root, None if tag is None else str(tag))
         if choice.tag is None:
             return self.load_from(folder_of(root, topology), tag, options)
+        self._together(lambda: self._verify(choice))
         fresh = load_module_only or not load_optimizer_states
         saved = self._together(lambda: self._open(choice)) if choice.parts and not fresh else None
         result = self._load(choice, options)
@@ -271,7 +208,15 @@ class _Followed(_Folders):
             place, why = choice.sources[0][0] / choice.tag, "without optimizer states" if fresh else "and holds no exchange state"
             log.warning("%s was loaded %s: the channels start anew, from the weights of one replica", place, why)
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
+        self._own(folder_of(root, topology))
         return result
+
+    def _verify(self, choice: Choice) -> None:
+        """Compare checksums, each rank its share."""
+        for folder, _ in choice.sources:
+            place = folder / str(choice.tag)
+            if (place / MANIFEST).exists() and (bad := damaged(place, self.rank, self.size)):
+                raise ValueError(f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away; {CURE}")
 
     def _open(self, choice: Choice) -> Saved:
         """The exchange's parts, of this run's preset and model."""
@@ -299,12 +244,12 @@ class _Followed(_Folders):
         def agreed() -> Any:
             board = Board(topology)
             try:
-                found = choose_tag(board.meet(look(root, topology, tag)))
+                found = choose_tags(board.meet(look(root, topology, tag)))
             finally:
                 board.close()
             if found is None:
                 return None
-            choice = choose(root, topology, *found)
+            choice = choose(root, topology, *found[topology.island])
             return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts]]
 
         found = self.from_first(agreed)

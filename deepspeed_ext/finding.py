@@ -2,10 +2,12 @@
 
     DIR/<name>/TAG/...            DeepSpeed's files of one replica (a replica alone: DIR/TAG)
     DIR/<name>/TAG/exchange/      the exchange's parts, written after them: where they are whole, the checkpoint is
+    DIR/<name>/TAG/manifest.json  every file with its size and checksum, written last (not by earlier releases)
     DIR/<name>/latest             the newest TAG
 
-A replica goes on from its own folder where it was saved by as many replicas as there are now. One without a folder, or another number of
-replicas, takes what it sees in DIR, in the shares of `fsdp_demo.resharding`.
+Replicas whose newest states lie between the same exchanges go on from these, each from its own tag (`fsdp_demo.choosing`). A replica goes
+on from its own folder where it was saved by as many replicas as there are now. One without a folder, or another number of replicas, takes
+what it sees in DIR, in the shares of `fsdp_demo.resharding`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from typing import Any
 
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint import Saved, open_exchange
+from fsdp_demo.choosing import Held, together
+from fsdp_demo.choosing import look as held
+from fsdp_demo.folders import MANIFEST, misfits
+from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.resharding import shares
 
 log = logging.getLogger("fsdp_demo")
@@ -52,10 +58,11 @@ def look(root: Path, topology: Topology, tag: str | None) -> dict[str, Any]:
     own folder (`bad`) or beside it. What is bad in its own folder does not count as seen elsewhere."""
     own = folder_of(root, topology)
     note: dict[str, Any] = {"name": topology.name, "tag": tag, "latest": latest(own), "seen": {}, "plain": [], "bad": {}, "beside": {}}
+    note["own"] = []  # [step, applied, owner, tag, run] of what this replica saved itself, in these numbers
     for folder in _folders(root):
         for place in [folder / tag] if tag is not None else sorted(p for p in folder.iterdir() if p.is_dir()):
             if (place / PARTS).is_dir():
-                _note_parts(note, place, folder == own)
+                _note_parts(note, place, folder == own, topology)
             elif folder == root and any(place.glob("*model_states.pt")):
                 note["plain"].append(place.name)
             elif folder == own and any(place.glob("*model_states.pt")):
@@ -65,17 +72,54 @@ def look(root: Path, topology: Topology, tag: str | None) -> dict[str, Any]:
     return note
 
 
-def _note_parts(note: dict[str, Any], place: Path, own: bool) -> None:
+def _note_parts(note: dict[str, Any], place: Path, own: bool, topology: Topology) -> None:
     try:
         saved = open_exchange(place / PARTS)
         if not saved.complete:
             raise ValueError(f"{place / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: half-written, or a file is lost")
+        if (place / MANIFEST).exists() and (why := misfits(place)):
+            raise ValueError(f"{place} is not complete: {why}")
+        applied, owner = held(place / PARTS, topology.islands)
     except ValueError as error:
         note["bad" if own else "beside"][place.name] = str(error)
         return
     runs = note["seen"].setdefault(place.name, {})
     times = [path.stat().st_mtime for path in saved.paths.values()]
     runs[_run(saved)] = [saved.step, max(times + runs.get(_run(saved), [0, 0.0])[1:])]
+    if own and owner == topology.island:
+        note["own"].append([saved.step, applied, owner, place.name, _run(saved)])
+    elif own and owner != -1:
+        note["owner"] = owner
+
+
+def choose_tags(notes: Sequence[dict[str, Any]]) -> list[tuple[str, str]] | None:
+    """`choose_tag` for each replica. Without a tag each takes the newest of its own between the same exchanges, where that is newer.
+
+    Raises:
+        NeedsDecision: as `choose_tag`; folders of replicas are swapped.
+    """
+    owners = [n.get("owner", i if n["own"] else -1) for i, n in enumerate(notes)]
+    if any(owner not in (-1, i) for i, owner in enumerate(owners)) and len(set(owners)) == len(owners) and -1 not in owners:
+        who = ", ".join(f"{n['name']} holds what replica {owner} saved" for n, owner in zip(notes, owners, strict=True))
+        raise NeedsDecision(f"folders of replicas are swapped ({who}): give each the ISLAND_RANK or the folder that it had")
+    own = [[Held(step, "checkpoint", applied, owner) for step, applied, owner, _, _ in n["own"]] for n in notes]
+    states = together(own) if all(own) and all(n["tag"] is None for n in notes) else None
+    if states is not None and len({h.step for h in states}) > 1:
+        common = _common(notes)
+        if not common or min(h.step for h in states) >= _step(notes, _newest(notes, common)):
+            pick = [next(o for o in n["own"] if (o[0], o[1]) == (h.step, h.applied)) for n, h in zip(notes, states, strict=True)]
+            return [(tag, run) for _, _, _, tag, run in pick]
+    found = choose_tag(notes)
+    return None if found is None else [found] * len(notes)
+
+
+def _common(notes: Sequence[dict[str, Any]]) -> set[str]:
+    """The tags of which all replicas see one run."""
+    return {tag for tag in notes[0]["seen"] if all(_runs(n, tag) & _runs(notes[0], tag) for n in notes)}
+
+
+def _step(notes: Sequence[dict[str, Any]], tag: str) -> int:
+    return max(step for n in notes for step, _ in n["seen"][tag].values())
 
 
 def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
@@ -83,16 +127,17 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
     checkpoint. None where nobody has any.
 
     Raises:
-        ValueError: replicas want different tags; no checkpoint that all see; one that is half-written.
+        NeedsDecision: a ValueError: replicas want different tags; no checkpoint that all see.
+        ValueError: one that is half-written.
     """
     wanted = sorted({n["tag"] for n in notes if n["tag"] is not None})
     if len(wanted) > 1 or (wanted and any(n["tag"] is None for n in notes)):
         both = ", ".join(f"{n['name']}: {n['tag']!r}" for n in notes)
-        raise ValueError(f"replicas load different tags ({both}): give the same on all, or none (the newest that all hold)")
+        raise NeedsDecision(f"replicas load different tags ({both}): give the same on all, or none (the newest that all hold)")
     bad = [text for n in notes for tag, text in (n["bad"] | ({} if n["seen"] else n["beside"])).items() if tag in wanted or not wanted]
     if wanted and bad:
         raise ValueError(f"{bad[0]}. Without that folder, its replica takes over from another; {CURE}")
-    common = {tag for tag in notes[0]["seen"] if all(_runs(n, tag) & _runs(notes[0], tag) for n in notes)}
+    common = _common(notes)
     if wanted:
         common &= set(wanted)
     if common:
@@ -101,7 +146,7 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
         return tag, max(every, key=lambda run: max(n["seen"][tag][run][1] for n in notes))
     if any(n["seen"] for n in notes):
         have = "; ".join(f"{n['name']}: {', '.join(sorted(n['seen'])) or 'none'}" for n in notes)
-        raise ValueError(
+        raise NeedsDecision(
             f"no checkpoint is seen by all replicas ({have}): copy the folder of one replica into the directory of those that lack it, or "
             "name a tag that all have"
         )
@@ -123,7 +168,7 @@ def _newest(notes: Sequence[dict[str, Any]], tags: set[str]) -> str:
     named = {n["latest"] for n in notes if n["latest"] is not None}
     if len(named) == 1 and named <= tags:
         return next(iter(named))
-    steps = {t: max(step for n in notes for step, _ in n["seen"][t].values()) for t in tags}
+    steps = {t: _step(notes, t) for t in tags}
     limit = min((steps[t] for t in named if t in steps), default=max(steps.values()))
     tag = max((t for t in tags if steps[t] <= limit), key=lambda t: (steps[t], t))
     if named - {tag} and notes[0]["tag"] is None:
@@ -154,7 +199,7 @@ def choose(root: Path, topology: Topology, tag: str, run: str) -> Choice:
 def _run(saved: Saved) -> str:
     """What the parts of one save have in common."""
     head = saved.heads[0]
-    return json.dumps([head["islands"], head.get("run"), saved.step])
+    return json.dumps([head["islands"], head.get("run"), saved.step, head.get("applied")], sort_keys=True)
 
 
 def _runs(note: dict[str, Any], tag: str) -> set[str]:

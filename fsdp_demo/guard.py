@@ -8,17 +8,37 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .codecs.frame import Mismatch, WireError
-from .exchange import Exchange
 from .notes import Stopped
 from .transport import PeerLost, leave
+
+if TYPE_CHECKING:  # the exchange's own modules import NeedsDecision from here
+    from .exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")
 
 RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 DECIDE = 78  # EX_CONFIG: to start again does not help, somebody must change something first
+
+
+class NeedsDecision(ValueError):
+    """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
+
+    Example:
+        >>> from fsdp_demo.guard import DECIDE, NeedsDecision
+        >>> DECIDE, issubclass(NeedsDecision, ValueError)
+        (78, True)
+    """
+
+
+def undecided(error: NeedsDecision, rank: int) -> NoReturn:
+    """End the process with status 78 and the sentence, without a traceback. `rank`: inside the island, for the launchers."""
+    if rank == 0:
+        log.error("%s", error)
+    _tell_launcher(rank, DECIDE)
+    leave(DECIDE)
 
 
 @contextmanager
@@ -63,10 +83,7 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1
-    folder = os.environ.get("ISLAND_STATUS")
-    if folder:  # launchers turn every status into 1; a rehearsal reads the true one here
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"rank{exchange.topology.rank}").write_text(str(status))
+    _tell_launcher(exchange.topology.rank, status)
     leave(status)
 
 
@@ -76,3 +93,11 @@ def _save(save: Callable[[], Any]) -> None:
         save()
     except PeerLost:
         save()
+
+
+def _tell_launcher(rank: int, status: int) -> None:
+    """Launchers turn every status into 1; a rehearsal and `fsdp_demo.launch` read the true one here."""
+    folder = os.environ.get("ISLAND_STATUS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"rank{rank}").write_text(str(status))

@@ -13,7 +13,7 @@ from typing import Any
 from .checkpoint import Saved, open_exchange
 from .config import ExchangeConfig
 from .loading import preset
-from .parts import crc32, read_head
+from .parts import UNREADABLE, crc32, read_head
 from .presets import presets
 from .retention import MANIFEST
 
@@ -155,7 +155,7 @@ def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:
         return {}
     try:
         return {folder / name: {"bytes": f["bytes"], "crc32": f["crc32"]} for name, f in json.loads(path.read_text())["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         problems.append(f"{path} is damaged ({error!r:.80})")
         return {}
 
@@ -186,7 +186,7 @@ def _tensor_sizes(path: Path) -> dict[str, int]:
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         return {key: value["data_offsets"][1] - value["data_offsets"][0] for key, value in header.items() if key != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+    except (OSError, MemoryError, OverflowError, *UNREADABLE):
         return {}  # `_damage` says it
 
 

@@ -20,6 +20,7 @@ from .version import __version__
 
 FORMAT = 1
 PIECE = 8 << 20  # bytes per read of a checksum
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
 OTHER = "resume from another checkpoint"
 FRESH = (
     "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: --fresh-exchange; Trainer: "
@@ -27,8 +28,12 @@ FRESH = (
 )
 
 
-def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> None:
-    """Write `folder/name.safetensors` and then `folder/name.json`. No collectives."""
+def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any, before_last: Callable[[], Any] = lambda: None) -> None:
+    """Write `folder/name.safetensors` and then `folder/name.json`. No collectives.
+
+    Args:
+        before_last: called before the json, with which the part counts; what it raises leaves the part unfinished.
+    """
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -39,6 +44,7 @@ def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> N
     file = {"name": path.name, "bytes": path.stat().st_size, "crc32": crc32(path)}
     text = json.dumps({"head": {**head, "format": FORMAT, "package": __version__, "file": file}, "state": state}, allow_nan=False)
     sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "part": text})  # the text as it was: no parser may change a digit of it
+    before_last()
     in_one_piece(folder / f"{name}.json", lambda part: part.write_text(sealed, encoding="utf-8"))
     sync_folder(folder)
 
@@ -53,12 +59,12 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         sealed = json.loads(path.read_text(encoding="utf-8"))
         text, crc = sealed["part"], sealed["crc32"]
         part = json.loads(text)
-        head = part["head"]
-    except (ValueError, KeyError, TypeError) as error:
+        head, version = part["head"], part["head"].get("format")
+    except UNREADABLE as error:
         raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
-    if head.get("format") != FORMAT:
+    if version != FORMAT:
         raise ValueError(
-            f"{path} has format {head.get('format')!r}, written by fsdp_demo {head.get('package')}; this is {__version__}, which reads "
+            f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is {__version__}, which reads "
             f"format {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
         )
     if crc != zlib.crc32(text.encode()):
@@ -147,6 +153,17 @@ def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
     with open(part, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(part, path)
+
+
+def as_disk_error(error: Exception) -> Exception:
+    """An OSError for what writers raise on a full disk, whichever class it has; all else as it is.
+
+    safetensors says "I/O error ... (os error 28)", `torch.save` "enforce fail at inline_container.cc" or "PytorchStreamWriter failed".
+    """
+    text = str(error)
+    theirs = type(error).__name__ == "SafetensorError" and "os error" in text
+    torchs = isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text)
+    return OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
 
 
 def sync_folder(folder: Path) -> None:

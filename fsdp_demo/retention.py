@@ -1,20 +1,21 @@
 """A loop's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by all islands.
 
-Layout, below a folder of the replica's own:
+Layout, below a folder of the replica's own (`folders.py`):
 
     checkpoint-<step>/          what `write` put there, and manifest.json: version, step, every file with its size and checksum
     .checkpoint-<step>.part/    a save under way, or one that was cut off: never read
     emergency-<step>/           what single ranks saved on their way out (`guard`), without asking each other
+    .aside/<life>/              what is newer than the step that a later life went on from
+    .life.json                  whose folder this is (`fence.py`)
 
 Nothing here sends more than names of steps between islands: they lie in the store, under keys of this run.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
+import secrets
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,25 +23,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from . import folders
 from .board import Board
-from .parts import crc32, in_one_piece, read_head, sync_folder
+from .choosing import Held, alike, choose
+from .fence import Fence, Superseded
+from .finite import NotFinite
+from .folders import MANIFEST, misfits
+from .guard import NeedsDecision
+from .parts import as_disk_error, sync_folder
+from .ranks import Ranks
+from .shelf import Shelf
 from .topology import Topology
-from .transport import PeerLost
-from .version import __version__
+
+__all__ = ["MANIFEST", "Checkpoints", "misfits"]
 
 log = logging.getLogger("fsdp_demo")
 
-VERSION = 1  # of the manifest
-MANIFEST = "manifest.json"
-NEWER = "its manifest has version"
+LAST_FAILURE = 3
+"""Saves that may fail one after the other; this one raises."""
 
 Write = Callable[[Path], Callable[[], Any] | None]
 
 
-class Checkpoints:
+class Checkpoints(Shelf):
     """Checkpoints of this replica, for a training loop. All ranks of all islands make one before `attach`, at the same point.
 
     Args:
@@ -48,91 +55,58 @@ class Checkpoints:
         topology: as for `attach`.
         keep: how many to keep; never fewer than all that follow the newest step which every island is known to hold.
         group: process group of the replica's ranks over CPU tensors; default one of its own.
+        emergency_root: a second folder for what ranks save on their way out, where the first cannot be written; default ISLAND_EMERGENCY.
+            Several runs and islands may share it.
 
     Attributes:
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
+        ranks: the words between the ranks of this replica, over that group.
         common: the newest step that all islands are known to hold.
+        failed_saves: saves of this life that could not be made.
     """
 
-    def __init__(self, root: Path | str, topology: Topology, keep: int = 2, group: Any = None):
+    def __init__(self, root: Path | str, topology: Topology, keep: int = 2, group: Any = None, emergency_root: Path | str | None = None):
         if keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
-        self.root = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
-        self.topology, self.keep, self.common = topology, keep, -1
+        own = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
         if group is None and topology.world > 1:
-            ranks = dist.get_process_group_ranks(topology.group) if topology.group is not None else None
-            group = dist.new_group(ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=ranks is not None)
-        self.group = group
+            members = dist.get_process_group_ranks(topology.group) if topology.group is not None else None
+            group = dist.new_group(members, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=members is not None)
+        second = emergency_root or os.environ.get("ISLAND_EMERGENCY")
+        super().__init__(own, topology, Ranks(group, topology.rank, topology.world), Path(second) if second else None)
+        self.group, self.keep, self.common = group, keep, -1
+        self.failed_saves = self._in_a_row = 0
+        self._fence, self._board = Fence(self.roots, topology.run), Board(topology)
+        self._made: set[int] = set()
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._board = Board(topology)
-
-    # ---- what is there ---------------------------------------------------------------------------------------------
-
-    def path(self, step: int) -> Path:
-        """The folder of a complete checkpoint."""
-        return self.root / f"checkpoint-{step}"
-
-    def emergency(self, step: int) -> Path:
-        """The folder for what ranks save alone at `step`: `parts.write_part(folder, f"rank{rank}", ...)`."""
-        return self.root / f"emergency-{step}"
-
-    def complete(self) -> list[int]:
-        """The steps of the checkpoints whose manifest is there and fits the sizes of the files."""
-        return [s for s in _steps(self.root, "checkpoint") if not misfits(self.path(s))]
-
-    def _readable(self) -> list[int]:
-        """`complete()`; those that are not are named in the log, and those of a newer release refused."""
-        for step in _steps(self.root, "checkpoint"):
-            why = misfits(self.path(step))
-            if why.startswith(NEWER):
-                raise ValueError(f"{self.path(step)}: {why}: install that release, or move this folder away")
-            if why:
-                log.warning("%s is not complete: %s; it is left out", self.path(step), why)
-        return self.complete()
-
-    def left(self) -> list[int]:
-        """The steps at which this rank has left a whole part of its own."""
-        name = f"rank{self.topology.rank}.json"
-        return [s for s in _steps(self.root, "emergency") if _whole(self.emergency(s) / name, self.topology.world)]
-
-    def verify(self, step: int) -> None:
-        """Compare all checksums of a checkpoint, each rank its share. All ranks of the replica come together.
-
-        Raises:
-            ValueError: on every rank, if a file is damaged.
-        """
-        folder, rank, world = self.path(step), self.topology.rank, self.topology.world
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        bad = [name for name, f in sorted(files.items())[rank::world] if crc32(folder / name) != f["crc32"]]
-        if self._any(bool(bad)):
-            what = f"{', '.join(bad)}: checksum does not fit" if bad else "another rank found a file whose checksum does not fit"
-            raise ValueError(
-                f"{folder} is damaged ({what}): remove this folder on one island, and all resume from the common step before it"
-            )
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, write: Write, wait: bool = True) -> None:
         """Make the checkpoint of `step`. All ranks of the replica call it together; islands need not.
 
+        A save that fails on any rank, since a file cannot be written (OSError) or values are not finite, is a warning and counted in
+        `failed_saves`; the half is removed and training goes on. The third one in a row raises.
+
         Args:
             write: `write(folder)` on every rank puts this rank's files below `folder`; it may return a function that does the rest, which
-                runs in a thread if `wait` is False.
+                runs in a thread if `wait` is False. Before collectives of its own it lets all ranks come to a point where none has failed
+                (`ranks.together`).
             wait: False lets training go on; the checkpoint appears when all ranks have written. The one before is waited for.
 
         Raises:
-            RuntimeError: a rank could not write (its own error is raised there). The half is not picked up.
+            PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is sealed, `guard` saves what is left.
+            OSError, NotFinite: the third save in a row that failed.
+            RuntimeError: any other error of a rank (its own is raised there). The half is not picked up.
+            Superseded: the folder belongs to a later life.
         """
         self.wait()
         part = self.root / f".checkpoint-{step}.part"
-        if self.topology.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self._any(False)
-        rest, error = None, None
+        rest: Callable[[], Any] | None = None
+        error = self._start(part)
         try:
-            rest = write(part)
+            rest = write(part) if error is None else None
         except Exception as e:  # the other ranks wait for this one's vote
             error = e
         if wait:
@@ -140,6 +114,47 @@ class Checkpoints:
             return
         self._worker = self._worker or ThreadPoolExecutor(1, "checkpoint")
         self._pending = self._worker.submit(self._complete, step, part, rest, error)
+
+    def _start(self, part: Path) -> Exception | None:
+        """Make an empty folder; where rank 0 cannot, all ranks get the error. All else is raised on all."""
+
+        def make() -> None:
+            self._own()
+            if self.topology.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+
+        try:
+            self.ranks.together(make, str(part))
+        except OSError as error:
+            return error
+        return None
+
+    def save_alone(self, step: int, write: Callable[[Path, Callable[[], None]], Any]) -> Path:
+        """What this rank saves on its way out (for `guard`), without asking the others; returns the folder.
+
+        Args:
+            write: `write(folder, check)` writes this rank's part, `FOLDER/rank<rank>.json` last, and calls `check()` right before that.
+
+        Raises:
+            OSError: it cannot be written, nor in `emergency_root`.
+            Superseded: the folder belongs to a later life.
+        """
+        problem: OSError | None = None
+        for root in self.roots:
+            self._fence.check()
+            folder = root / f"emergency-{step}"
+            try:
+                write(folder, self._fence.check)
+                return folder
+            except Exception as error:
+                why = as_disk_error(error)
+                if not isinstance(why, OSError):
+                    raise
+                log.error("%s cannot be written: %s", folder, why)
+                problem = why
+        assert problem is not None
+        raise problem
 
     def wait(self) -> None:
         """Wait for a save that is under way; raises what it ran into."""
@@ -159,11 +174,14 @@ class Checkpoints:
 
     def forget_emergencies(self) -> None:
         """Remove what ranks have left on the way: the run came to its end. All ranks of the replica come together."""
-        self._any(False)
-        if self.topology.rank == 0:
-            for step in _steps(self.root, "emergency"):
-                _remove(self.emergency(step))
-        self._any(False)
+        self.ranks.any(False)
+        for root in self.roots:
+            for step in folders.steps(root, "emergency"):
+                if self.topology.rank == 0:
+                    folders.remove(root / f"emergency-{step}")
+            if self.topology.rank == 0 and self._made:
+                folders.forget_asides(root)
+        self.ranks.any(False)
 
     def _complete(self, step: int, part: Path, rest: Callable[[], Any] | None, error: Exception | None) -> None:
         """Finish writing, vote, seal, rename, rotate: the same on all ranks, in order."""
@@ -173,212 +191,139 @@ class Checkpoints:
                 rest()
         except Exception as e:
             error = e
-        if self._any(error is not None):
-            raise error or RuntimeError(f"checkpoint of step {step}: another rank could not write; {part} stays unfinished")
-        self._together(part, lambda: self._sum_up(part, rank, world))
-        self._together(part, lambda: self._seal(step, part, world) if rank == 0 else None)
-
-    def _together(self, part: Path, work: Callable[[], Any]) -> None:
-        """Run `work` on every rank; an error of one is raised on all, and none waits for it in a collective."""
-        error: Exception | None = None
         try:
-            work()
-        except Exception as e:
-            error = e
-        if self._any(error is not None):
-            raise error or RuntimeError(f"{part}: another rank could not write; it stays unfinished")
+            self.ranks.settle(error, f"checkpoint of step {step}")
+            self.ranks.together(lambda: folders.sum_up(part, rank, world), str(part))
+            self.ranks.together(lambda: self._seal(step, part) if rank == 0 else None, str(part))
+        except (OSError, NotFinite) as why:
+            self._failed(step, part, why)
+            return
+        self._in_a_row = 0
+        self._made.add(step)
+        if rank == 0:
+            self._rotate()
 
-    def _sum_up(self, part: Path, rank: int, world: int) -> None:
-        """Sizes and checksums of this rank's share of the files."""
-        names = sorted(str(p.relative_to(part)) for p in part.rglob("*") if p.is_file() and not p.name.startswith(".sums"))
-        sums = {n: {"bytes": (part / n).stat().st_size, "crc32": crc32(part / n, sync=True)} for n in names[rank::world]}
-        in_one_piece(part / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
+    def _failed(self, step: int, part: Path, why: Exception) -> None:
+        """Of any rank: all come here."""
+        self.ranks.together(self._fence.check, str(part))  # a later life removes what this one was writing
+        self.failed_saves, self._in_a_row = self.failed_saves + 1, self._in_a_row + 1
+        if self.topology.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)  # a disk that is full needs the room
+        if self._in_a_row >= LAST_FAILURE:
+            raise why
+        log.warning(
+            "%s: checkpoint of step %d not saved (%s); training goes on, failure %d in a row of the %d that end it",
+            self.topology.name,
+            step,
+            why,
+            self._in_a_row,
+            LAST_FAILURE,
+        )
 
-    def _seal(self, step: int, part: Path, world: int) -> None:
-        """Write the manifest, give the folder its name, and remove what is not needed any more."""
-        files: dict[str, Any] = {}
-        for r in range(world):
-            files |= json.loads((part / f".sums{r}").read_text())
-            (part / f".sums{r}").unlink()
-        content = {"version": VERSION, "package": __version__, "step": step, "files": dict(sorted(files.items()))}
-        in_one_piece(part / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
-        for folder in {part, *((part / name).parent for name in files)}:
-            sync_folder(folder)
+    def _seal(self, step: int, part: Path) -> None:
+        """Write the manifest and give the folder its name."""
         old = self.path(step).with_name(f".checkpoint-{step}.old")  # one of this step from before a resume, or damaged
+        self._fence.check()
+        folders.seal(part, step, self.topology.world)
+        try:
+            self._fence.check()
+        except Superseded:  # whole by now: the next start would give it the name
+            (part / MANIFEST).unlink(missing_ok=True)
+            raise
         if self.path(step).exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(self.path(step), old)
         os.replace(part, self.path(step))
         sync_folder(self.root)
         shutil.rmtree(old, ignore_errors=True)
-        self._rotate()
 
     def _rotate(self) -> None:
-        """Remove all but the newest `keep` before the newest step that all islands hold. The list is published before anything goes."""
-        mine = self.complete()
+        """On rank 0: remove all but the newest `keep` before the newest step that all islands hold. The list is published before anything
+        goes. What cannot be asked or removed stays: nothing here may end a training."""
+        mine = [self.regular(s) for s in self.complete()]
         try:
-            self._board.publish(mine)
-            everyone = [set(mine), *map(set, self._board.others())]
-            self.common = max(set.intersection(*everyone), default=self.common)
-        except RuntimeError as e:  # torch's DistStoreError is one
-            log.warning("checkpoints: the store does not answer, so none is removed (%s)", str(e).splitlines()[0])
-            return
-        old = [s for s in mine[: -self.keep] if s < self.common]
-        self._board.publish([s for s in mine if s not in old])
-        for step in old:
-            _remove(self.path(step))
-        for step in [s for s in _steps(self.root, "emergency") if s < self.common]:
-            _remove(self.emergency(step))
+            said = self._board.exchange([[h.step, h.applied] for h in mine])
+            held = [[Held(int(step), applied=str(applied)) for step, applied in each or ()] for each in said]
+            self.common = max((states[0].step for states in alike(held)), default=self.common)
+            self._fence.check()
+            self._remove_before(self.common, [h.step for h in mine])
+        except (RuntimeError, OSError, ValueError, TypeError) as error:  # PeerLost is a RuntimeError
+            log.warning("%s: no old checkpoint is removed: %s", self.topology.name, (str(error).splitlines() or [""])[0])
+
+    def _remove_before(self, common: int, mine: list[int]) -> None:
+        for step in [s for s in mine[: -self.keep] if s < common]:
+            folders.remove(self.path(step))
+        for root in self.roots:
+            for step in [s for s in folders.steps(root, "emergency") if s < common]:
+                folders.remove(root / f"emergency-{step}")
+            if common in self._made:  # this life has got somewhere: what it has left behind is not needed any more
+                folders.forget_asides(root)
 
     # ---- what all islands hold -----------------------------------------------------------------------------------------
 
-    def agreed(self, resume: bool = True, take_over: bool = False) -> int | None:
-        """The step from which all islands resume: the newest that all hold. All ranks of all islands call it, before `attach`.
+    def agreed(self, resume: bool | str = True, take_over: bool = False) -> int | None:
+        """The step from which this island resumes: the newest states that lie between the same exchanges on all islands (`choosing.py`).
+        All ranks of all islands call it, before `attach`.
+
+        Nothing is deleted: what is newer is put aside, and held again at the next start if this one does not get to a common checkpoint.
 
         Args:
-            resume: False: this is a new run, in folders that hold none.
+            resume: False: this is a new run, in folders that hold none. "auto": as True; where nothing is held by all, islands that hold
+                none take over from the others.
             take_over: islands without the newest common step take over from those that have it; what was theirs alone is lost. Where no
                 step is common, the newest that any island holds. Give it on all islands.
 
         Returns:
-            None where no island holds any. With `take_over` this island may lack the step that is returned: see `holds`.
+            None where no island holds any. This island may lack the step that is returned, and then takes over: see `holds`. Islands may
+            go on from unlike steps.
 
         Raises:
-            ValueError: no step in common; one resumes and another does not; a new run where an old one has left checkpoints.
+            NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new run where an old one has left
+                checkpoints; folders of islands that are swapped.
             PeerLost: islands that did not come in time.
         """
-        self._from_first(self._adopt)
-        held, me = self._held(), self.topology
+        if resume not in (True, False, "auto"):
+            raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
+        self.ranks.from_first(self.adopt)
+        held, me = self.held(), self.topology
         if held and not resume:
-            raise ValueError(
-                f"{self.root} holds checkpoints of steps {held}: go on from there (--resume), or give another folder, or remove this one"
+            steps = sorted({h.step for h in held})
+            raise NeedsDecision(
+                f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or give another folder, or remove this one"
             )
-        wish = {"steps": held, "resume": resume, "take_over": take_over, "name": me.name}
-        everyone = self._from_first(lambda: self._board.meet(wish))
+        wish = {"held": [list(vars(h).values()) for h in held], "resume": resume, "take_over": take_over, "name": me.name}
+        everyone = self.ranks.from_first(lambda: self._board.meet(wish))
         for key in ("resume", "take_over"):
-            if len({w[key] for w in everyone}) > 1:
-                both = ", ".join(f"{w['name']}: {w[key]}" for w in everyone)
-                raise ValueError(f"islands differ in {key} ({both}): give the same on all")
-        every = [set(w["steps"]) for w in everyone]
-        if not any(every):
-            return None
-        common = set.intersection(*(e for e in every if e or not take_over))
-        if not common and not take_over:
-            have = "; ".join(f"{w['name']}: {', '.join(map(str, w['steps'])) or 'none'}" for w in everyone)
-            raise ValueError(
-                f"no checkpoint is held by all islands ({have}): copy the missing folder there, or let islands without the newest take "
-                "over from the others (take_over=True; recipes/pretrain.py: --take-over), or start anew in another folder"
-            )
-        step = max(common) if common else max(set.union(*every))
-        self.common = step if step in self.complete() else -1
-        self._from_first(lambda: self._put_aside(step))
+            if len({str(w.get(key)) for w in everyone}) > 1:
+                both = ", ".join(f"{w.get('name')}: {w.get(key)}" for w in everyone)
+                raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
+        try:
+            every = [[Held(*h) for h in w["held"]] for w in everyone]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"an island has left a note of another form ({error!r:.80}): use one release everywhere") from None
+        how = "take_over" if take_over else "auto" if resume == "auto" else "common"
+        chosen = choose([str(w["name"]) for w in everyone], every, how)
+        self._begin()
+        return None if chosen is None else self._go_on(chosen)
+
+    def _go_on(self, chosen: list[Held | None]) -> int:
+        """Put aside what is newer than what this island goes on from."""
+        self.chosen = mine = chosen[self.topology.island]
+        step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
+        self.common = step if mine is not None and mine.kind == "checkpoint" and len({h and h.step for h in chosen}) == 1 else -1
+        if mine is None and self.topology.rank == 0:
+            log.warning("%s: %s holds nothing of step %d: it takes over from the other islands", self.topology.name, self.root, step)
+        life = f"{self.topology.run}-{self._fence.token}".replace(os.sep, "_")
+        self.ranks.from_first(lambda: [folders.put_aside(root, step, life) for root in self.roots])
         return step
 
-    def _adopt(self) -> None:
-        """A save that was cut off between its manifest and its name is whole: give it the name. Other leavings of a killed process go."""
-        for part in self.root.glob(".checkpoint-*.part") if self.root.is_dir() else ():
-            whole = self.root / part.name[1 : -len(".part")]
-            if not misfits(part) and not whole.exists():
-                os.replace(part, whole)
-            else:
-                shutil.rmtree(part, ignore_errors=True)
-        for old in self.root.glob(".checkpoint-*.old") if self.root.is_dir() else ():
-            whole = self.root / old.name[1 : -len(".old")]
-            if not whole.exists() and not misfits(old):
-                os.replace(old, whole)
-            else:
-                shutil.rmtree(old, ignore_errors=True)
+    def _begin(self) -> None:
+        """This life owns the folder from now on."""
+        token = self.ranks.from_first(lambda: secrets.token_hex(6))
+        self.ranks.together(lambda: self._fence.begin(token, writes=self.topology.rank == 0), str(self.root))
 
-    def _put_aside(self, step: int) -> None:
-        """What is newer than the step all go on from belongs to a life that ends here, and must not count as held."""
-        for folder in [self.path(s) for s in _steps(self.root, "checkpoint") if s > step]:
-            _remove(folder)
-        for folder in [self.emergency(s) for s in _steps(self.root, "emergency") if s > step]:
-            _remove(folder)
-
-    def holds(self, step: int) -> str:
-        """What this replica has of `step`: "checkpoint", "emergency" or "" (all ranks come together)."""
-        if not self._any(step not in self.complete()):
-            return "checkpoint"
-        return "" if self._any(step not in self.left()) else "emergency"
-
-    def _held(self) -> list[int]:
-        """Steps that all ranks of the replica can resume from, the same list on all."""
-        complete, left = self._from_first(lambda: (self._readable(), self.left()))
-        return sorted({*complete, *(s for s in left if not self._any(s not in self.left()))})
-
-    # ---- inside the replica ------------------------------------------------------------------------------------------------
-
-    def _any(self, flag: bool) -> bool:
-        """Whether any rank of the replica says so; also a barrier."""
-        if self.group is None:
-            return flag
-        vote = torch.tensor([float(flag)])
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.group)
-        return bool(vote)
-
-    def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` gives on rank 0 (JSON), on all ranks of the replica; an error there is raised on all."""
-        if self.group is None:
-            return ask()
-        value: list[Any] = [None, "", ""]
-        if self.topology.rank == 0:
-            try:
-                value[0] = ask()
-            except (ValueError, RuntimeError, OSError) as error:  # PeerLost and torch's DistStoreError are RuntimeErrors
-                value = [None, type(error).__name__, str(error)]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        dist.broadcast(size, group_src=0, group=self.group)
-        data = data if self.topology.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, group_src=0, group=self.group)
-        got, kind, text = json.loads(bytes(data.tolist()))
-        if kind:
-            raise {"PeerLost": PeerLost, "ValueError": ValueError}.get(kind, RuntimeError)(text)
-        return got
-
-
-def _steps(root: Path, kind: str) -> list[int]:
-    """Steps of the folders `root/<kind>-<step>`, ascending."""
-    found = (re.fullmatch(rf"{kind}-(\d+)", p.name) for p in (root.iterdir() if root.is_dir() else ()))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def seal_sizes(folder: Path, step: int) -> None:
-    """Write the manifest of a checkpoint whose files somebody else has written: sizes only, since checksums would read all again."""
-    found = [p for p in sorted(folder.rglob("*")) if p.is_file()]
-    files = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "crc32": None} for p in found}
-    files.pop(MANIFEST, None)
-    content = {"version": VERSION, "package": __version__, "step": step, "files": files}
-    in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
-
-
-def misfits(folder: Path) -> str:
-    """Why a checkpoint is not complete; empty if it is."""
-    try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if content["version"] != VERSION:
-            return (
-                f"{NEWER} {content['version']}, written by fsdp_demo {content.get('package')}; this is {__version__}, which reads {VERSION}"
-            )
-        sizes = {name: f["bytes"] for name, f in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"no manifest that can be read ({error!r:.80})"
-    bad = [n for n, size in sizes.items() if not (folder / n).is_file() or (folder / n).stat().st_size != size]
-    return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
-
-
-def _whole(path: Path, world: int) -> bool:
-    """Whether a part that a rank left on its way out is whole, and of an island of as many ranks: others load regular checkpoints."""
-    try:
-        return int(read_head(path)[0].get("world", world)) == world
-    except (OSError, ValueError):
-        return False
-
-
-def _remove(folder: Path) -> None:
-    """Make a checkpoint one that is not there, then delete it: a reader never sees a half."""
-    hidden = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.replace(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    def _own(self) -> None:
+        """At a save: begin, if nothing has been agreed on before."""
+        if not self._fence.token:
+            self._begin()
+        self._fence.check()

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Pre
 
 from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
 from fsdp_demo.checkpoint import Checkpoints
+from fsdp_demo.guard import NeedsDecision, undecided
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
@@ -78,8 +79,21 @@ class TrainArguments:
     )
     keep: int = field(default=2, metadata={"help": "checkpoints to keep, beside those after the newest that all islands hold"})
     save_async: bool = field(default=False, metadata={"help": "go on training while a checkpoint is written"})
-    resume: bool = field(default=False, metadata={"help": "go on from the newest step that all islands hold in OUTPUT, if they hold any"})
+    resume: str | None = field(
+        default=None,
+        metadata={
+            "help": "go on from the newest step that all islands hold in OUTPUT, if they hold any; auto: where they have none in common, "
+            "islands that hold none take over from the others",
+            "nargs": "?",
+            "const": "common",
+            "choices": ["common", "auto"],
+        },
+    )
     take_over: bool = field(default=False, metadata={"help": "with --resume: islands without that step take over from the others"})
+    emergency: str | None = field(
+        default=None,
+        metadata={"help": "a second folder for what is saved on the way out, if OUTPUT is full (or ISLAND_EMERGENCY)"},
+    )
     fresh_exchange: bool = field(default=False, metadata={"help": "with --resume: model and optimizer go on, the exchange starts anew"})
 
 
@@ -184,10 +198,13 @@ def main() -> None:
     facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile}
     facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
     output = Path(train.output)
-    checkpoints = Checkpoints(output if cross.mesh else output / topology.name, topology, train.keep)
+    checkpoints = Checkpoints(output if cross.mesh else output / topology.name, topology, train.keep, emergency_root=train.emergency)
     micro_batch = data.batch_size * topology.world * topology.islands
     state = RunState(checkpoints, model, optimizer, micro_batch, data.accumulation, facts)
-    state.restore(train.resume, train.take_over, train.fresh_exchange)
+    try:
+        state.restore("auto" if train.resume == "auto" else bool(train.resume), train.take_over, train.fresh_exchange)
+    except NeedsDecision as error:
+        undecided(error, topology.rank)  # (*) status 78: trying again changes nothing
     agreed = {name: getattr(train, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
     agreed |= {name: getattr(data, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
     exchange = attach(  # (*)
@@ -214,7 +231,7 @@ def main() -> None:
             state.save(wait=not train.save_async)
         state.step_ended()
 
-    resume = " ".join(sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"])
+    resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
     with guard(exchange, save=state.emergency, resume=resume):  # (*)
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)

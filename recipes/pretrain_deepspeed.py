@@ -32,6 +32,7 @@ from transformers import HfArgumentParser
 
 import deepspeed_ext
 from fsdp_demo import Exchange, Topology, base_optimizer, guard, load_config
+from fsdp_demo.guard import NeedsDecision, undecided
 from fsdp_demo.integrations.arguments import ExchangeArguments
 
 
@@ -180,7 +181,10 @@ def main() -> None:
     agreed = {name: getattr(args, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
     agreed |= {name: getattr(args, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
     exchange = deepspeed_ext.attach(engine, config, agree=agreed)  # (*) the one line; checkpoints are per replica from here on
-    counters = (engine.load_checkpoint(args.output)[1] or {}).get("report", []) if args.resume else []
+    try:
+        counters = (engine.load_checkpoint(args.output)[1] or {}).get("report", []) if args.resume else []
+    except NeedsDecision as error:
+        undecided(error, world.process_index)  # (*) status 78: trying again changes nothing
 
     facts = {"model": args.model, "data": args.data, "tokenizer": args.tokenizer, "seed": args.seed, "lr": lr}
     facts |= {"zero": engine.zero_optimization_stage(), "bf16": settings["bf16"]["enabled"], "batch_size": args.batch_size}
@@ -190,14 +194,21 @@ def main() -> None:
         report.load_state_dict(counters[world.process_index])
     rows = batches(sets, args, seed, world.process_index, world.num_processes, exchange.step * args.accumulation)
     resume = shlex.join(sys.argv if args.resume else [*sys.argv, "--resume"])
-    saved = exchange.step
+    saved, failed = exchange.step, 0
 
     def save(last: bool = False) -> None:
         """Once per step: what is left when a peer is lost in the next one must not take the place of a whole checkpoint."""
-        nonlocal saved
+        nonlocal saved, failed
         if last or saved < exchange.step:
-            engine.save_checkpoint(args.output, client_state={"report": world.listed(report.state_dict())})
-            saved = exchange.step
+            done = engine.save_checkpoint(args.output, client_state={"report": world.listed(report.state_dict())})
+            saved, failed = (exchange.step, failed) if done else (saved, failed + 1)
+
+    def leave() -> None:
+        save()
+        if saved < exchange.step:
+            raise RuntimeError(f"the checkpoint of step {exchange.step} could not be written")
+
+    report.counters = lambda: {"failed_saves": failed}
 
     def end_step() -> None:
         report.optimizer_step(lr * schedule(report.step, args))
@@ -207,7 +218,7 @@ def main() -> None:
             save()
 
     # (*) DeepSpeed saves with collectives: they work while this replica is whole, but in a mesh they wait for the lost one, too.
-    with guard(exchange, save=None if args.mesh else save, resume=resume):
+    with guard(exchange, save=None if args.mesh else leave, resume=resume):
         if not exchange.step:
             evaluate(world, engine, held_out, exchange, report)
         if report.step < exchange.step:

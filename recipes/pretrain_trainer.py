@@ -19,6 +19,7 @@ from pretrain import load_model
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from fsdp_demo import Topology
+from fsdp_demo.guard import NeedsDecision, undecided
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
@@ -95,7 +96,11 @@ def main() -> None:
         **exchange.trainer(lr=args.learning_rate),  # (*) the callback, and the optimizer of presets that have their own
     )
     resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "auto") else resume)
+    try:
+        newest = ("true",) if config else ("true", "auto")  # (*) "auto" is for the callback
+        trainer.train(resume_from_checkpoint=True if str(resume).lower() in newest else resume)
+    except NeedsDecision as error:
+        undecided(error, args.process_index)  # (*) status 78: trying again changes nothing
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()  # every island has the same model by now

@@ -23,7 +23,7 @@ Makes .venv (a second run reuses it), then trains a small Llama on the source te
 
 Options of pretrain.py that can be added: --model --data --tokenizer --sequence-length --batch-size --accumulation --set --clip
 --no-shard --bf16 --activation-checkpointing --compile --lr --schedule --warmup-steps --seed --eval-every --eval-batches --log-every
---peak-tflops --save-every --keep --save-async --resume --take-over --fresh-exchange (--mesh is for one launch over all machines, not for islands)
+--peak-tflops --save-every --keep --save-async --emergency --resume --take-over --fresh-exchange (--mesh is for one launch over all machines, not for islands)
 For example: bash recipes/quickstart.sh --data my_texts/ --set codec.topk=16 --lr 0.001
 TEXT
 }

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ class Report:
         self.validation: list[list[float]] = []
         self.history: list[dict[str, Any]] = []
         self.began, self.evaluating, self.bar = time.monotonic(), 0.0, None
+        self.counters: Callable[[], dict[str, Any]] = dict  # what others count, for each line and the summary
         self.before = {"bytes_sent": 0, "exchanges": 0, "seconds_waiting": 0.0, "seconds_exchanging": 0.0}  # before a resume
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +168,7 @@ class Report:
         if not self.main:
             return
         speed = values["tokens"] / self._seconds()
-        line = {"step": self.step, "lr": lr, "tokens_per_second": speed, "mfu": self._mfu(speed), **values}
+        line = {"step": self.step, "lr": lr, "tokens_per_second": speed, "mfu": self._mfu(speed), **values, **self.counters()}
         self.history.append(line)
         print(json.dumps(line), file=self.file, flush=True)
         if self.bar is not None:
@@ -208,6 +210,7 @@ class Report:
             "seconds": seconds,
             "validation": self.validation,
             "hidden": hidden(metrics),
+            **self.counters(),
             **self.facts,
         }
         if self.bar is not None:

@@ -21,7 +21,8 @@ import json
 import logging
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from data import Position, forever
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_demo.checkpoint import Checkpoints, Saved, Snapshot, describe, open_exchange, save_exchange, snapshot
+from fsdp_demo.checkpoint import Checkpoints, Saved, Snapshot, describe, open_exchange
+from fsdp_demo.finite import refuse_not_finite
 from fsdp_demo.inner import materialise
-from fsdp_demo.parts import copied, read_part, write_part
+from fsdp_demo.parts import as_disk_error, copied, read_part, write_part
 from fsdp_demo.replica import fill_replica, replica_tree
 from fsdp_demo.resharding import average, shares
 from fsdp_demo.shards import local_part, plain_name
@@ -45,11 +48,19 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an
 # -- one rank alone: no collectives, so it works when peers are gone --------------------------------------------------------
 
 
-def save_local(folder: Path, rank: int, optimizer: Any, exchange: Any, loop: Any = None) -> None:
-    """Write this rank's shards, optimizer states, exchange and loop; `rank<rank>.json` comes last."""
-    save_exchange(folder / "exchange", exchange)
-    head = {"step": exchange.step, "rank": rank, "world": exchange.topology.world}
-    write_part(folder, f"rank{rank}", head, {**replica_tree([optimizer.optimizer]), "loop": loop})
+def save_local(
+    folder: Path, rank: int, optimizer: Any, exchange: Any, loop: Any = None, before_last: Callable[[], Any] = lambda: None
+) -> None:
+    """Write this rank's shards, optimizer states, exchange and loop; `rank<rank>.json` comes last, after `before_last()`.
+
+    Raises:
+        NotFinite: a tensor holds NaN or Inf; nothing is written.
+    """
+    kept, state = replica_tree([optimizer.optimizer]), exchange.state_dict()
+    refuse_not_finite(("replica", kept), ("exchange", state))
+    Snapshot(describe(exchange), state).write(folder / "exchange")
+    head = {"step": exchange.step, "rank": rank, "world": exchange.topology.world, "exchange": True}
+    write_part(folder, f"rank{rank}", head, {**kept, "loop": loop}, before_last)
 
 
 def load_local(folder: Path, rank: int, optimizer: Any, shares: dict[Path, float] | None = None) -> dict[str, Any]:
@@ -111,6 +122,18 @@ def load_tensors(shares: dict[Path, float], model: torch.nn.Module, optimizer: A
         local_part(live[name]).copy_(value)
 
 
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    """What ranks could not write, as the error that it was: torch gathers it into an exception of its own, which is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if causes and all(isinstance(as_disk_error(c), OSError) for c in causes if isinstance(c, Exception)):
+            raise OSError(f"{causes[0]} (rank {next(iter(error.failures))})") from None
+        raise RuntimeError(str(error)) from None
+
+
 def random_states() -> dict[str, Any]:
     """Of python, numpy, torch and this rank's GPU."""
     version, words, gauss = random.getstate()
@@ -164,11 +187,12 @@ class RunState:
 
     # ---- resuming ------------------------------------------------------------------------------------------------------
 
-    def restore(self, resume: bool, take_over: bool = False, fresh: bool = False) -> None:
+    def restore(self, resume: bool | str, take_over: bool = False, fresh: bool = False) -> None:
         """Agree with the other islands and load, before `attach`. `fresh`: leave the exchange's own state out.
 
         Raises:
-            ValueError: see `Checkpoints.agreed`; damaged or foreign files.
+            NeedsDecision: see `Checkpoints.agreed`.
+            ValueError: damaged or foreign files.
         """
         step = self.checkpoints.agreed(resume, take_over)
         if step is None:
@@ -179,8 +203,7 @@ class RunState:
         elif kind or self._siblings("checkpoint", step):
             self._load(step, bool(kind))
         else:
-            log.info("no checkpoint of step %d here: taken over from the other islands", step)
-            return
+            return  # at step 0, so that attach gives it what the others hold
         self.step = step
         log.info("resumed from %s of step %d", kind or "the other islands' checkpoints", step)
         if fresh:
@@ -236,6 +259,7 @@ class RunState:
     def follow(self, exchange: Any, report: Any) -> None:
         """From now on these are saved, and their counters go on."""
         self.exchange, self.report = exchange, report
+        report.counters = lambda: {"failed_saves": self.checkpoints.failed_saves}
         if self._counters is not None and exchange.step == self.step:
             report.load_state_dict(self._counters)
         elif exchange.step:  # all was taken over
@@ -277,18 +301,25 @@ class RunState:
         group, rank = self.checkpoints.group, self.checkpoints.topology.rank
         head = {"step": self.exchange.step, "rank": rank, "world": self.checkpoints.topology.world}
 
+        def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
+            live, state = tensors_of(self.model, self.optimizer), self.exchange.state_dict()  # waits for flights
+            refuse_not_finite(("replica", live), ("exchange", state))
+            kept = Snapshot(describe(self.exchange), state if wait else copied(state))
+            return live, kept, self.loop() if wait else copied(self.loop())
+
         def write(folder: Path) -> Any:
-            live, writer = tensors_of(self.model, self.optimizer), HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
-            state = Snapshot(describe(self.exchange), self.exchange.state_dict()) if wait else snapshot(self.exchange)  # waits for flights
-            loop = self.loop() if wait else copied(self.loop())
+            live, state, loop = self.checkpoints.ranks.together(copy, f"checkpoint of step {self.exchange.step}")
+            writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
             # Collectives first: a rank that cannot write its own files must not leave the others waiting in them.
             under_way = dcp.async_save(live, storage_writer=writer, process_group=group) if not wait else None
             if wait:
-                dcp.save(live, storage_writer=writer, process_group=group)
+                with as_os_error():
+                    dcp.save(live, storage_writer=writer, process_group=group)
 
             def rest() -> None:
                 if under_way is not None:
-                    under_way.result()
+                    with as_os_error():
+                        under_way.result()
                 if rank == 0:
                     inner(self.model).config.save_pretrained(folder)
                     (folder / "facts.json").write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
@@ -302,8 +333,10 @@ class RunState:
 
     def emergency(self) -> None:
         """This rank's own, without collectives (for `guard`)."""
-        step, rank = self.exchange.step, self.checkpoints.topology.rank
-        save_local(self.checkpoints.emergency(step), rank, self.optimizer, self.exchange, self.loop())
+        rank, loop = self.checkpoints.topology.rank, self.loop()
+        self.checkpoints.save_alone(
+            self.exchange.step, lambda folder, check: save_local(folder, rank, self.optimizer, self.exchange, loop, check)
+        )
 
     def finish(self) -> None:
         """The run came to its end: what was left on the way is not for a later resume."""

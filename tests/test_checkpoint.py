@@ -293,7 +293,7 @@ def write(text="x"):
 def test_a_checkpoint_is_whole_or_not_there(tmp_path):
     kept = single(tmp_path)
     kept.save(10, write())
-    assert kept.complete() == [10] and [p.name for p in tmp_path.iterdir()] == ["checkpoint-10"]
+    assert kept.complete() == [10] and sorted(p.name for p in tmp_path.iterdir()) == [".life.json", "checkpoint-10"]
     content = json.loads((kept.path(10) / MANIFEST).read_text())
     assert content["version"] == 1 and content["step"] == 10 and content["files"]["a.txt"]["bytes"] == 1
 
@@ -301,9 +301,8 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path):
         (folder / "a.txt").write_text("half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        kept.save(20, fails)
-    assert kept.complete() == [10] and (tmp_path / ".checkpoint-20.part").is_dir()
+    kept.save(20, fails)  # a warning: tests/test_failed_saves.py
+    assert kept.complete() == [10] and not (tmp_path / ".checkpoint-20.part").exists()
     kept.save(20, write())
     assert kept.complete() == [10, 20] and not (tmp_path / ".checkpoint-20.part").exists()
     (kept.path(20) / "a.txt").write_text("xy")  # another size

@@ -293,7 +293,7 @@ esac
 """
 
 
-@pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75)])
+@pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
 def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_path, count, status):
     stub = tmp_path / "python"
     stub.write_text(STUB)
@@ -302,17 +302,19 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     output = ended(launch("slurm/islands-2nodes.sbatch", **slurm(2, PYTHON=stub, STUB_STATUS=status, **again)), status=status)
     lines = sorted(line for line in output.splitlines() if line.startswith("island "))
     assert [line.split(":")[0] for line in lines] == [f"island {n} of 2 at 127.0.0.1" for n in range(2)]
-    assert all(f"29400 run 4711-{count or 0}: " in line and line.endswith("--resume") == bool(count) for line in lines), output
-    assert ("scontrol requeue 4711" in output) == (status == 75)
+    assert all(f"29400 run 4711-{count or 0}: " in line and line.endswith("--resume auto") == bool(count) for line in lines), output
+    assert all("--save-every 200" in line for line in lines)  # a crash costs at most these steps
+    assert ("scontrol requeue 4711" in output) == (status == 75) and ("choose, then submit again" in output) == (status == 78)
 
 
-@pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (3, 1)])
+@pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (78, 78), (3, 1)])
 def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path, of_islands, whole):
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
-    output = ended(launch("ssh/islands.sh", **ssh(2, PYTHON=stub, STUB_STATUS=of_islands, RUN="r", RESUME=1)), status=whole)
-    assert output.count("run r: ") == 2 and output.count("--resume") == 2
+    variables = ssh(2, PYTHON=stub, STUB_STATUS=of_islands, RUN="r", RESUME="auto", SAVE_EVERY=7)
+    output = ended(launch("ssh/islands.sh", **variables), status=whole)
+    assert output.count("run r: ") == 2 and output.count("--save-every 7") == output.count("--resume auto") == 2
     assert output.count(f"ended with status {of_islands}") == (2 if of_islands else 0)
 
 

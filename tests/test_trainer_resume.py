@@ -106,7 +106,7 @@ def test_none_in_common_is_refused_with_what_each_holds(run_ranks):
         torch_final = rank.folder / "out" / f"island{rank.island}" / "checkpoint-8"
         for file in torch_final.glob("exchange/*.json"):
             file.write_text("{")  # a torn part is no checkpoint
-        with pytest.raises(ValueError, match=r"island 0 holds \[4\]; island 1 holds \[6\]. Name one by its path"):
+        with pytest.raises(ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"):
             script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train(resume_from_checkpoint="auto")
 
     run_ranks(run, islands=2, procs=1)
@@ -160,8 +160,9 @@ def test_what_is_newer_than_the_resumed_step_counts_no_more(run_ranks):
         whole = json.loads((mine / "checkpoint-10" / "manifest.json").read_text())
         with open(mine / "checkpoint-10" / "model.safetensors", "r+b") as file:
             file.truncate(100)  # a torn model file
-        return kept, sorted(whole["files"])[:2], whole_steps(mine)
+        aside = sorted(p.name for p in mine.glob(".aside/*/*"))
+        return kept, sorted(whole["files"])[:2], whole_steps(mine), aside, all(f["crc32"] for f in whole["files"].values())
 
-    for kept, files, steps in run_ranks(run, islands=2, procs=1):
-        assert "checkpoint-10" in kept and "checkpoint-12.superseded" in kept and "checkpoint-12" not in kept
+    for kept, files, steps, aside, sums in run_ranks(run, islands=2, procs=1):
+        assert "checkpoint-10" in kept and "checkpoint-12" not in kept and aside in ([], [".given-up", "checkpoint-12"]) and sums
         assert files == ["config.json", "exchange/rank0.json"] and 10 not in steps and 8 in steps

@@ -16,7 +16,10 @@ import deepspeed_ext
 import fsdp_demo
 from deepspeed_ext import checkpoints
 from deepspeed_ext.checkpoints import separate
+from deepspeed_ext.finding import choose_tags
 from fsdp_demo.checkpoint import open_exchange
+from fsdp_demo.fence import Fence, Superseded
+from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.inspecting import inspect
 from fsdp_demo.integrations.replicas import anchors
 from fsdp_demo.parts import copied
@@ -251,20 +254,21 @@ def test_what_is_not_whole(run_ranks, tmp_path) -> None:
         assert "ValueError" in o.error and "engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach" in o.error
 
 
-def save_and_fail(me: Any, root: Path, config: dict[str, Any]) -> str:
+def save_and_fail(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
+    logging.basicConfig(level=logging.WARNING, force=True)
     made, exchange = make(config, "diloco")
     zero.train(made, range(2), me.rank)
-    made.save_checkpoint(str(root), "again")
+    out = [made.save_checkpoint(str(root), "again")]
     zero.train(made, range(2), me.rank)
     if me.rank == 3:
         checkpoints.save_exchange = full
-    try:
-        made.save_checkpoint(str(root), "again")
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    finally:
-        exchange.detach()
-    return ""
+    for tag in ("again", "more", "last"):
+        try:
+            out.append(made.save_checkpoint(str(root), tag))
+        except OSError as error:
+            out.append(str(error))
+    exchange.detach()
+    return out
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -272,13 +276,59 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def test_a_save_over_another_fails(run_ranks, tmp_path) -> None:
-    """All ranks of the replica hear of it, and what is left of the older one does not count as whole."""
+    """All ranks of the replica hear of it, what is left of the older one does not count as whole; the third failure in a row ends it."""
     config = zero.settings("zero1")
-    said = run_ranks(save_and_fail, args=(tmp_path, config))
-    assert said[:2] == ["", ""] and said[2].endswith("island1/again could not be written by another rank: it stays unfinished")
-    assert said[3] == "the disk is full"
-    for o in run_ranks(load, args=(tmp_path, config, "diloco", {}, "again"), check=False):
-        assert "lacks the parts of (island, rank) [(1, 1)]" in str(o.error)
+    out = run_ranks(save_and_fail, args=(tmp_path, config), check=False)
+    said = [o.value for o in out]
+    assert said[:2] == [[True] * 4] * 2 and said[2][:3] == said[3][:3] == [True, False, False]
+    assert said[2][3].endswith("another rank could not write") and said[3][3] == "the disk is full"
+    assert "no checkpoint saved" in out[2].log and "failure 2 in a row of the 3" in out[2].log
+    assert not (tmp_path / "island1" / "again").exists() and (tmp_path / "island0" / "again" / "manifest.json").exists()
+
+
+def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[Any]:
+    made, exchange = make(config, "diloco")
+    zero.train(made, range(2), me.rank)
+    if me.island == 1 and me.proc == 1:
+        tensors = exchange.shards.read(where)
+        next(t for t in tensors if t is not None and t.numel()).view(-1)[0] = float("nan")
+    saved = made.save_checkpoint(str(root), "one")
+    exchange.detach()
+    return [saved, (root / f"island{me.island}" / "one").exists()]
+
+
+@pytest.mark.parametrize("where", ["parameter", "state:exp_avg"])
+def test_no_checkpoint_of_a_nan(run_ranks, tmp_path, where) -> None:
+    assert run_ranks(poisoned, args=(tmp_path, zero.settings("zero1"), where)) == [[True, True]] * 2 + [[False, False]] * 2
+
+
+def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
+    made, exchange = make(config, "demo")
+    made.save_checkpoint(str(root), "one")
+    torch.distributed.barrier()
+    if me.proc == 0:
+        Fence([root / f"island{me.island}"], "later").begin("token")
+    torch.distributed.barrier()
+    with pytest.raises(Superseded, match="belongs to a later life"):
+        made.save_checkpoint(str(root), "two")
+    exchange.detach()
+    return (root / f"island{me.island}" / "two").exists()
+
+
+def test_a_process_of_an_earlier_life_writes_nothing(run_ranks, tmp_path) -> None:
+    assert run_ranks(usurped, args=(tmp_path, zero.settings("zero1"))) == [False] * 4
+    assert (tmp_path / "island0" / "latest").read_text() == "one"
+
+
+def test_a_flipped_bit_is_found(run_ranks, tmp_path) -> None:
+    args = (tmp_path, zero.settings("zero2"), "demo", {})
+    run_ranks(save, args=args)
+    (file,) = (tmp_path / "island1" / f"global_step{N}").glob("zero_pp_rank_1_*optim_states.pt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    out = run_ranks(load, args=args, check=False)
+    assert any("optim_states.pt: checksum does not fit" in str(o.error) for o in out[2:]) and all(o.error for o in out[2:])
 
 
 def save_more(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> None:
@@ -387,6 +437,22 @@ def test_a_plain_checkpoint(run_ranks, tmp_path) -> None:
     assert (tmp_path / "island1" / "latest").exists()
 
 
+def seen(tag: str, step: int, applied: str, owner: int | None = None) -> dict[str, Any]:
+    """What a replica sees that shares no disk with the others: the tag in its own folder, and one of step 10."""
+    own = [[10, "9", 0, "ten", "r10"], [step, applied, 0, tag, f"r{step}{applied}"]]
+    note = {"name": "n", "tag": None, "latest": tag, "plain": [], "bad": {}, "beside": {}, "plain_latest": None, "own": own}
+    note["seen"] = {t: {run: [s, 0.0]} for s, _, _, t, run in own}
+    return note | ({} if owner is None else {"owner": owner, "own": []})
+
+
+def test_replicas_between_the_same_exchanges_load_unlike_tags() -> None:
+    assert choose_tags([seen("a", 17, "9"), seen("b", 19, "9")]) == [("a", "r179"), ("b", "r199")]
+    assert choose_tags([seen("a", 17, "9"), seen("b", 19, "18")]) == [("a", "r179"), ("ten", "r10")]  # 19 has applied what 17 lost
+    assert choose_tags([seen("a", 17, "9"), seen("a", 17, "9")]) == [("a", "r179")] * 2
+    with pytest.raises(NeedsDecision, match="swapped"):
+        choose_tags([seen("a", 17, "9", 1), seen("a", 17, "9", 0)])
+
+
 def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:
     made, exchange = make(config, "diloco")
     try:
@@ -400,9 +466,9 @@ def test_replicas_that_do_not_see_it(run_ranks, tmp_path) -> None:
     run_ranks(save, args=(tmp_path / "here", config, "diloco", {}))
     (tmp_path / "there").mkdir()
     for o in run_ranks(elsewhere, args=(tmp_path, config, []), check=False):
-        assert "ValueError: no checkpoint is seen by all replicas (island0: global_step5; island1: none): copy the folder" in str(o.error)
+        assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none): copy" in str(o.error)
     for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5", "other"]), check=False):
-        assert "ValueError: replicas load different tags (island0: 'global_step5', island1: 'other')" in str(o.error)
+        assert "NeedsDecision: replicas load different tags (island0: 'global_step5', island1: 'other')" in str(o.error)
 
 
 def clipped(me: Any, root: Path, config: dict[str, Any], preset: str) -> list[float]:

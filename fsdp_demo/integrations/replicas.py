@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Iterable, Sequence
@@ -19,11 +20,11 @@ from ..blocks import Layout
 from ..checkpoint import Saved
 from ..config import ExchangeConfig
 from ..fragments import expand
-from ..parts import read_part
+from ..parts import UNREADABLE, read_part
 from ..patterns import covers, kind
 from ..shards import plain_name
 
-FULL, SHARDED = "pytorch_model_fsdp.bin", ".metadata"
+FULL, SHARDED, ADAPTER = "pytorch_model_fsdp.bin", ".metadata", "adapter_model.safetensors"
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
@@ -32,8 +33,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        found = {name: t for file in files for name, t in load_file(folder / file).items()}
+        found = {name: t for file in _indexed(index) for name, t in load_file(file).items()}
     elif single.is_file():
         found = load_file(single)
     elif (folder / FULL).is_file():
@@ -43,11 +43,33 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
         found = _read_distributed(HuggingFaceStorageReader(str(folder / "model")))
     else:
+        if (folder / ADAPTER).is_file():
+            raise ValueError(
+                f"{folder} holds an adapter of peft ({ADAPTER}), not a whole model: load it as it is, PeftModel.from_pretrained(BASE, "
+                f"{str(folder)!r}), where BASE is the model named in its adapter_config.json; with diloco and other presets that "
+                "have an anchor take a step right after an exchange, or trainer.save_model() at the end of the run"
+            )
         metadata = sorted(folder.glob(f"*/{SHARDED}"), key=lambda path: "optim" in path.parent.name)
         if not metadata:
             raise ValueError(f"{folder} holds no model: looked for model.safetensors, {FULL}, model/*.safetensors and */{SHARDED}")
         found = _read_distributed(_PlainReader(str(metadata[0].parent)))
     return {plain_name(name): tensor for name, tensor in found.items()}
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names; all lie in its folder.
+
+    Raises:
+        ValueError: it is damaged, or names a file elsewhere.
+    """
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except UNREADABLE as error:
+        raise ValueError(f"{index} is damaged ({error!r:.80}): take another step") from None
+    for name in names:
+        if not Path(os.path.normpath(index.parent / name)).is_relative_to(index.parent):
+            raise ValueError(f"{index} names {name!r}, which is not in its folder: allowed are files beside it; do not trust it")
+    return [index.parent / name for name in names]
 
 
 class _Names(pickle.Unpickler):

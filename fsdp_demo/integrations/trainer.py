@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -29,15 +29,15 @@ from ..codecs.frame import WireError
 from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..loading import load_config
-from ..retention import seal_sizes
 from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
 from .trainer_engine import before_steps, engine_of
 from .trainer_evaluation import Evaluations
 from .trainer_optimizer import exchange_optimizer
+from .trainer_saves import Saves
 from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
-from .trainer_state import Rotation, find_checkpoint, open_state, put_aside, refuse_alone, restore_local, save_state
+from .trainer_state import Rotation, find_checkpoint, open_state, refuse_alone, restore_local
 from .trainer_stop import Stops
 from .trainer_words import check_optimizer, talk
 
@@ -83,7 +83,9 @@ class ExchangeCallback(TrainerCallback):
         self._limit: float | None = None
         self._kept_total: int | None = None
         self._rotation: Rotation | None = None
+        self._saves: Saves | None = None
         self._resume: str | bool | None = None
+        self._named = False  # a person named the checkpoint to resume from
         self._stops = Stops(lambda: self._live, self._warn)
         self._reset()
 
@@ -115,8 +117,8 @@ class ExchangeCallback(TrainerCallback):
             separate(trainer, self._topology)
         if self._topology.kind == "mesh":
             quieten(trainer)
-        for name in ("train", "training_step", "evaluation_loop", "log"):
-            self._wrap(name, getattr(self, f"_{name}"))
+        for name in ("train", "training_step", "evaluation_loop", "log", "_save_checkpoint"):
+            self._wrap(name, getattr(self, f"_{name.lstrip('_')}"))
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         original = getattr(self._trainer, name)
@@ -149,7 +151,9 @@ class ExchangeCallback(TrainerCallback):
             options = {"checkpoints": False}
             self._undo.append(before_steps(trainer.accelerator, self._hear))
         facts = {"max_steps": state.max_steps, **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")}}
-        facts |= {"lr_scheduler_kwargs": str(args.lr_scheduler_kwargs), "at": state.global_step}
+        facts |= {"lr_scheduler_kwargs": str(args.lr_scheduler_kwargs)}
+        if self._fresh:  # with a state of the exchange islands may stand at unlike steps between two exchanges
+            facts["at"] = state.global_step
         self.exchange = exchange = attach(
             trainer.optimizer if self._engine is None else self._engine,
             config,
@@ -168,8 +172,8 @@ class ExchangeCallback(TrainerCallback):
         if state.global_step and not self._fresh:
             restore_local(self._checkpoint(args, state), exchange, self._engine is not None)
             exchange.accept_parameters()
-        if args.should_save and state.global_step:
-            put_aside(Path(args.output_dir), state.global_step)
+        self._saves = saves = Saves(trainer, exchange, self._engine is not None)
+        saves.begin(state.global_step, self._named)
         if self._topology.kind == "islands" and args.process_index == 0:
             self._rotation = Rotation(Path(args.output_dir), self._topology, args.save_total_limit)
         self._kept_total, args.save_total_limit = args.save_total_limit, None if self._topology.kind == "islands" else args.save_total_limit
@@ -228,7 +232,8 @@ class ExchangeCallback(TrainerCallback):
     def _count(self) -> None:
         """Numbers for the log. All ranks of the island come here together: the Trainer logs on all of them or on none."""
         if self.exchange is not None and not self.exchange.closed:
-            self._numbers = {f"exchange/{name}": value for name, value in self.exchange.totals().items()}
+            failed = {"failed_saves": float(self._saves.failed)} if self._saves is not None else {}
+            self._numbers = {f"exchange/{name}": value for name, value in (self.exchange.totals() | failed).items()}
 
     def _finish(self) -> None:
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model that all islands hold."""
@@ -253,19 +258,9 @@ class ExchangeCallback(TrainerCallback):
         self._stops.hold(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """This rank's part of the exchange, beside the Trainer's own files."""
-        if self.exchange is not None:
-            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            save_state(checkpoint, self.exchange, self._engine is not None)
-            config = getattr(kwargs.get("model"), "config", None)
-            if args.should_save and config is not None and not (checkpoint / "config.json").exists():
-                config.save_pretrained(checkpoint)  # a sharded checkpoint has none, `fsdp-demo export` needs it
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.barrier()  # rank 0 counts the parts: of the island or, in a mesh, of all nodes
-            if args.should_save:
-                seal_sizes(checkpoint, state.global_step)
-            if self._rotation is not None:
-                self._rotation.saved(state.best_model_checkpoint)
+        """This rank's part of the exchange, beside the Trainer's own files, and the manifest over all."""
+        if self._saves is not None and self._saves.seal(state.global_step, kwargs.get("model")) and self._rotation is not None:
+            self._rotation.saved(state.global_step, state.best_model_checkpoint)
         self._stops.hold(control)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -312,6 +307,8 @@ class ExchangeCallback(TrainerCallback):
     # ---- methods of the Trainer, wrapped ----------------------------------------------------------------------
 
     def _train_alone(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self._trainer is not None and str(resume_from_checkpoint).lower() == "auto":
+            resume_from_checkpoint = get_last_checkpoint(self._trainer.args.output_dir)
         if not self._fresh and self._trainer is not None:
             last = resume_from_checkpoint is True and get_last_checkpoint(self._trainer.args.output_dir)
             refuse_alone(last or resume_from_checkpoint, self.config.preset)
@@ -324,6 +321,7 @@ class ExchangeCallback(TrainerCallback):
             raise ValueError(
                 "hyperparameter_search beside an exchange: trials of islands would differ; search on one island, without the callback"
             )
+        self._named = isinstance(resume_from_checkpoint, (str, os.PathLike)) and str(resume_from_checkpoint).lower() not in ("true", "auto")
         where = find_checkpoint(resume_from_checkpoint, Path(str(trainer.args.output_dir)), self._topology, self._fresh)
         resume_from_checkpoint = self._resume = where
         self._stops = Stops(lambda: self._live, self._warn)
@@ -354,6 +352,12 @@ class ExchangeCallback(TrainerCallback):
         if not (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "trainer_state.json").exists():
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
+
+    def _save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
+        if self._saves is None:
+            original(model, trial)
+        else:
+            self._saves.write(original, model, trial)
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if (exchange := self._live) is None:

@@ -10,19 +10,22 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 
 from ..board import Board
 from ..checkpoint import Saved, describe, open_exchange, save_exchange
+from ..choosing import Held, alike, choose, look
 from ..exchange import Exchange
+from ..folders import MANIFEST, damaged, forget_asides, misfits, take_back
+from ..guard import NeedsDecision
 from ..parts import read_part, write_part
 from ..replica import fill_replica, replica_tree
-from ..retention import MANIFEST, misfits
 from ..topology import Topology
-from ..transport import PeerLost
 
 log = logging.getLogger("fsdp_demo")
 
@@ -119,18 +122,6 @@ def whole_steps(output_dir: Path, fresh: bool = False) -> list[int]:
     return sorted(out)
 
 
-def put_aside(output_dir: Path, step: int) -> None:
-    """On rank 0 of an island that goes on from `step`: what is newer belongs to a life that ends here. It stays, under a name that nobody
-    resumes from and nothing is written over."""
-    for folder in output_dir.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-        if match is not None and int(match[1]) > step:
-            aside = folder.with_name(f"{folder.name}.superseded")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(folder, aside)
-            log.warning("%s is newer than step %d, from which training goes on: now %s", folder, step, aside.name)
-
-
 def refuse_alone(checkpoint: Any, preset: str) -> None:
     """Raise ValueError where a checkpoint of several islands would go on without peers and without its exchange, unsaid."""
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
@@ -144,83 +135,131 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
 def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bool) -> Any:
     """What `resume_from_checkpoint` means on this island, so that one command line serves all.
 
-    True ("True", "true", "auto" on a command line) is the newest checkpoint that all islands hold whole. A path `.../checkpoint-N` is that
-    checkpoint in this island's own folder, if it is there. An island that holds none takes one that it sees beside its own folder.
+    True ("True", "true" on a command line) is the newest checkpoint that all islands hold whole, or the newest of each between the same
+    exchanges (`choosing.py`). "auto" is the same, and the beginning where no island holds any. A path `.../checkpoint-N` is that checkpoint
+    in this island's own folder, if it is there. An island that holds none takes one that it sees beside its own folder.
 
     Raises:
-        ValueError: there is none, or none in common; says what each island holds.
+        NeedsDecision: a ValueError: there is none, or none in common; says what each island holds.
+        ValueError: a file's checksum does not fit.
     """
     if not isinstance(wanted, (str, os.PathLike)) and wanted is not True:
         return wanted
-    newest = wanted is True or str(wanted).lower() in ("true", "auto")
+    auto, newest = str(wanted).lower() == "auto", wanted is True or str(wanted).lower() in ("true", "auto")
+    _from_first(lambda: take_back(output_dir), topology)
     if topology.kind != "islands":
         whole = whole_steps(output_dir, fresh) if newest else []  # the Trainer alone would take one that was cut off
-        return str(output_dir / f"checkpoint-{whole[-1]}") if whole else True if newest else str(wanted)
-    name = f"checkpoint-{_newest_common(output_dir, topology, fresh)}" if newest else Path(str(wanted)).name
+        found = str(output_dir / f"checkpoint-{whole[-1]}") if whole else (None if auto else True) if newest else str(wanted)
+        return _verified(found)
+    step = _newest_common(output_dir, topology, fresh, auto) if newest else 0
+    if step is None:
+        log.warning("%s: no island holds a checkpoint: training begins", topology.name)
+        return None
+    name = f"checkpoint-{step}" if newest else Path(str(wanted)).name
     if (output_dir / name).is_dir():
-        return str(output_dir / name)
+        return _verified(str(output_dir / name))
     if not newest and (not name.startswith("checkpoint-") or Path(str(wanted)).is_dir()):
-        return str(wanted)
+        return _verified(str(wanted))
     beside = sorted(output_dir.parent.glob(f"*/{name}"))
     if not beside:
-        raise ValueError(f"{output_dir} has no {name}, from which the others resume: copy that folder of another island there")
+        raise NeedsDecision(f"{output_dir} has no {name}, from which the others resume: copy that folder of another island there")
     log.warning("%s has no %s and takes over from %s", topology.name, name, beside[0])
-    return str(beside[0])
+    return _verified(str(beside[0]))
 
 
-def _newest_common(output_dir: Path, topology: Topology, fresh: bool) -> int:
-    """The newest step that all islands hold which hold any; with `fresh` the Trainer's own files are enough."""
-    held = _held(output_dir, topology, fresh)
-    common = set.intersection(*(set(steps) for steps in held if steps)) if any(held) else set()
-    if not common:
-        told = "; ".join(f"island {i} holds {steps or 'none'}" for i, steps in enumerate(held))
-        raise ValueError(f"no checkpoint is held by all islands: {told}. Name one by its path, or start without resume_from_checkpoint")
-    return max(common)
+def _verified(where: Any) -> Any:
+    """The path, if the checksums of its manifest fit; each process reads its share."""
+    if not isinstance(where, str):
+        return where
+    state, sealed = PartialState(), (Path(where) / MANIFEST).exists()
+    bad = gather_object(damaged(Path(where), state.process_index, state.num_processes) if sealed else [])
+    if bad:
+        raise ValueError(
+            f"{where} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away on one island, and all resume from "
+            "the checkpoint before it"
+        )
+    return where
 
 
-def _held(output_dir: Path, topology: Topology, fresh: bool) -> list[list[int]]:
-    """Complete steps of every island; rank 0 asks and tells the others of its island."""
-    answer: list[Any] = [None]
-    if topology.rank == 0:
+def _newest_common(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> int | None:
+    """The newest step that all islands hold which hold any; with `fresh` the Trainer's own files are enough. None with `auto` where nobody
+    holds any."""
+
+    def ask() -> list[dict[str, Any]]:
         board = Board(topology)
         try:
-            answer[0] = [note["steps"] for note in board.meet({"steps": whole_steps(output_dir, fresh)})]
-        except (ValueError, PeerLost) as error:
+            mine = [list(vars(h).values()) for h in held_in(output_dir, topology, fresh)]
+            return board.meet({"held": mine, "name": topology.name})
+        finally:
+            board.close()
+
+    notes = _from_first(ask, topology)
+    held = [[Held(*h) for h in note["held"]] for note in notes]
+    chosen = choose([note["name"] for note in notes], held, "auto")
+    if chosen is None and not auto:
+        raise NeedsDecision("no island holds a checkpoint: start without resume_from_checkpoint, or with resume_from_checkpoint='auto'")
+    mine = chosen[topology.island] if chosen is not None else None
+    return mine.step if mine is not None else max((h.step for h in chosen or () if h is not None), default=None)
+
+
+def held_in(output_dir: Path, topology: Topology, fresh: bool = False) -> list[Held]:
+    """The complete checkpoints of this island, with what their heads say."""
+    out = []
+    for step in whole_steps(output_dir, fresh):
+        try:
+            parts = output_dir / f"checkpoint-{step}" / "exchange"
+            out.append(Held(step) if fresh else Held(step, "checkpoint", *look(parts, topology.islands)))
+        except ValueError as error:
+            log.warning("checkpoint-%d is left out: %s", step, error)
+    return out
+
+
+def _from_first(ask: Callable[[], Any], topology: Topology) -> Any:
+    """What `ask` gives on rank 0 of the island, in a mesh of the world, on all; an error there is raised on all."""
+    answer: list[Any] = [None]
+    if PartialState().process_index == 0:
+        try:
+            answer[0] = ask()
+        except (ValueError, OSError, RuntimeError) as error:  # PeerLost and torch's DistStoreError are RuntimeErrors
             answer[0] = error
-        board.close()
     broadcast_object_list(answer)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    return list(answer[0])
+    return answer[0]
 
 
 class Rotation:
     """`save_total_limit` among islands: the newest checkpoint that all islands are known to hold is never deleted.
 
     The Trainer's own rotation knows this island only: the island whose peer died before its save would delete what both could resume from.
-    On rank 0 of each island.
+    On rank 0 of each island. The store is asked with a short deadline, in the midst of training (`board.py`).
     """
 
     def __init__(self, output_dir: Path, topology: Topology, keep: int | None):
-        self._folder, self._keep, self._board = output_dir, keep, Board(topology)
+        self._folder, self._topology, self._keep, self._board = output_dir, topology, keep, Board(topology)
+        self._made: set[int] = set()
 
-    def saved(self, best: str | None) -> None:
+    def saved(self, step: int, best: str | None) -> None:
         """After a save: tell the others, delete what is neither among the newest `keep`, nor the best, nor needed to resume together."""
-        held = whole_steps(self._folder)
+        self._made.add(step)
+        mine = held_in(self._folder, self._topology)
         try:
-            self._board.publish(held)
-            others = self._board.others()
-        except (RuntimeError, PeerLost) as error:  # with the machine of the store gone, say
-            log.warning("the store does not answer, so no checkpoint is removed: %s", str(error).splitlines()[0][:120])
+            said = self._board.exchange([[h.step, h.applied] for h in mine])
+            held = [[Held(int(s), applied=str(applied)) for s, applied in each or ()] for each in said]
+            common = max((states[0].step for states in alike(held)), default=None)
+        except (RuntimeError, ValueError, TypeError) as error:  # with the machine of the store gone, say
+            log.warning("no old checkpoint is removed: %s", (str(error).splitlines() or [""])[0][:160])
             return
-        if not self._keep:
+        if common is None:
             return
-        common = set(held).intersection(*(set(steps) for steps in others))
-        safe = {*held[-self._keep :], *(s for s in held if common and s >= max(common))}
+        if common in self._made:
+            forget_asides(self._folder)
+        steps = [h.step for h in mine]
+        safe = {*steps[-self._keep :], *(s for s in steps if s >= common)} if self._keep else set(steps)
         if best is not None:
             safe.add(int(best.rsplit("-", 1)[-1]))
-        for step in [s for s in held if s not in safe and common]:
-            shutil.rmtree(self._folder / f"checkpoint-{step}", ignore_errors=True)
+        for old in [s for s in steps if s not in safe]:
+            shutil.rmtree(self._folder / f"checkpoint-{old}", ignore_errors=True)
 
     def close(self) -> None:
         """Drop the connection to the store."""

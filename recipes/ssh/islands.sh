@@ -5,7 +5,8 @@
 #     HOSTS="node-a node-b" ADDRESSES="10.0.0.1 10.0.0.2" bash recipes/ssh/islands.sh
 #     HOSTS="a b c d" LAUNCHER=torchrun EXCHANGE=recipes/exchange/demo.yaml bash recipes/ssh/islands.sh
 #
-# Ctrl-C (or SIGTERM) here tells every island to save and end with status 75; RESUME=1 and the same hosts in the same order go on.
+# Ctrl-C (or SIGTERM) here tells every island to save and end with status 75; RESUME=1 and the same hosts in the same order go on. With
+# RESUME=auto an island that holds no checkpoint takes over from the others; status 78: a person must choose between what they hold.
 # Without ssh between the machines, type the two commands of the README's section "Two machines" on each.
 set -euo pipefail
 
@@ -17,6 +18,7 @@ DATA=${DATA:-stdlib}                      # a file or folder, or a hub id; stdli
 TOKENIZER=${TOKENIZER:-bytes}
 EXCHANGE=${EXCHANGE:-recipes/exchange/diloco.yaml}
 STEPS=${STEPS:-10000}
+SAVE_EVERY=${SAVE_EVERY:-200}             # steps between checkpoints; a crash costs at most these, 0 saves none
 PROCS=${PROCS:-8}                         # GPUs per host
 OPTIONS=${OPTIONS:---bf16}                # more options of recipes/pretrain.py
 LAUNCHER=${LAUNCHER:-accelerate}          # or torchrun
@@ -25,7 +27,7 @@ OUTPUT=${OUTPUT:-outputs/islands}
 FOLDER=${FOLDER:-$PWD}                    # the repository on the hosts
 PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
 RUN=${RUN:-$(date +%Y%m%d-%H%M%S)-$$}     # a run id is used once per store
-[ -z "${RESUME:-}" ] || OPTIONS="$OPTIONS --resume"
+case ${RESUME:-} in "") ;; auto) OPTIONS="$OPTIONS --resume auto" ;; *) OPTIONS="$OPTIONS --resume" ;; esac
 
 read -r -a hosts <<<"$HOSTS"
 read -r -a addresses <<<"$ADDRESSES"
@@ -56,7 +58,7 @@ trap finish EXIT
 
 start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind ${addresses[0]}:$PORT"
 train="recipes/pretrain.py --model $MODEL --data $DATA --tokenizer $TOKENIZER --exchange $EXCHANGE --steps $STEPS --output $OUTPUT"
-train="$train $OPTIONS"
+train="$train --save-every $SAVE_EVERY $OPTIONS"
 islands=()
 for rank in "${!hosts[@]}"; do
     variables="ISLAND_RANK=$rank ISLAND_COUNT=${#hosts[@]} ISLAND_ENDPOINT=${addresses[0]}:$PORT ISLAND_ADDRESS=${addresses[rank]}"
@@ -74,6 +76,6 @@ for rank in "${!islands[@]}"; do
     ended=0
     wait_for "${islands[rank]}" || ended=$?
     [ $ended = 0 ] || echo "islands.sh: island $rank on ${hosts[rank]} ended with status $ended" >&2
-    case $ended in 0) ;; 75) [ $status != 0 ] || status=75 ;; *) status=1 ;; esac
+    case $ended in 0) ;; 75) [ $status != 0 ] || status=75 ;; 78) [ $status = 1 ] || status=78 ;; *) status=1 ;; esac
 done
 exit $status

@@ -15,6 +15,7 @@ DATA=${DATA:-stdlib}
 TOKENIZER=${TOKENIZER:-bytes}
 EXCHANGE=${EXCHANGE:-recipes/exchange/diloco.yaml}
 STEPS=${STEPS:-10000}
+SAVE_EVERY=${SAVE_EVERY:-200}             # steps between checkpoints; a crash costs at most these, 0 saves none
 PROCS=${PROCS:-8}                         # GPUs per host
 OPTIONS=${OPTIONS:---bf16}                # more options of recipes/pretrain.py
 LAUNCHER=${LAUNCHER:-accelerate}          # or torchrun
@@ -25,7 +26,7 @@ PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
 
 count=${#hosts[@]}
 train="recipes/pretrain.py --mesh --model $MODEL --data $DATA --tokenizer $TOKENIZER --exchange $EXCHANGE --steps $STEPS --output $OUTPUT"
-train="$train $OPTIONS"
+train="$train --save-every $SAVE_EVERY $OPTIONS"
 launch() { # launch RANK: the launcher's words on host number RANK
     case $LAUNCHER in
         accelerate)
