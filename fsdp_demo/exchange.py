@@ -26,6 +26,7 @@ from .fragments import expand
 from .inner import check_inner
 from .mailbox import Flown, Mailbox
 from .notes import Stopped
+from .presence import Presence
 from .refusals import refuse, refuse_sparse, warn_of_outside
 from .shards import Shards
 from .topology import Topology
@@ -91,6 +92,7 @@ class Exchange:
         self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
         self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
         self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
+        self._presence = Presence(topology, self.request_stop)
         try:
             self.channels, parameters = joining.bind(channels, config, shards, topology, self._island, lanes)
             self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
@@ -105,6 +107,8 @@ class Exchange:
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
+        self._mailbox.gone = self._gone
+        self._presence.start()
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
 
@@ -250,6 +254,23 @@ class Exchange:
         """
         self._flow.notes.request_stop(together)
 
+    def leave(self, stopped: bool) -> None:
+        """Tell the other islands that this one goes on no more, before it saves (`guard` and the Trainer call it). Nothing is applied.
+
+        Args:
+            stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds.
+        """
+        self._presence.tell_stop(self.step)
+        if stopped:
+            self._presence.wait_for_stops(self.topology.stop_timeout)
+        if self.topology.rank == 0:
+            self._presence.end("left")
+
+    def _gone(self, step: float) -> str:
+        """Why the messages of a step will not come, as far as other islands have told; empty if they will."""
+        told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
+        return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
+
     def next_exchange(self) -> int:
         """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
         cycle = math.lcm(*(c.channel.clock.period for c in self.channels))
@@ -309,6 +330,8 @@ class Exchange:
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
                 line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
+            if self.topology.rank == 0:
+                self._presence.end("finished")
             self._close()
 
     @property
@@ -387,6 +410,7 @@ class Exchange:
     def _close(self) -> bool:
         atexit.unregister(self._at_exit)
         self._finished = True
+        self._presence.close()
         self._mailbox.courier = None
         return self._connections.close()
 

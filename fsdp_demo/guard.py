@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .codecs.frame import Mismatch, WireError
 from .notes import Stopped
+from .status import DECIDE, SAVED, tell_launcher
 from .transport import PeerLost, leave
 
 if TYPE_CHECKING:  # the exchange's own modules import NeedsDecision from here
@@ -19,17 +18,15 @@ if TYPE_CHECKING:  # the exchange's own modules import NeedsDecision from here
 
 log = logging.getLogger("fsdp_demo")
 
-RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-DECIDE = 78  # EX_CONFIG: to start again does not help, somebody must change something first
 
 
 class NeedsDecision(ValueError):
     """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
 
     Example:
-        >>> from fsdp_demo.guard import DECIDE, NeedsDecision
-        >>> DECIDE, issubclass(NeedsDecision, ValueError)
-        (78, True)
+        >>> from fsdp_demo.guard import NeedsDecision
+        >>> issubclass(NeedsDecision, ValueError)
+        True
     """
 
 
@@ -37,7 +34,7 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
     """End the process with status 78 and the sentence, without a traceback. `rank`: inside the island, for the launchers."""
     if rank == 0:
         log.error("%s", error)
-    _tell_launcher(rank, DECIDE)
+    tell_launcher(rank, DECIDE)
     leave(DECIDE)
 
 
@@ -47,7 +44,8 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
 
     On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
     process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone); with 78 where the islands do not do
-    the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`.
+    the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an island that stops tells the others,
+    which stop after their current steps, and waits for them for at most ISLAND_STOP seconds before it saves.
 
     Args:
         save: saves what this rank has; must not use collectives.
@@ -70,20 +68,21 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
 
 
 def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str) -> None:
-    status = DECIDE if isinstance(error, Mismatch) else RESUMABLE
+    status = DECIDE if isinstance(error, Mismatch) else SAVED
     where = f"{exchange.topology.name} (island {exchange.topology.island}, rank {exchange.topology.rank}), step {exchange.step}"
     log.error("%s: %s", where, error)
+    exchange.leave(stopped=isinstance(error, Stopped))
     try:
         if save is not None:
             _save(save)
         if exchange.topology.rank == 0:
             done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
-            when = "to resume" if status == RESUMABLE else "once that is mended"
+            when = "to resume" if status == SAVED else "once that is mended"
             log.error("%s: %s; %s, start all islands under a new ISLAND_RUN with: %s", where, done, when, command)
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1
-    _tell_launcher(exchange.topology.rank, status)
+    tell_launcher(exchange.topology.rank, status)
     leave(status)
 
 
@@ -94,10 +93,3 @@ def _save(save: Callable[[], Any]) -> None:
     except PeerLost:
         save()
 
-
-def _tell_launcher(rank: int, status: int) -> None:
-    """Launchers turn every status into 1; a rehearsal and `fsdp_demo.launch` read the true one here."""
-    folder = os.environ.get("ISLAND_STATUS")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"rank{rank}").write_text(str(status))

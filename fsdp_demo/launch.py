@@ -35,17 +35,11 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-SAVED = 75
-"""Exit status of a rank that saved what it has and can be resumed (EX_TEMPFAIL of sysexits.h)."""
-
-DECIDE = 78
-"""Exit status of a rank that cannot tell how to go on: somebody must decide (EX_CONFIG of sysexits.h). Never restarted."""
+from .status import DECIDE, SAVED
+from .status import FOLDER as STATUS_FOLDER
 
 ATTEMPT = "ISLAND_ATTEMPT"
 """Variable with the number of an island's start, counted from 0, where it is restarted by `--restarts`."""
-
-STATUS_FOLDER = "ISLAND_STATUS"
-"""Variable with the folder where every rank that ends through `fsdp_demo.guard` writes its status, file `rank<R>`."""
 
 LAUNCHERS = {
     "accelerate": "accelerate.commands.accelerate_cli",

@@ -18,8 +18,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from .launch import LAUNCHERS, SAVED, STATUS_FOLDER, saved_before, shell_status
+from .launch import LAUNCHERS, saved_before, shell_status
 from .processes import end_with_parent
+from .status import FOLDER as STATUS_FOLDER
+from .status import SAVED
 
 _NODE = "deepspeed.launcher.launch"
 """DeepSpeed's launcher of the ranks of one machine; the runner starts it as `python -u -m`, over ssh on other machines."""

@@ -87,6 +87,7 @@ class Mailbox:
         self.last: dict[str, int] = {}  # the step at which each channel last sent what was not lost
         self.applied: dict[str, int] = {}  # the step of each channel's last message that was applied here
         self.broken = False
+        self.gone: Callable[[float], str] = lambda step: ""  # why what others send at a step will not come
         self.stop = False
         self.loss = math.nan
 
@@ -198,7 +199,8 @@ class Mailbox:
         arrived: Any = None
         if flight.future is not None:
             try:
-                arrived = self.courier.wait(flight.future) if self.courier is not None else flight.future.result()
+                step = flight.step if flight.step >= 0 else math.inf
+                arrived = self.courier.wait(flight.future, lambda: self.gone(step)) if self.courier else flight.future.result()
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
         headers = arrived.headers if isinstance(arrived, Arrived) else []

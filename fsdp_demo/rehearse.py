@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .launch import DECIDE, LAUNCHERS, SAVED, STATUS_FOLDER, shell_status
+from .launch import LAUNCHERS, shell_status
 from .link import Link
 from .output import Console, Splitter
 from .processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send
+from .status import DECIDE, SAVED
+from .status import FOLDER as STATUS_FOLDER
 
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""

@@ -15,8 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .launch import ATTEMPT, SAVED, STATUS_FOLDER, shell_status
+from .launch import ATTEMPT, shell_status
 from .processes import adopt_orphans, descendants, end_with_parent, reap, send
+from .status import FOLDER as STATUS_FOLDER
+from .status import SAVED
 
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 

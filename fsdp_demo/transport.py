@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -347,11 +348,25 @@ class Courier:
         self._jobs.put((job, future))
         return future
 
-    def wait(self, future: Future[Any]) -> Any:
-        """Block until `future` is done; the seconds count as waiting."""
+    def wait(self, future: Future[Any], gone: Callable[[], str] = lambda: "") -> Any:
+        """Block until `future` is done; the seconds count as waiting.
+
+        Args:
+            gone: asked twice a second; why it will never be done, empty if it may be.
+
+        Raises:
+            PeerLost: it will not. What else the job has raised.
+        """
         start = time.perf_counter()
         try:
-            return future.result()
+            while True:
+                try:
+                    return future.result(0.5)
+                except Late:
+                    if future.done():
+                        return future.result()
+                    if reason := gone():
+                        raise PeerLost(f"{reason}: what is waited for will not come") from None
         finally:
             self.line.meter.seconds_waiting += time.perf_counter() - start
 

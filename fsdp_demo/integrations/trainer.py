@@ -330,6 +330,8 @@ class ExchangeCallback(TrainerCallback):
                 return original(resume_from_checkpoint, *args, **kwargs)
         except (PeerLost, WireError) as error:
             self._warn(f"{error}")
+            if self.exchange is not None:
+                self.exchange.leave(stopped=False)
             self._save_lost(trainer)
             last = get_last_checkpoint(trainer.args.output_dir) or "none"
             self._warn(
