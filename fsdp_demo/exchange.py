@@ -243,6 +243,10 @@ class Exchange:
         message travels in the next header (a tensor is read only then), NaN left out."""
         self._flow.notes.add(tokens, loss)
 
+    def rows_compared(self) -> None:
+        """A host that has compared the islands' rows by itself says so: their first payloads need not be compared as well."""
+        self._mailbox.watch.compares = False
+
     def request_stop(self, together: bool = False) -> None:
         """Ask to stop. Safe in a signal handler.
 
@@ -381,10 +385,12 @@ class Exchange:
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
-        at the last exchange.
+        at the last exchange, contributions of any island that were not finite (where there were any).
 
         All ranks of the island call it together."""
-        return self._meter.totals(self._island, self._mailbox.loss) | ({} if self.drift is None else {"drift": self.drift})
+        out = self._meter.totals(self._island, self._mailbox.loss) | ({} if self.drift is None else {"drift": self.drift})
+        (left_out,) = self._island.largest(float(self._mailbox.watch.left_out))
+        return out | ({"not_finite": int(left_out)} if left_out else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.

@@ -259,7 +259,7 @@ class RunState:
     def follow(self, exchange: Any, report: Any) -> None:
         """From now on these are saved, and their counters go on."""
         self.exchange, self.report = exchange, report
-        report.counters = lambda: {"failed_saves": self.checkpoints.failed_saves}
+        report.counters = lambda: {"failed_saves": self.checkpoints.failed_saves, "not_finite": exchange.metrics()["not_finite"]}
         if self._counters is not None and exchange.step == self.step:
             report.load_state_dict(self._counters)
         elif exchange.step:  # all was taken over
