@@ -194,7 +194,7 @@ class Mailbox:
         return [c for c in self.channels if c.channel.name in flight.members]
 
     def _receive(self, flight: Flight) -> Any:
-        """What arrived, after the island's vote; on failure everything under way is undone and an error raised on every rank."""
+        """What arrived, after the island's vote; on failure an error on every rank. What is under way stays, to be saved and sent again."""
         error: Exception | None = None
         arrived: Any = None
         if flight.future is not None:
@@ -207,7 +207,7 @@ class Mailbox:
         if headers and not flight.counted:
             flight.counted, error = True, self.watch.count(self._line, headers, flight.step)
         failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
-        if failed:  # what is under way stays, to be saved and sent once more
+        if failed:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
         self.stop |= bool(stop)
@@ -228,6 +228,7 @@ class Mailbox:
         known = {key for flights in theirs for key in flights}
         lost = any(key not in flights and key[0] < each["step"] for each, flights in zip(everyone, theirs, strict=True) for key in known)
         again = [line is not None and not all(flights.get((f.step, *f.members)) for flights in theirs) for f in self.flights]
+        lost |= any(f.members != list(f.parts) for f, wanted in zip(self.flights, again, strict=True) if wanted)  # a part has acted here
         dropped, *repeat = self.island.largest(float(lost), *map(float, again))
         if dropped:
             if self.flights:

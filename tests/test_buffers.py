@@ -175,3 +175,25 @@ def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None
         return exchange._flow.buffers
 
     assert run_ranks(lambda: values(islands(island)), 1, 1) == [[[], []]]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
+def test_under_zero(run_ranks: Callable[..., Any], stage: str) -> None:
+    """A ZeRO engine's model keeps its buffers whole on every rank: the mean of the islands, rank by rank."""
+    pytest.importorskip("deepspeed")
+    import deepspeed_ext
+
+    from . import zero
+
+    def run(me: Any) -> Any:
+        made = zero.engine(zero.settings(stage))
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        made.module.scale.fill_(1.0 + 2.0 * me.island)
+        zero.train(made, range(2), me.rank)
+        mean = made.module.scale.tolist()
+        made.module.scale.fill_(5.0 * me.island)
+        zero.train(made, range(2, 3), me.rank)
+        exchange.finish()
+        return mean, made.module.scale.tolist()
+
+    assert run_ranks(run, 2, 2, timeout=120) == [([2.0] * 3, [2.5] * 3)] * 4
