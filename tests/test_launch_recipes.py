@@ -306,7 +306,7 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     assert ("scontrol requeue 4711" in output) == (status == 75)
 
 
-@pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (3, 1)])
+@pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (3, 1), (78, 78)])
 def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path, of_islands, whole):
     stub = tmp_path / "python"
     stub.write_text(STUB)
