@@ -71,7 +71,8 @@ def _from_first(topology: Topology, decide: Callable[[], int]) -> int:
     if topology.world == 1:
         return decide()
     own = Asker(dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout)
-    key = f"fsdp_demo/attempt/{topology.endpoint}/{topology.run}"
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's ranks may find the store of those before them
+    key = f"fsdp_demo/attempt/{life}/{topology.endpoint}/{topology.run}"
     if topology.rank:
         return _told(own, key, topology.timeout + 60)
     try:

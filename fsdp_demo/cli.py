@@ -19,7 +19,7 @@ _REHEARSE_USAGE = "fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT 
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
-    from .store import join_address, serve
+    from .store import bound_memory, join_address, serve
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
     signals = {signal.SIGINT, signal.SIGTERM}
@@ -29,6 +29,7 @@ def store(args: argparse.Namespace) -> int:
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # whoever called main() in a process of its own goes on
         raise
+    bound_memory()
     for warning in served.warnings:
         print(f"fsdp-demo store: WARNING: {warning}", file=sys.stderr, flush=True)
     if args.port_file:

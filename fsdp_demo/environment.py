@@ -111,7 +111,7 @@ def _meant(name: str) -> str:
 def say_single(on_purpose: bool, rank: int) -> None:
     """That there is nobody to exchange with, once; a warning where nobody has said so."""
     if on_purpose:
-        log.info("one replica: ISLAND_COUNT is 1")
+        log.info("one replica, nobody to exchange with")
     elif "single" not in _said and rank == 0:
         _said.add("single")
         log.warning("one replica: ISLAND_COUNT is not set, so there is no other island (ISLAND_COUNT=1 says that this is meant)")

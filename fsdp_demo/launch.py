@@ -134,6 +134,10 @@ def main(argv: list[str] | None = None) -> int:
     folder, stop = os.environ.get(STATUS_FOLDER), _FirstStop()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(stop)
     _note_starts(folder, stop)
+    if any(word.replace("_", "-").startswith("--max-restarts") for word in argv):
+        # torch 2.13: ranks that are started again find the addresses of those before them in the store that they share with their launcher,
+        # and connect to nobody. So rank 0 serves one of its own (where the rendezvous is dynamic: --standalone, --rdzv-backend c10d).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     sys.argv = list(argv)
     try:
         importlib.import_module(LAUNCHERS[argv[0]]).main()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from .launch import LAUNCHERS, shell_status
+from .launch_deepspeed import without_compiler
 from .link import Link
 from .output import Console, Splitter
 from .processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send
@@ -46,8 +47,8 @@ starts one, or asks for mpirun. A file of our own also keeps the user's default 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the others when an island dies for good. Each
-    island is restarted `restarts` times at most, and gets `resume_args` then (`restarts.py`)."""
+    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the others when one dies for good. An island
+    is restarted `restarts` times at most, with `resume_args` (`restarts.py`)."""
 
     islands: int
     procs: int
@@ -133,7 +134,9 @@ def environment(plan: Rehearsal, island: int, endpoint: str, folder: Path, visib
         env["ISLAND_LINK"] = str(plan.link)
     if not visible:
         env["DS_ACCELERATOR"] = "cpu"
-        if plan.launcher != "deepspeed":  # Accelerate would leave DeepSpeed out without a word
+        if plan.launcher == "deepspeed":
+            env |= without_compiler(folder / "site", env)
+        else:  # Accelerate would leave DeepSpeed out without a word
             env["ACCELERATE_USE_CPU"] = "true"
     if sys.stdout.isatty():
         # Progress bars take the width from here; the prefix needs some of it.
@@ -172,8 +175,7 @@ class Supervisor:
         self.signals: list[int] = []
         self.stop_at: float | None = None  # SIGTERM is due then
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
-        self.store_lost = False
-        self.started = time.monotonic()
+        self.store_lost, self.started = False, time.monotonic()
 
     def on_signal(self, number: int, frame: object) -> None:
         self.signals.append(number)

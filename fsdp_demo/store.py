@@ -2,6 +2,7 @@
 
 It holds a few keys (who came, addresses, the run specification) and no data of the training. It knows no passwords:
 whoever reaches the port can read and write every key, so it should listen on one private address, not on all.
+`TCPStore` takes values of 8 MiB at most, and as many of them as come: `bound_memory` limits what they can take in all.
 `TCPStore` by itself listens on every address of the machine, whatever host it is given; here it gets a socket that is
 already bound (`master_listen_fd`), so that the address asked for is the address used.
 """
@@ -11,13 +12,18 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: every rank of every island connects at about the same moment."""
+
+MEMORY = 512 << 20
+"""Bytes that the keys of a store may take: those of a run are a few hundred each."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,24 @@ def serve(bind: str) -> Served:
     server = TCPStore(own, port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
     reached_at = _default_route(family) if address.is_unspecified else host
     return Served(server, host, port, join_address(reached_at, port), _warnings(address))
+
+
+def bound_memory(more: int = MEMORY) -> int | None:
+    """Let this process, which should do nothing but serve, take `more` bytes of memory than it has now (Linux); the limit, if there is one.
+
+    A store that somebody fills ends then, and training goes on without it; otherwise the machine's memory would end, and with it all else.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    import resource
+
+    try:
+        now = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+        limit = 1024 * int(now.split()[1]) + more
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    except (OSError, ValueError, StopIteration):  # a container without /proc, or with a lower limit of its own
+        return None
+    return limit
 
 
 def _cure(error: OSError) -> str:

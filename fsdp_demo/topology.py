@@ -79,6 +79,7 @@ class Topology:
     stop_timeout: float = 10.0
     _store: Asker | None = field(default=None, repr=False)
     _prefix: str = field(default="", repr=False)
+    _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
@@ -99,8 +100,7 @@ class Topology:
         if islands < 1 or not 0 <= island < islands:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
-            environment.say_single("ISLAND_COUNT" in env, rank)
-            return cls("single", rank=rank, world=world, **common)
+            return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
         endpoint = environment.endpoint(env)
         common["address"] = env.get("ISLAND_ADDRESS", "")
         return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
@@ -138,6 +138,7 @@ class Topology:
             PeerLost: peers did not come in time; lists who came and who is missing.
         """
         if self.kind == "single":
+            environment.say_single(self._meant, self.rank)
             return Line(None, 0, 1, [self.name], self.timeout), position.copies
         link = Link.from_env()
         if self.kind == "mesh":

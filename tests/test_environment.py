@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_demo import Topology, environment
+from fsdp_demo.topology import Position
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,12 +39,18 @@ def test_an_unknown_variable_is_warned_of_once(name: str, meant: str, caplog: py
 
 def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    Topology.from_env({"ISLAND_COUNT": "1"})
-    Topology.from_env({"ISLANDS_RANK": "0"})
-    Topology.from_env({})
+    for variables in ({"ISLAND_COUNT": "1"}, {"ISLANDS_RANK": "0"}, {}):
+        Topology.from_env(variables).join(Position())
     said = [(r.levelno, r.getMessage()) for r in caplog.records if "one replica" in r.getMessage()]
     assert [level for level, _ in said] == [logging.INFO, logging.WARNING]
     assert "ISLAND_COUNT is not set" in said[1][1]
+
+
+def test_a_mesh_is_not_called_one_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks for islands first and then trains in a mesh, as the Trainer's door does, is told nothing."""
+    caplog.set_level(logging.INFO)
+    assert Topology.from_env({}).kind == "single"
+    assert not caplog.records
 
 
 def test_every_variable_of_the_package_is_known() -> None:

@@ -42,7 +42,7 @@ with fsdp_demo.guard(exchange, lambda: kept.write_text(str(exchange.step))):
         weight.grad = torch.full((3,), -1.0)
         optimizer.step()
 exchange.finish()
-print("start", start, "from", done, "to", weight.tolist()[0], sys.argv[3:], flush=True)
+print(f"start {start} from {done} to {weight.tolist()[0]} {sys.argv[3:]}", flush=True)
 """
 
 
@@ -161,7 +161,7 @@ def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:  # no
             words = shlex.split("torchrun --standalone --nproc-per-node 2 --max-restarts 2")
             command = [sys.executable, "-m", "fsdp_demo.launch", *words, str(script), "TORCHELASTIC_RESTART_COUNT", str(tmp_path)]
             islands.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-        outputs = [p.communicate(timeout=300)[0] for p in islands]
+        outputs = [p.communicate(timeout=100)[0] for p in islands]
     finally:
         for process in [*islands, store]:
             process.kill()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,30 @@ def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
         done = script(tmp_path / "none.py", "from fsdp_demo import Topology\nTopology.from_env().prefix()\n", ISLAND_ENDPOINT=endpoint)
     assert done.returncode == 1 and f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
     assert "frame #" not in done.stderr and "Exception raised from" not in done.stderr and done.stderr.count("Traceback") == 1
+
+
+FILLED = """
+import sys
+from fsdp_demo.store import bound_memory, serve
+served = serve("127.0.0.1:0")
+print(bound_memory(64 << 20), served.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
+    with subprocess.Popen([sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filled:
+        try:
+            assert filled.stdout is not None
+            limit, port = map(int, filled.stdout.readline().split())
+            client = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
+            client.set("first", "kept")
+            with pytest.raises(RuntimeError):
+                for n in range(32):  # 224 MiB
+                    client.set(f"value{n}", "x" * (7 << 20))
+            status = Path(f"/proc/{filled.pid}/status")
+            held = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData")]
+            assert not held or 1024 * held[0] <= limit
+        finally:
+            filled.kill()

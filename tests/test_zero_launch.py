@@ -125,3 +125,36 @@ def test_the_deepspeed_launcher_refuses_what_it_does_not_know(tmp_path, capfd):
     done = subprocess.run([sys.executable, "-m", "fsdp_demo.launch", "deepspeed", "--nonsense"], capture_output=True, text=True)
     assert done.returncode == 2 and "deepspeed: error" in done.stderr
     assert set(launch.LAUNCHERS) == {"accelerate", "torchrun", "deepspeed"}
+
+
+BUILT = """
+import sys
+import deepspeed.comm
+build = sys.modules["deepspeed.comm.torch"].build_shm_op
+import deepspeed
+print("op", build(), deepspeed.ops.__compatible_ops__["cpu_adam"], "mine" in dir(sys), flush=True)
+"""
+
+
+def test_a_rehearsal_on_the_cpu_compiles_nothing(tmp_path):
+    """A script of somebody else, who has not switched the operator off, with the lock of a build that was killed in its way."""
+    from fsdp_demo.rehearse import Rehearsal, environment
+
+    (tmp_path / "script.py").write_text(BUILT)
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "sitecustomize.py").write_text("import sys; sys.mine = True")
+    plan = Rehearsal(2, 1, (str(tmp_path / "script.py"),), "deepspeed")
+    before = os.environ.get("PYTHONPATH", "")
+    env = environment(plan, 0, "127.0.0.1:1", tmp_path, "")
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path / "user")
+    assert env["PYTHONPATH"].startswith(str(tmp_path / "site")) and before in env["PYTHONPATH"]
+    extensions = tmp_path / "extensions"
+    for place in (extensions / "deepspeed_shm_comm", extensions / "py311_cpu" / "deepspeed_shm_comm"):
+        place.mkdir(parents=True)
+        (place / "lock").touch()
+    env["TORCH_EXTENSIONS_DIR"] = str(extensions)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=100)
+    assert "op None True True" in done.stdout, done.stderr
+    assert not list(extensions.rglob("*.o")) and not list(extensions.rglob("build.ninja"))
+    other = environment(Rehearsal(2, 1, plan.script, "torchrun"), 0, "127.0.0.1:1", tmp_path, "")
+    assert other.get("PYTHONPATH", "") == before

@@ -76,6 +76,6 @@ for rank in "${!islands[@]}"; do
     ended=0
     wait_for "${islands[rank]}" || ended=$?
     [ $ended = 0 ] || echo "islands.sh: island $rank on ${hosts[rank]} ended with status $ended" >&2
-    case $ended in 0) ;; 75) [ $status != 0 ] || status=75 ;; 78) [ $status = 1 ] || status=78 ;; *) status=1 ;; esac
+    case $ended in 0) ;; 75) [ $status != 0 ] || status=75 ;; 78) status=78 ;; *) [ $status = 78 ] || status=1 ;; esac # 78: decide
 done
 exit $status
