@@ -62,8 +62,8 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tu
 
 
 def _between(head: dict[str, Any]) -> str:
-    """Between which exchanges a part was saved: what was applied last, and how many have been due, for each channel. A replica that has lost
-    an exchange is past it, and does not fit to one that is still before it. Empty where the head is of a release that says less."""
+    """Between which exchanges a part was saved: what was applied last, and how many have been due, for each channel. A replica that has
+    lost an exchange is past it, and does not fit to one that is still before it. Empty where the head is of a release that says less."""
     applied = head.get("applied")
     if not isinstance(applied, dict):
         return ""
