@@ -113,9 +113,9 @@ def misfits(folder: Path) -> str:
 
 
 def damaged(folder: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """The files, of this rank's share, whose checksum does not fit."""
+    """The files, of this rank's share, whose checksum does not fit. Those that are missing are a matter of `misfits`."""
     named = sorted((n, f["crc32"]) for n, f in sums(folder).items() if f["crc32"] is not None)
-    return [n for n, crc in named[rank::world] if not (folder / n).is_file() or crc32(folder / n) != crc]
+    return [n for n, crc in named[rank::world] if (folder / n).is_file() and crc32(folder / n) != crc]
 
 
 # ---- what is put aside ---------------------------------------------------------------------------------------------------------
