@@ -1,9 +1,9 @@
 """From which state each island goes on: a pure function of what all of them hold, so that all come to the same answer.
 
 Islands go on together from states between the same exchanges: equal steps, or unlike steps at which the same messages were applied last
-(`applied` in the heads of the exchange's parts) and the same one is due next. What replicas share, anchors and outer momenta, is equal
-there, and between two exchanges each island's path is its own. States of earlier releases do not say what was applied: of these only equal
-steps count.
+(`applied` in the heads of the exchange's parts). What replicas share, anchors and outer momenta, is equal there, and between two exchanges
+each island's path is its own. One that has lost the answer to a message holds that message, and sends it once more. States of earlier
+releases do not say what was applied: of these only equal steps count.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import ExchangeConfig
-from .fragments import expand
 from .guard import NeedsDecision
-from .parts import UNREADABLE, read_head
+from .parts import read_head
 
 
 @dataclass(frozen=True, order=True)
@@ -55,27 +53,14 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tu
         heads = [read_head(path)[0] for path in paths]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
-    places = {(_between(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
+    places = {(_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(f"{exchange}: ranks stand between unlike exchanges: {', '.join(sorted(a for a, _ in places))}")
     return (next(iter(places))[0], min(owner for _, owner in places)) if places else ("", -1)
 
 
-def _between(head: dict[str, Any]) -> str:
-    """Between which exchanges a part was saved: what was applied last, and how many have been due, for each channel. A replica that has
-    lost an exchange is past it, and does not fit to one that is still before it. Empty where the head is of a release that says less."""
-    applied = head.get("applied")
-    if not isinstance(applied, dict):
-        return ""
-    due: dict[str, int] = {}
-    if "config" in head:
-        try:
-            names = [p["name"] for p in head["parameters"] if not p["frozen"]]
-            channels = expand(ExchangeConfig.from_dict(head["config"]), names)
-            due = {c.name: c.clock.round(int(head["step"]) - 1) for c in channels}
-        except UNREADABLE:  # settings that this release does not know
-            return ""
-    return json.dumps([applied, due], sort_keys=True)
+def _applied(head: dict[str, Any]) -> str:
+    return json.dumps(head["applied"], sort_keys=True) if isinstance(head.get("applied"), dict) else ""
 
 
 def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:

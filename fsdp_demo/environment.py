@@ -24,6 +24,7 @@ VARIABLES = {
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
     "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
+    "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",

@@ -231,6 +231,12 @@ class Mailbox:
         lost |= any(f.members != list(f.parts) for f, wanted in zip(self.flights, again, strict=True) if wanted)  # a part has acted here
         dropped, *repeat = self.island.largest(float(lost), *map(float, again))
         if dropped:
+            (apart,) = self.island.largest(float(len({each["step"] for each in everyone}) > 1))
+            if apart:
+                raise ValueError(
+                    "islands resume at unlike steps, and not all hold what was under way: resume all from a checkpoint of one step "
+                    "(fsdp-demo inspect shows them)"
+                )
             if self.flights:
                 steps = [f.step for f in self.flights]
                 log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", steps)
