@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Topology
+from fsdp_demo import Topology, attempts, topology
 from fsdp_demo.asking import StoreSilent
 from fsdp_demo.board import Board
 from fsdp_demo.presence import Presence
@@ -92,8 +92,10 @@ def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ran
     assert "does not answer within 1.5 s: see whether `fsdp-demo store` still runs" in text and "start all islands again" in text
 
 
-def test_training_goes_on_without_the_store(run_ranks, store) -> None:
+def test_training_goes_on_without_the_store(run_ranks, store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It freezes after the meeting: steps and finish() need it no more, words to the others wait only so long, and it is said once."""
+    monkeypatch.setattr(topology, "ANSWER", 1.5)
+    monkeypatch.setattr(attempts, "PATIENCE", 1.5)
 
     def fn(me: Any) -> Any:
         lines: list[str] = []
@@ -107,9 +109,11 @@ def test_training_goes_on_without_the_store(run_ranks, store) -> None:
         board.publish([1])
         presence = Presence(exchange.topology)
         presence.start()
-        if me.island == 0:
-            freeze()
-        exchange.digests_equal()  # both are here
+        assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)  # its thread is connected
+        for island in range(2):
+            exchange.digests_equal()  # both are here
+            if me.island == island == 0:
+                freeze()
         presence.tell_stop(3)
         met = presence.wait_for_stops(5.0)
         presence.end("left")
@@ -121,7 +125,7 @@ def test_training_goes_on_without_the_store(run_ranks, store) -> None:
         exchange.finish()
         return met, exchange.step, len([line for line in lines if "does not answer" in line or "no store answers" in line])
 
-    for met, step, said in run_ranks(fn, 2, 1, env=store):
+    for met, step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "30"}):
         assert (met, step, said) == (False, 3, 1)
 
 
