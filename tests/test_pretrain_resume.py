@@ -303,7 +303,7 @@ def test_a_mesh_goes_on_bit_for_bit(run_ranks, source):
     options = ["--exchange", "diloco", "--set", "period=4", "--mesh", "--save-every", 3]
     common = {"islands": 1, "procs": 4, "env": two_nodes, "timeout": 120}
     whole = run_ranks(train, **common, args=(source, source / "whole", [*options, "--keep", 9]))
-    held = {p.name: sorted(c.name for c in p.iterdir()) for p in (source / "whole").glob("replica*")}
+    held = {p.name: sorted(c.name for c in p.glob("checkpoint-*")) for p in (source / "whole").glob("replica*")}
     assert held == {f"replica{i}": [f"checkpoint-{s}" for s in (10, 3, 6, 9)] for i in range(2)}
     stopped_at(6, source / "whole", source / "part")
     resumed = run_ranks(train, **common, args=(source, source / "part", [*options, "--resume"]))
