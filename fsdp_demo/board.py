@@ -46,15 +46,15 @@ class Board:
         t = self.topology
         if t.islands == 1:
             return [note]
-        with self._asking(t.timeout) as store:
+        with self._asking(t.timeout, opening=t.question) as store:
             return self._meet(store, note)
 
     def _meet(self, store: Asker, note: dict[str, Any]) -> list[dict[str, Any]]:
         t = self.topology
         if store.add(f"start/{t.island}", 1) > 1:
             raise ValueError(
-                f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island}: set a new ISLAND_RUN on all islands "
-                "(a run id is used once), and a different ISLAND_RANK on each"
+                f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island}: set a different ISLAND_RANK on each "
+                "island, or a new ISLAND_RUN on all"
             )
         store.set(f"note/{t.island}", json.dumps(note))
         deadline, keys = time.monotonic() + t.timeout, [f"note/{i}" for i in range(t.islands)]
@@ -65,7 +65,11 @@ class Board:
                     "ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
                 )
             time.sleep(0.02)
-        return [_note(store.get(key), i) for i, key in enumerate(keys)]
+        notes = [store.note(key, f"island {i}") for i, key in enumerate(keys)]
+        for i, found in enumerate(notes):
+            if not isinstance(found, dict):
+                raise ValueError(f"island {i} has left a note in the store that is no object ({found!r:.40}): use one release everywhere")
+        return notes
 
     def exchange(self, held: Any) -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None. In order of the islands.
@@ -79,7 +83,7 @@ class Board:
         with self._asking(PATIENCE) as store:
             store.set(f"held/{t.island}", json.dumps(held))
             keys = [f"held/{i}" for i in range(t.islands)]
-            said = [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+            said = [store.note(key, f"island {i}") if store.check([key]) else None for i, key in enumerate(keys)]
         return [held if i == t.island else value for i, value in enumerate(said)]
 
     def close(self) -> None:
@@ -87,10 +91,11 @@ class Board:
         self._asker = self._opening = None
 
     @contextmanager
-    def _asking(self, deadline: float) -> Iterator[Asker]:
-        """The store, whose questions may take `deadline` seconds; given up when it is silent."""
+    def _asking(self, deadline: float, opening: float = 0.0) -> Iterator[Asker]:
+        """The store, whose questions may take `deadline` seconds; given up when it is silent. A connection may take `opening` seconds more:
+        at the start its own error says what to do."""
         if self._asker is None:
-            self._asker = self._connect(deadline)
+            self._asker = self._connect(deadline + opening)
         self._asker.deadline = deadline
         try:
             yield self._asker
@@ -114,17 +119,6 @@ class Board:
 
     def _open(self) -> Asker:
         return self.topology.open_store().under(f"{self.topology.prefix()}/checkpoints{self._number}")
-
-
-def _note(data: bytes, island: int) -> dict[str, Any]:
-    try:
-        note = json.loads(data)
-        if not isinstance(note, dict):
-            raise ValueError(f"not an object: {note!r:.40}")
-        return note
-    except (ValueError, RecursionError) as error:
-        what = f"island {island} has left a note in the store that cannot be read ({error!r:.80})"
-        raise ValueError(f"{what}: use one release everywhere") from None
 
 
 def _in_thread(work: Any) -> Future[Any]:

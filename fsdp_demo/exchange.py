@@ -87,13 +87,13 @@ class Exchange:
         self._ended = self._finished = self.stopped = self.stopped_alone = self.showing = False
         self.raises_stopped, self.told, self.heard = True, 0.0, 0.0
         self._equal: bool | None = None
+        self._presence = Presence(topology, self.request_stop)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
         self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
-        self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
         self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
         self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
-        self._presence = Presence(topology, self.request_stop)
         try:
+            self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
             self.channels, parameters = joining.bind(channels, config, shards, topology, self._island, lanes)
             self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
             moving = [c.channel for c in self._flow.moving]
@@ -210,7 +210,7 @@ class Exchange:
 
     def _usable(self) -> None:
         if self._mailbox.broken:
-            raise PeerLost("the exchange has failed before: save, and start again under a new ISLAND_RUN")
+            raise PeerLost("the exchange has failed before: save, and start all islands again")
         if self.finished:
             raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
 

@@ -78,7 +78,7 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
         if exchange.topology.rank == 0:
             done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
-            log.error("%s: %s; %s, start all islands under a new ISLAND_RUN with: %s", where, done, when, command)
+            log.error("%s: %s; %s, start all islands again with: %s", where, done, when, command)
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1

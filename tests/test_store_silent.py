@@ -106,7 +106,7 @@ def test_training_goes_on_without_the_store(run_ranks, store, monkeypatch: pytes
         optimizer = torch.optim.SGD([p], lr=0.1)
         exchange = fsdp_demo.attach(optimizer, "full")
         board = Board(exchange.topology)
-        board.publish([1])
+        board.exchange([1])
         presence = Presence(exchange.topology)
         presence.start()
         assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)  # its thread is connected
@@ -118,7 +118,7 @@ def test_training_goes_on_without_the_store(run_ranks, store, monkeypatch: pytes
         met = presence.wait_for_stops(5.0)
         presence.end("left")
         with pytest.raises(StoreSilent):
-            board.others()
+            board.exchange([2])
         for _ in range(3):
             p.grad = torch.ones(3)
             optimizer.step()

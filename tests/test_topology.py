@@ -304,7 +304,7 @@ def test_equal_parameters_are_not_sent(run_ranks) -> None:
         model = Mixed(seed=0)
         return fsdp_demo.attach(sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model).metrics()["setup_bytes"]
 
-    assert all(n < 3000 for n in run_ranks(fn, 2, 1))  # the specification and digests; the parameters are 18 kB
+    assert all(n < 5000 for n in run_ranks(fn, 2, 1))  # the specification and digests; the parameters are 18 kB
 
 
 def test_without_the_model_frozen_parameters_must_be_equal(run_ranks) -> None:
@@ -430,7 +430,7 @@ def test_without_islands_there_is_one_replica(run_ranks) -> None:
         return kept.lines, p.tolist(), metrics, (topology.kind, topology.islands)
 
     ((lines, p, metrics, topology),) = run_ranks(fn, 1, 1, env={"ISLAND_COUNT": ""})
-    assert topology == ("single", 1) and sum("one replica" in line for line in lines) == 1
-    assert any("1 islands" in line and "clips" in line for line in lines)
+    assert topology == ("single", 1) and sum(line.startswith("one replica:") for line in lines) == 1, lines
+    assert any("one replica, nothing is sent" in line and "clips" in line for line in lines)
     assert metrics["bytes_sent"] == metrics["bytes_received"] == metrics["messages"] == metrics["setup_bytes"] == 0
     torch.testing.assert_close(torch.tensor(p), torch.full((4,), -3 * 0.01 * 0.5), rtol=1e-5, atol=0)

@@ -335,7 +335,7 @@ class ExchangeCallback(TrainerCallback):
             self._save_lost(trainer)
             last = get_last_checkpoint(trainer.args.output_dir) or "none"
             self._warn(
-                f"the last checkpoint here is {last}; start all islands again, ISLAND_RUN new, with resume_from_checkpoint=True (auto)"
+                f"the last checkpoint here is {last}; start all islands again with resume_from_checkpoint=True (auto)"
             )
             raise
         finally:
