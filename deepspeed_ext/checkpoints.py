@@ -24,8 +24,9 @@ from fsdp_demo import Exchange
 from fsdp_demo.board import Board
 from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
 from fsdp_demo.fence import Fence
-from fsdp_demo.finite import NotFinite, refuse_exchange
+from fsdp_demo.finite import refuse_exchange
 from fsdp_demo.folders import MANIFEST, damaged, misfits
+from fsdp_demo.notes import NotFinite
 from fsdp_demo.retention import LAST_FAILURE
 
 from .finding import CURE, Choice, choose, choose_tags, folder_of, latest, look

@@ -120,7 +120,7 @@ def _batch(exchange: Exchange, batch: Sequence[int]) -> str:
 def _bytes(exchange: Exchange, island: Island) -> tuple[list[float], list[tuple[str, float, float]]]:
     """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name, bytes, bytes of a dense all-reduce) for
     which a reduce of everything would send less. A collective inside the island."""
-    sections = [(c.channel, c.section, len(c.present)) for c in exchange.channels if c.section is not None]
+    sections = [(c.channel, c.section, len(c.present)) for c in (*exchange.channels, *exchange._flow.buffers) if c.section is not None]
     plan = Plan(sections, exchange.topology.islands, exchange.topology.island)
     totals = [float(plan.most().bytes_sent), plan.per_step()]
     rows: list[tuple[str, float, float]] = []

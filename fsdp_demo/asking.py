@@ -149,8 +149,8 @@ def connect(endpoint: str, limit: float, deadline: float, patience: float) -> As
     name, _, port = endpoint.rpartition(":")
     host, end = name.strip("[]"), time.monotonic() + limit
     options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=patience)}
-    reason = _reach(host, int(port), end)
-    if not reason:
+    probe, reason = _reach(host, int(port), end)
+    if probe is not None:
         try:
             store = within(max(end - time.monotonic(), 0.1), lambda: dist.TCPStore(host, int(port), None, **options))
             return Asker(store, endpoint, deadline)
@@ -158,22 +158,24 @@ def connect(endpoint: str, limit: float, deadline: float, patience: float) -> As
             reason = "the port is open, but nothing answers: the store hangs, or another program listens there"
         except (RuntimeError, ValueError) as error:
             reason = first_line(error)
+        finally:
+            probe.close()  # not before: torch's store asks the name server about a connection that is gone, and answers nobody meanwhile
     raise StoreSilent(
         f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s: start there `fsdp-demo store --bind {endpoint}` and check that "
         f"this port is open ({reason})"
     )
 
 
-def _reach(host: str, port: int, end: float) -> str:
-    """Wait until somebody listens; why nobody does. By a socket of our own: torch prints forty lines of frames for a try that fails."""
+def _reach(host: str, port: int, end: float) -> tuple[socket.socket | None, str]:
+    """Wait until somebody listens: a connection, or why nobody does. By a socket of our own: torch prints forty lines of frames for a try
+    that fails."""
     while True:
         left = end - time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=max(min(left, 10.0), 0.05)).close()
-            return ""
+            return socket.create_connection((host, port), timeout=max(min(left, 10.0), 0.05)), ""
         except OSError as error:
             if left < 0.3:
-                return first_line(error)
+                return None, first_line(error)
         time.sleep(0.2)
 
 

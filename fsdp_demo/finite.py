@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .notes import NotFinite
 from .shards import local_part
 
 if TYPE_CHECKING:
     from .exchange import Exchange
-
-
-class NotFinite(ValueError):
-    """A tensor that was to be saved holds NaN or Inf.
-
-    Example:
-        >>> from fsdp_demo.finite import NotFinite
-        >>> issubclass(NotFinite, ValueError)
-        True
-    """
 
 
 @torch.no_grad()

@@ -253,7 +253,7 @@ class Flow:
         return {
             "step": self.step,
             "digest": self.config.digest(),
-            "last": dict(self.mailbox.last),
+            "last": {c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
             "applied": self.applied,
             "begun": self.begun,
             "tokens": tokens,
@@ -272,7 +272,8 @@ class Flow:
             log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
         for c in self.channels:
             c.load(state["channels"][c.channel.name])
-        self.step, self.mailbox.last = max(self.step, int(state["step"])), dict(state["last"])
+        self.step = max(self.step, int(state["step"]))
+        self.mailbox.last = dict.fromkeys(self.mailbox.last, -1) | state["last"]  # it says nothing of buffers: they are averaged at the end
         self.mailbox.applied, self.begun = dict(state.get("applied", {})), int(state.get("begun", -1))
         self.mailbox.load(state["in_flight"])
         self.mailbox.loss, losses = state.get("losses", (math.nan, ()))

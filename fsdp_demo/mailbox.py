@@ -166,7 +166,7 @@ class Mailbox:
             if not ready:
                 continue
             arrived = self._receive(flight)
-            healed = arrived is not None and self._line is not None and bool(arrived.headers[self._line.rank].flags & NOT_FINITE)
+            healed = arrived is not None and self._left_out(arrived)
             for c in ready:
                 self._apply(flight, c, arrived, last or healed)  # nothing of its own is mixed in where that is not finite
                 applied.append(c)
@@ -175,6 +175,11 @@ class Mailbox:
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
                 self.flown.append(Flown(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
         return applied
+
+    def _left_out(self, arrived: Arrived) -> bool:
+        """Whether this replica's own contribution was not finite. Of a message from a run with other islands nobody's is known."""
+        line, headers = self._line, arrived.headers
+        return line is not None and len(headers) == line.size and bool(headers[line.rank].flags & NOT_FINITE)
 
     def _apply(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> None:
         """Decode and apply what arrived for one channel."""
@@ -204,7 +209,7 @@ class Mailbox:
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
         headers = arrived.headers if isinstance(arrived, Arrived) else []
-        if headers and not flight.counted:
+        if headers and not flight.counted and (self._line is None or len(headers) == self._line.size):
             flight.counted, error = True, self.watch.count(self._line, headers, flight.step)
         failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
         if failed:

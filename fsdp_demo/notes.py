@@ -28,7 +28,8 @@ class Stopped(RuntimeError):
 
 
 class NotFinite(RuntimeError):
-    """A replica's gradients or parameters hold NaN or Inf, and go on doing so. No other replica has taken anything of it.
+    """Values that are needed hold NaN or Inf: a replica that does not come back by itself, or a checkpoint that is not saved. No other
+    replica has taken anything of them.
 
     Example:
         >>> from fsdp_demo import NotFinite

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .fence import Superseded
-from .finite import NotFinite
 from .guard import NeedsDecision
+from .notes import NotFinite
 from .parts import as_disk_error
 from .transport import PeerLost
 

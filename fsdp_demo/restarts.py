@@ -74,7 +74,7 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
                 status = island.run([*words, *(resume if number else ())], env)
                 if island.told or number == restarts or not returns(status):
                     break
-                print(f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of {restarts}\n")
                 _end_strays()
     finally:
         for number, handler in before.items():

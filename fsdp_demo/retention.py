@@ -29,9 +29,9 @@ from . import folders
 from .board import Board
 from .choosing import Held, alike, choose
 from .fence import Fence, Superseded
-from .finite import NotFinite
 from .folders import MANIFEST, misfits
 from .guard import NeedsDecision
+from .notes import NotFinite
 from .parts import as_disk_error, sync_folder
 from .ranks import Ranks
 from .shelf import Shelf

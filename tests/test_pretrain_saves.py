@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from fsdp_demo import Exchange, PeerLost  # noqa: E402
+from fsdp_demo import Exchange, NotFinite, PeerLost  # noqa: E402
 
 from .test_pretrain_resume import pretrain, source, state, train  # noqa: E402, F401
 
@@ -136,7 +136,7 @@ def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
                     kept = next(iter(self.optimizer.state.values()))["exp_avg"].view(-1)
                     value, kept[0] = kept[0].clone(), float("nan")
                     before(self, wait)
-                    with pytest.raises(ValueError, match="not finite"):
+                    with pytest.raises(NotFinite, match="not finite"):
                         self.emergency()
                     kept[0] = value
                 else:

@@ -71,7 +71,8 @@ def test_the_accelerate_file_shards_a_trainer_script(tmp_path, source, stage):  
         here |= {"ISLAND_ENDPOINT": f"127.0.0.1:{(tmp_path / 'port').read_text().strip()}", "DS_ACCELERATOR": "cpu"}
         with started(*words, **here, ISLAND_RANK="0") as first, started(*words, **here, ISLAND_RANK="1") as second:
             logs = [ended(first), ended(second)]
-    assert all("2 islands, 2 shards x 1 copies" in log for log in logs), logs[0]  # DDP would be 1 shard x 2 copies
+    assert all(f"island {i} of 2" in log for i, log in enumerate(logs)), logs[0]
+    assert all("2 shards x 1 copies" in log for log in logs), logs[0]  # DDP would be 1 shard x 2 copies
     results = [json.loads((tmp_path / "out" / f"island{n}" / "eval_results.json").read_text())["eval_loss"] for n in range(2)]
     assert results[0] == results[1] and 0 < results[0] < 6
 

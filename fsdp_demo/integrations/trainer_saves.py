@@ -21,7 +21,8 @@ from transformers import Trainer
 from .. import folders
 from ..exchange import Exchange
 from ..fence import Fence
-from ..finite import NotFinite, refuse_exchange
+from ..finite import refuse_exchange
+from ..notes import NotFinite
 from ..parts import as_disk_error
 from ..ranks import Ranks
 from ..retention import LAST_FAILURE
