@@ -135,6 +135,9 @@ class Asker:
             raise StoreSilent(f"the store at {self._where} does not answer: {first_line(error)}") from None
 
 
+_reached: set[str] = set()  # where a store has answered this process before: a connection is dear to torch's store
+
+
 def connect(endpoint: str, limit: float, deadline: float, patience: float) -> Asker:
     """A connection of its own to the store at `endpoint` (host:port).
 
@@ -149,17 +152,19 @@ def connect(endpoint: str, limit: float, deadline: float, patience: float) -> As
     name, _, port = endpoint.rpartition(":")
     host, end = name.strip("[]"), time.monotonic() + limit
     options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=patience)}
-    probe, reason = _reach(host, int(port), end)
-    if probe is not None:
+    probe, reason = _reach(host, int(port), end) if endpoint not in _reached else (None, "")
+    if not reason:
         try:
             store = within(max(end - time.monotonic(), 0.1), lambda: dist.TCPStore(host, int(port), None, **options))
+            _reached.add(endpoint)
             return Asker(store, endpoint, deadline)
         except Late:
             reason = "the port is open, but nothing answers: the store hangs, or another program listens there"
         except (RuntimeError, ValueError) as error:
             reason = first_line(error)
         finally:
-            probe.close()  # not before: torch's store asks the name server about a connection that is gone, and answers nobody meanwhile
+            if probe is not None:
+                probe.close()  # not before: the store asks the name server about a connection that is gone
     raise StoreSilent(
         f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s: start there `fsdp-demo store --bind {endpoint}` and check that "
         f"this port is open ({reason})"

@@ -60,7 +60,7 @@ def join(topology: Topology, store: Asker | None = None) -> Pulse:
     with _lock:
         if known not in _pulses:
             number = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
-            _pulses[known] = Pulse(topology, f"{topology.run}/{number}", beats=topology.rank == 0)
+            _pulses[known] = Pulse(topology, f"{topology.run}/{number}", beats=topology.rank == 0, store=store)
         elif topology.world > 1 and topology.rank == 0:  # who joins later than rank 0 reads it there
             _from_first(topology, lambda: int(_pulses[known].prefix.rpartition("/")[2]))
         return _pulses[known]
@@ -133,7 +133,7 @@ Job = Callable[[Asker], Any]
 
 
 class Pulse:
-    """One daemon thread of a process that takes part in an attempt: it beats, and does what it is given, on a connection of its own.
+    """One daemon thread of a process that takes part in an attempt: it beats and does what it is given, on `store`'s connection or its own.
 
     A store that does not answer is said once; it is tried again, ever more rarely.
 
@@ -142,12 +142,12 @@ class Pulse:
         deadline: seconds that a caller should wait for a job.
     """
 
-    def __init__(self, topology: Topology, prefix: str, beats: bool = False):
+    def __init__(self, topology: Topology, prefix: str, beats: bool = False, store: Asker | None = None):
         self.prefix, self.deadline = prefix, min(topology.question, PATIENCE)
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._each: list[Job] = [lambda at: at.add(f"beat/{topology.island}", 1)] if beats else []
-        self._at: Asker | None = None
+        self._at = None if store is None else Asker(store.store, topology.endpoint, topology.question).under(prefix)
         self._pause, self.silent = BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()

@@ -246,6 +246,7 @@ def test_ssh_islands_on_four_hosts_with_torchrun(launch):
     check(launch.output, islands=4, procs=1, preset="streaming_diloco", steps=8)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slurm_mesh_on_two_nodes(launch):
     exchange = RECIPES / "exchange" / "demo.yaml"

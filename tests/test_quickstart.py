@@ -69,6 +69,7 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
     assert sum("validation loss" in line for line in done.stdout.splitlines()) == 4  # three evaluations and the table: island 0 only
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_islands_that_were_given_other_options_refuse_each_other(tmp_path):
     script = tmp_path / "uneven.py"

@@ -24,6 +24,7 @@ def study(output: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_cells_then_the_cache(tmp_path):
     study(tmp_path)
     table = json.loads((tmp_path / "first.json").read_text())

@@ -39,6 +39,7 @@ def ended(process, status=0, timeout=200):
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rehearse_with_the_deepspeed_launcher(tmp_path, source):  # noqa: F811
     options = [*COMMON, *source, "--exchange", "demo", "--steps", 4, "--output", tmp_path / "out"]
