@@ -124,7 +124,10 @@ def test_every_preset_is_a_case() -> None:
     assert [CASES[name].preset for name in presets()] == list(presets())
 
 
-@pytest.mark.parametrize(("islands", "procs"), [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)])
+LONG = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (4, 1))]
+
+
+@pytest.mark.parametrize(("islands", "procs"), [(2, 1), (3, 1), *LONG])
 def test_the_plan_is_what_the_meter_counts(run_ranks: Any, islands: int, procs: int) -> None:
     """Every step of every rank: exchanges, messages, bytes sent and received."""
     tensors = [(n, s) for n, s in SHAPES.items() if n != "frozen"]
