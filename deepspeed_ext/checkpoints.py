@@ -26,8 +26,10 @@ from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
 from fsdp_demo.fence import Fence
 from fsdp_demo.finite import refuse_exchange
 from fsdp_demo.folders import MANIFEST, damaged, misfits
+from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.notes import NotFinite
 from fsdp_demo.retention import LAST_FAILURE
+from fsdp_demo.taking_over import LARGEST, begins_anew, forward, small
 
 from .finding import CURE, Choice, choose, choose_tags, folder_of, latest, look
 from .folders import Folders
@@ -35,6 +37,10 @@ from .folders import Folders
 log = logging.getLogger("fsdp_demo")
 
 T = TypeVar("T")
+
+OF_DEEPSPEED = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "ds_config", "ds_version"}
+OF_DEEPSPEED |= {"optimizer", "lr_scheduler", "sparse_tensor_module_names", "global_samples"}
+"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put there."""
 
 
 def follow(engine: Any, exchange: Exchange) -> None:
@@ -69,6 +75,17 @@ def _install(engine: Any, folders: _Separate | _Followed) -> None:
         )
     engine.save_checkpoint, engine.load_checkpoint = folders.save_checkpoint, folders.load_checkpoint
     engine._get_shared_params = folders.tied  # DeepSpeed knows them on rank 0 of the world only
+
+
+def advance(engine: Any, step: int) -> None:
+    """Let an engine that has taken over go on from `step`: its counters and its own scheduler, as if it had taken the steps up to there."""
+    taken = step - engine.global_steps
+    if not taken:
+        return
+    engine.global_steps = step
+    engine.global_samples += taken * engine.train_batch_size()
+    if engine.lr_scheduler is not None:
+        forward(engine.lr_scheduler, taken)
 
 
 class _Separate(Folders):
@@ -187,7 +204,9 @@ class _Followed(Folders):
     ) -> Any:
         """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it together, at the same step.
 
-        Without a tag all load the newest that all hold whole.
+        Without a tag all load the newest that all hold whole. A replica that sees no whole one takes over from the others: parameters and
+        the exchange's shared state come from them, the engine's counters and scheduler go to their step, and what is returned is a path in
+        its own folder, where nothing is yet, and the `client_state` of one of them as far as it is plain JSON.
 
         Raises:
             ValueError: no checkpoint in common, one that is half-written, or of another preset, model or number of ranks per replica.
@@ -200,6 +219,12 @@ class _Followed(Folders):
         choice = self._choose(root, None if tag is None else str(tag))
         if choice.tag is None:
             return self.load_from(folder_of(root, topology), tag, options)
+        if not choice.alone and load_module_only:
+            raise NeedsDecision(
+                "load_module_only: no replica takes over weights alone, and some see no checkpoint: copy the folder of one replica there"
+            )
+        if not choice.sources:
+            return self._take_over(folder_of(root, topology), choice.tag)
         self._together(lambda: self._verify(choice))
         fresh = load_module_only or not load_optimizer_states
         saved = self._together(lambda: self._open(choice)) if choice.parts and not fresh else None
@@ -208,9 +233,41 @@ class _Followed(Folders):
         if state is None and self.first:
             place, why = choice.sources[0][0] / choice.tag, "without optimizer states" if fresh else "and holds no exchange state"
             log.warning("%s was loaded %s: the channels start anew, from the weights of one replica", place, why)
+        if not choice.alone:
+            self._tell(result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
+        if not choice.alone:  # one of an earlier step has taken over, too
+            advance(self.engine, self.exchange.step)
         self._own(folder_of(root, topology))
         return result
+
+    def _take_over(self, folder: Path, tag: str) -> tuple[str, dict[str, Any]]:
+        """What the others bring, at their step: nothing is loaded here."""
+        note = self._tell(None)
+        self.exchange.rejoin(None, 0, self.engine.module)
+        advance(self.engine, self.exchange.step)
+        self._own(folder)
+        if self.first:
+            left = f"; without {', '.join(note['left'])}, which are not plain JSON of at most {LARGEST} bytes" if note["left"] else ""
+            text = "%s: %s holds no whole checkpoint: took over step %d from %s, with its client_state%s; %s"
+            name, anew = self.exchange.topology.name, begins_anew(self.exchange.config)
+            log.warning(text, name, folder, self.exchange.step, note["name"], left, anew)
+        return str(folder / tag), note["client"]
+
+    def _tell(self, client: dict[str, Any] | None) -> dict[str, Any]:
+        """Where some replicas take over: the note of the first one that does not. `client`: what was loaded here, None for nothing."""
+        topology = self.exchange.topology
+        told = None if client is None else small({k: v for k, v in client.items() if k not in OF_DEEPSPEED})
+        left = sorted(map(str, {*client} - {*told} - OF_DEEPSPEED)) if client is not None and told is not None else []
+
+        def notes() -> Any:
+            board = Board(topology)
+            try:
+                return next(n for n in board.meet({"name": topology.name, "client": told, "left": left}) if n["client"] is not None)
+            finally:
+                board.close()
+
+        return cast(dict[str, Any], self.from_first(notes))
 
     def _verify(self, choice: Choice) -> None:
         """Compare checksums, each rank its share."""
@@ -250,15 +307,16 @@ class _Followed(Folders):
                 board.close()
             if found is None:
                 return None
-            choice = choose(root, topology, *found[topology.island])
-            return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts]]
+            mine = found[topology.island]
+            choice = Choice(next(f[0] for f in found if f is not None), []) if mine is None else choose(root, topology, *mine)
+            return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts], None not in found]
 
         found = self.from_first(agreed)
         if found is None:
             return Choice(None, [])
-        name, sources, parts = found
-        choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts])
-        if self.first and (len(sources) > 1 or choice.parts and choice.sources[0][0] != folder_of(root, topology)):
+        name, sources, parts, alone = found
+        choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts], alone)
+        if self.first and sources and (len(sources) > 1 or choice.parts and choice.sources[0][0] != folder_of(root, topology)):
             what = " and ".join(f"{w:.3g} of {f.name or f}" for f, w in choice.sources)
             log.warning("%s takes over %s in %s: %s", topology.name, name, root, what)
         return choice
