@@ -39,7 +39,7 @@ log = logging.getLogger("fsdp_demo")
 T = TypeVar("T")
 
 OF_DEEPSPEED = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "ds_config", "ds_version"}
-OF_DEEPSPEED |= {"optimizer", "lr_scheduler", "sparse_tensor_module_names", "global_samples"}
+OF_DEEPSPEED |= {"optimizer", "lr_scheduler", "sparse_tensor_module_names", "global_samples", "checkpoint_parallel_dimensions"}
 """What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put there."""
 
 
@@ -302,7 +302,7 @@ class _Followed(Folders):
         def agreed() -> Any:
             board = Board(topology)
             try:
-                found = choose_tags(board.meet(look(root, topology, tag)))
+                found = choose_tags(board.meet(look(root, topology, tag)), topology.kind == "islands")
             finally:
                 board.close()
             if found is None:

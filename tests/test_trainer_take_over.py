@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fsdp_demo import taking_over  # noqa: E402
 from fsdp_demo.choosing import Held  # noqa: E402
 from fsdp_demo.guard import NeedsDecision  # noqa: E402
 from fsdp_demo.integrations.trainer_state import whole_steps  # noqa: E402
-from fsdp_demo.integrations.trainer_take_over import heard, sources, told  # noqa: E402
+from fsdp_demo.integrations.trainer_take_over import TakeOver, heard, sources, told  # noqa: E402
 
 from . import trainer_script as script  # noqa: E402
 from .test_trainer import history, quiet  # noqa: E402, F401
@@ -146,6 +147,20 @@ def test_without_the_exchanges_own_state(run_ranks):
     assert torch.equal(a[0], b[0]) and a[1] == b[1] == [9, 10, 11, 12]
 
 
+def test_the_furthest_is_taken_over_by_all(run_ranks):
+    """Islands 0 and 1 hold states between the same exchanges; one that holds none takes the furthest, and so does the one behind it."""
+
+    def run(rank):
+        train(rank, "diloco", {"period": 6}, max_steps=6, save_steps=4 + rank.island)
+        shutil.rmtree(rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-6")
+        resumed, rates = train(rank, "diloco", {"period": 6}, resume=True, max_steps=8)
+        return script.shards(resumed), rates, kept(rank)
+
+    out = run_ranks(run, islands=3, procs=1, timeout=120)
+    assert all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out) and out[0][1][0][0] == 6
+    assert [o[2] for o in out] == [[4, 8], [5, 8], [8]]
+
+
 # ---- its parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +213,10 @@ def test_a_scheduler_that_goes_by_a_metric_is_told(caplog):
     assert "ReduceLROnPlateau goes by a metric" in caplog.text and "is 2 steps ahead" in caplog.text
 
 
-def test_what_begins_anew_is_said():
+def test_what_is_not_exact_is_said():
+    args = SimpleNamespace(ignore_data_skip=False, load_best_model_at_end=True)
+    exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"))
+    text = TakeOver(4, "a", {"best_metric": 1.0}).sentence(exchange, args)
+    assert text.startswith("no checkpoint here: took over step 4 from a, rows are skipped") and "best model so far is on the other" in text
     said = {name: taking_over.begins_anew(fsdp_demo.preset(name)) for name in fsdp_demo.presets()}
     assert said["full"] == "random states begin anew here" and "moments" in said["diloco"] and "accumulators" in said["sparse_loco"]

@@ -465,7 +465,7 @@ def test_replicas_that_do_not_see_it(run_ranks, tmp_path) -> None:
     config = zero.settings("zero1")
     run_ranks(save, args=(tmp_path / "here", config, "diloco", {}))
     (tmp_path / "there").mkdir()
-    for o in run_ranks(elsewhere, args=(tmp_path, config, []), check=False):
+    for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5"] * 2), check=False):
         assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none): copy" in str(o.error)
     for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5", "other"]), check=False):
         assert "NeedsDecision: replicas load different tags (island0: 'global_step5', island1: 'other')" in str(o.error)

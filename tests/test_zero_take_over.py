@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed_ext.checkpoints import OF_DEEPSPEED, advance  # noqa: E402
 from deepspeed_ext.finding import choose_tags  # noqa: E402
+from fsdp_demo import Topology  # noqa: E402
 from fsdp_demo.guard import NeedsDecision  # noqa: E402
 from fsdp_demo.parts import copied  # noqa: E402
 
@@ -73,8 +75,7 @@ def test_both_end_equal(run_ranks, tmp_path, stage, preset, lost) -> None:
         value, donor = o.value, out[2 * (1 - lost) + o.rank % 2].value
         assert value["steps"] == donor["steps"] and value["steps"][0] == value["steps"][2] == N and value["samples"] == donor["samples"]
         assert differences(value["end"], donor["end"]) == [] and value["client"] == {"mine": [3, "x"]}
-        taker = o.rank // 2 == lost
-        assert value["kept"] == ([] if taker else [f"global_step{N}"]) + [f"global_step{2 * N}"] or not taker
+        assert set(value["kept"]) == {f"global_step{2 * N}"} | (set() if o.rank // 2 == lost else {f"global_step{N}"})
         assert f"global_step{N}" in value["path"] and f"disk{o.rank // 2}" in value["path"]
         if preset == "full":  # nothing is lost: as if the folder were there
             assert value["losses"] == saved[o.rank]["losses"] and differences(value["end"], saved[o.rank]["end"]) == []
@@ -91,7 +92,28 @@ def test_weights_alone_are_not_taken_over(run_ranks, tmp_path) -> None:
         assert "NeedsDecision: load_module_only: no replica takes over weights alone" in str(o.error)
     for o in run_ranks(load, args=(tmp_path, config, "demo", {"tag": f"global_step{N}"}), check=False):
         assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none)" in str(o.error)
-        assert "or none (one that holds no checkpoint then takes over" in str(o.error)
+        assert "without a tag, an island that holds no checkpoint takes over from the others" in str(o.error)
+
+
+def unlike(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
+    """Island 0 saves after step 4, island 1 after step 5, between the same exchanges; island 2 nowhere."""
+    made, exchange = make(config, "diloco")
+    for step in (4, 5):
+        zero.train(made, range(exchange.step, step), me.rank)
+        if me.island == step - 4:
+            made.save_checkpoint(root_of(me, root))
+    exchange.detach()
+    again, exchange = make(config, "diloco", seed=8 + me.island, topology=replace(Topology.from_env(), run="again"))
+    again.load_checkpoint(root_of(me, root))
+    loaded = everything(again, exchange)["steps"]
+    zero.train(again, range(5, 9), me.rank)
+    exchange.finish()
+    return [loaded, copied(exchange.shards.read("parameter"))]
+
+
+def test_the_furthest_is_taken_over_by_all(run_ranks, tmp_path) -> None:
+    out = run_ranks(unlike, islands=3, procs=1, group=True, args=(tmp_path, zero.settings("zero1")))
+    assert all(o[0] == out[1][0] and o[0][0] == 5 and differences(o[1], out[0][1]) == [] for o in out)
 
 
 def nothing(**more: Any) -> dict[str, Any]:
@@ -104,6 +126,10 @@ def test_who_loads_and_who_takes_over() -> None:
     torn = nothing(bad={"b": "cut off"}, latest="b")
     assert choose_tags([seen("a", 17, "9"), torn, seen("b", 19, "9")]) == [("a", "r179"), None, ("b", "r199")]
     assert choose_tags([nothing(), nothing()]) is None
+    with pytest.raises(NeedsDecision, match="no checkpoint is seen by all replicas"):
+        choose_tags([nothing(), seen("b", 19, "9")], take_over=False)
+    with pytest.raises(NeedsDecision, match=r"do not see the same checkpoint of plain DeepSpeed \(n: none; n: start\)"):
+        choose_tags([nothing(), nothing(plain=["start"], plain_latest="start")])
     with pytest.raises(NeedsDecision, match="different tags"):
         choose_tags([nothing(tag="b"), seen("b", 19, "9")])
 

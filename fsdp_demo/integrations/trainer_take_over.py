@@ -67,7 +67,8 @@ class TakeOver:
 
     def sentence(self, exchange: Exchange, args: Any) -> str:
         """What was taken over and what was not, for the log."""
-        text = f"no checkpoint here: took over step {self.step} from {self.donor}, rows are skipped up to there"
+        rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
+        text = f"no checkpoint here: took over step {self.step} from {self.donor}{rows}"
         if args.load_best_model_at_end and self.state.get("best_metric") is not None:
             text += ". The best model so far is on the other islands only: without a better one, this island ends with its last"
         return f"{text}; {begins_anew(exchange.config)}"
