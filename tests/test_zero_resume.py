@@ -456,7 +456,7 @@ def test_replicas_between_the_same_exchanges_load_unlike_tags() -> None:
 def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:
     made, exchange = make(config, "diloco")
     try:
-        made.load_checkpoint(str(root / ("here" if me.island == 0 or tags else "there")), *tags[me.island : me.island + 1])
+        made.load_checkpoint(str(root / ("here" if me.island == 0 or len(set(tags)) > 1 else "there")), *tags[me.island : me.island + 1])
     finally:
         exchange.detach()
 
