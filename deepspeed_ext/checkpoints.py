@@ -29,18 +29,15 @@ from fsdp_demo.folders import MANIFEST, damaged, misfits
 from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.notes import NotFinite
 from fsdp_demo.retention import LAST_FAILURE
-from fsdp_demo.taking_over import LARGEST, begins_anew, forward, small
+from fsdp_demo.taking_over import LARGEST, begins_anew
 
 from .finding import CURE, Choice, choose, choose_tags, folder_of, latest, look
 from .folders import Folders
+from .taking_over import advance, of_users
 
 log = logging.getLogger("fsdp_demo")
 
 T = TypeVar("T")
-
-OF_DEEPSPEED = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "ds_config", "ds_version"}
-OF_DEEPSPEED |= {"optimizer", "lr_scheduler", "sparse_tensor_module_names", "global_samples", "checkpoint_parallel_dimensions"}
-"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put there."""
 
 
 def follow(engine: Any, exchange: Exchange) -> None:
@@ -75,17 +72,6 @@ def _install(engine: Any, folders: _Separate | _Followed) -> None:
         )
     engine.save_checkpoint, engine.load_checkpoint = folders.save_checkpoint, folders.load_checkpoint
     engine._get_shared_params = folders.tied  # DeepSpeed knows them on rank 0 of the world only
-
-
-def advance(engine: Any, step: int) -> None:
-    """Let an engine that has taken over go on from `step`: its counters and its own scheduler, as if it had taken the steps up to there."""
-    taken = step - engine.global_steps
-    if not taken:
-        return
-    engine.global_steps = step
-    engine.global_samples += taken * engine.train_batch_size()
-    if engine.lr_scheduler is not None:
-        forward(engine.lr_scheduler, taken)
 
 
 class _Separate(Folders):
@@ -257,8 +243,7 @@ class _Followed(Folders):
     def _tell(self, client: dict[str, Any] | None) -> dict[str, Any]:
         """Where some replicas take over: the note of the first one that does not. `client`: what was loaded here, None for nothing."""
         topology = self.exchange.topology
-        told = None if client is None else small({k: v for k, v in client.items() if k not in OF_DEEPSPEED})
-        left = sorted(map(str, {*client} - {*told} - OF_DEEPSPEED)) if client is not None and told is not None else []
+        told, left = (None, []) if client is None else of_users(client)
 
         def notes() -> Any:
             board = Board(topology)

@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_ext.checkpoints import OF_DEEPSPEED, advance  # noqa: E402
 from deepspeed_ext.finding import choose_tags  # noqa: E402
+from deepspeed_ext.taking_over import OF_DEEPSPEED, advance  # noqa: E402
 from fsdp_demo import Topology  # noqa: E402
 from fsdp_demo.guard import NeedsDecision  # noqa: E402
 from fsdp_demo.parts import copied  # noqa: E402

@@ -7,8 +7,8 @@ Alone, a preset that keeps the user's optimizer leaves the Trainer as if the lin
 acts as its method does with one replica.
 
 The callback finds its Trainer and wraps methods of that one object (`train`, `training_step`, `evaluation_loop`, `log`; for the hub
-`push_to_hub`, `create_model_card`): what it must see or show there passes through no event. Facts: transformers 5.23, `Trainer._run_epoch`,
-`_maybe_log_save_evaluate`, `_finalize_training`.
+`push_to_hub`, `create_model_card`; on the way in those of `trainer_take_over.py`): what it must see or show there passes through no event.
+Facts: transformers 5.23, `Trainer._run_epoch`, `_maybe_log_save_evaluate`, `_finalize_training`.
 """
 
 from __future__ import annotations
