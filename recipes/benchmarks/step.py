@@ -6,7 +6,7 @@
 One process per rank holds two copies of a small Llama, one trained alone and one with an exchange attached, and steps them in turns (ABAB),
 so that a machine that gets slower slows both; figures are medians, and ratios of medians. The other replica is played by an echo, which
 costs no time on a link: what is left is what the exchange costs this rank. Steps in which a message leaves or is applied are counted apart
-from those in which nothing is due. Neither copy clips its gradients: a loop without the exchange would do that, too. Memory is the most
+from those in which nothing is due. "NaN check" is the part of the hooks that asks whether what is sent is finite. Neither copy clips its gradients: a loop without the exchange would do that, too. Memory is the most
 that a process of its own has taken in a few steps (on a GPU: that tensors have).
 """
 
@@ -62,7 +62,7 @@ class Trained:
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        self.model, self.exchange, self.inside = model, None, 0
+        self.model, self.exchange, self.inside, self.looking = model, None, 0, 0
         self.optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 4e-4)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(0, 256, (args["rows"], args["length"]), generator=generator).to(self.device)
@@ -71,13 +71,17 @@ class Trained:
             topology = Topology("mesh", 0, 2, rank=rank, world=world, group=group, line_group=Echo(2))
             self.exchange = attach(self.optimizer, config, model=model, topology=topology)
             ticks: Any = self.exchange._ticks
-            ticks._run_before, ticks._run_after = self._timed(ticks._run_before), self._timed(ticks._run_after)
+            ticks._run_before, ticks._run_after = self._timed("inside", ticks._run_before), self._timed("inside", ticks._run_after)
+            island: Any = self.exchange._island  # whether what is sent is finite; nothing is clipped here
+            island.clip, island.not_finite = self._timed("looking", island.clip), self._timed("looking", island.not_finite)
 
-    def _timed(self, run: Callable[[], None]) -> Callable[[], None]:
-        def timed() -> None:
+    def _timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
             began = time.perf_counter_ns()
-            run()
-            self.inside += time.perf_counter_ns() - began
+            try:
+                return run(*args)
+            finally:
+                setattr(self, name, getattr(self, name) + time.perf_counter_ns() - began)
 
         return timed
 
@@ -88,7 +92,7 @@ class Trained:
 
     def step(self) -> float:
         """Seconds of one training step."""
-        self.inside = 0
+        self.inside = self.looking = 0
         began = time.perf_counter()
         self.model(input_ids=self.ids, labels=self.ids).loss.backward()
         self.optimizer.step()
@@ -104,12 +108,14 @@ def times(config: ExchangeConfig, args: dict[str, Any]) -> dict[str, Any]:
     for trained in (alone, joined):
         for _ in range(3):
             trained.step()
-    out: dict[str, list[float]] = {"alone": [], "idle": [], "busy": [], "idle_hooks": [], "busy_hooks": []}
+    out: dict[str, list[float]] = {"alone": [], "idle": [], "busy": [], "idle_hooks": [], "busy_hooks": [], "looking": []}
     for _ in range(args["steps"]):
         out["alone"].append(alone.step())
         kind = "busy" if joined.busy() else "idle"
         out[kind].append(joined.step())
         out[f"{kind}_hooks"].append(joined.inside / 1e9)
+        if joined.looking:
+            out["looking"].append(joined.looking / 1e9)
     tensors = len(list(joined.model.parameters()))
     joined.exchange.detach()
     return {"tensors": tensors, **{k: statistics.median(v) if v else None for k, v in out.items()}}
@@ -170,14 +176,15 @@ def row(setting: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    head = "model|preset|tensors|alone, ms|nothing due|hooks, us|exchange|hooks, ms|alone, MB|exchange, MB more".split("|")
+    head = "model|preset|tensors|alone, ms|nothing due|hooks, us|exchange|hooks, ms|NaN check, ms|alone, MB|exchange, MB more".split("|")
     body = []
     for r in rows:
         idle, busy = ("-" if r[k] is None else f"{r[k] / r['alone']:.3f}x" for k in ("idle", "busy"))
         hooks = "-" if r["idle_hooks"] is None else f"{1e6 * r['idle_hooks']:.0f}"
         late = "-" if r["busy_hooks"] is None else f"{1e3 * r['busy_hooks']:.2f}"
+        looks = "-" if r["looking"] is None else f"{1e3 * r['looking']:.2f}"
         memory = f"{r['bytes_alone'] / 1e6:.0f}", f"{(r['bytes'] - r['bytes_alone']) / 1e6:.0f}"
-        body.append([r["setting"], r["preset"], str(r["tensors"]), f"{1e3 * r['alone']:.1f}", idle, hooks, busy, late, *memory])
+        body.append([r["setting"], r["preset"], str(r["tensors"]), f"{1e3 * r['alone']:.1f}", idle, hooks, busy, late, looks, *memory])
     return table([head, *body])
 
 
