@@ -1,0 +1,46 @@
+"""A process may fork only while it has one thread: of several, only the one that forks goes on in the child.
+
+A lock that another thread held at that moment stays locked in the child, and an allocator's background thread is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from pathlib import Path
+
+# What torch imports at the first optimizer or fully_shard: once before the first fork, instead of 0.8 s in every rank.
+LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.distributed.tensor")
+
+
+def names() -> list[str]:
+    """The threads of this process, also those that Python does not know (Linux); elsewhere those that it knows."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return [thread.name for thread in threading.enumerate()]
+    found = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # ended meanwhile
+            found.append((int(task.name), (task / "comm").read_text().strip()))
+    return [name for _, name in sorted(found)]  # the first thread first
+
+
+def assert_one(who: str) -> None:
+    """Raises AssertionError, with the names of the others, if this process has more than one thread."""
+    found = names()
+    assert len(found) == 1, (
+        f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child would have only the one that forks, and every "
+        "lock of the others as it was at that moment. Find what started them: an import, a DataLoader, a process group, a TCPStore"
+    )
+
+
+def warm() -> None:
+    """Do once, on one thread, what torch prepares at its first use: two threads that were first at once have crashed in it."""
+    import torch
+
+    for module in LAZY:
+        importlib.import_module(module)
+    torch.nn.Linear(8, 8)(torch.ones(4, 8)).sum().backward()
+    torch.topk(torch.ones(8), 2)
+    torch.fft.rfft(torch.ones(8))
