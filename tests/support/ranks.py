@@ -98,8 +98,8 @@ def pack(job: Job) -> bytes:
         _Pickler(out).dump(job)
     except Exception as error:
         raise TypeError(
-            f"the function for the ranks does not travel to them ({type(error).__name__}: {error}): let it make what cannot be pickled itself, "
-            "and let it hold no fixture of pytest"
+            f"the function for the ranks does not travel to them ({type(error).__name__}: {error}): it makes what cannot be pickled "
+            "itself, and holds no fixture of pytest"
         ) from error
     return out.getvalue()
 

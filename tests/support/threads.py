@@ -30,8 +30,8 @@ def assert_one(who: str) -> None:
     """Raises AssertionError, with the names of the others, if this process has more than one thread."""
     found = names()
     assert len(found) == 1, (
-        f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child would have only the one that forks, and every "
-        "lock of the others as it was at that moment. Find what started them: an import, a DataLoader, a process group, a TCPStore"
+        f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child has only the one that forks, and "
+        "the locks of the others as they were. Find what started them: an import, a DataLoader, a process group, a TCPStore"
     )
 
 
