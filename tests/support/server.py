@@ -71,7 +71,8 @@ class Server:
 
     def run(self, call: Call, job: Job) -> list[Outcome]:
         """Start all ranks, collect what they send, and leave no child behind."""
-        threads.assert_one("the rank server")  # unpacking imported modules of tests
+        threads.preload()
+        threads.assert_one("the rank server")  # modules of tests were imported
         endpoint = self.stores.endpoint(call.store)
         ranks = Ranks(call, self.pipe)
         gc.freeze()  # a collection in a child would touch, and so copy, every page of the server

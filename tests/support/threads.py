@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import sys
 import threading
 from pathlib import Path
 
 # What torch imports at the first optimizer or fully_shard: once before the first fork, instead of 0.8 s in every rank.
 LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.distributed.tensor")
+# What a library imports at the first model that it wraps: half of a short run's time.
+LATE = {"accelerate": ("deepspeed",)}
 
 
 def names() -> list[str]:
@@ -33,6 +37,14 @@ def assert_one(who: str) -> None:
         f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child has only the one that forks, and "
         "the locks of the others as they were. Find what started them: an import, a DataLoader, a process group, a TCPStore"
     )
+
+
+def preload() -> None:
+    """Import what is there and the modules imported so far import late, once instead of in every rank."""
+    for name, others in LATE.items():
+        for other in others if name in sys.modules else ():
+            if other not in sys.modules and importlib.util.find_spec(other) is not None:
+                importlib.import_module(other)
 
 
 def warm() -> None:
