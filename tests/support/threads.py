@@ -55,4 +55,23 @@ def warm() -> None:
         importlib.import_module(module)
     torch.nn.Linear(8, 8)(torch.ones(4, 8)).sum().backward()
     torch.topk(torch.ones(8), 2)
+    _shard_once()
     torch.fft.rfft(torch.ones(8))
+
+
+def _shard_once() -> None:
+    """A step of FSDP2 in a world of this process alone: its first use takes a third of a second in a rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    dist.destroy_process_group()
