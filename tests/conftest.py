@@ -102,7 +102,7 @@ def run_ranks(tmp_path: Path, rank_server: RankServer, everywhere: Everywhere) -
         run = f"test-{secrets.token_hex(6)}"
         common = {"ISLAND_COUNT": str(len(counts)), "ISLAND_RUN": run, "ISLAND_ADDRESS": "127.0.0.1"}
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
-        store = env.get("ISLAND_RUN", run) if isinstance(env, dict) else run
+        store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", run)
         job = pack(Job(fn, args, env, everywhere.patches, group))
         outcomes = rank_server.run(Call(ranks, job, common, store, timeout, GRACE))
         if store == run:
