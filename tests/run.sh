@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in the environment that the recipes use. Arguments go to pytest: bash tests/run.sh -k wire
-# FSDP_DEMO_SLOW=1 runs the slow tests too.
+#   --fast              only tests that start no process: an answer in a minute
+#   FSDP_DEMO_SLOW=1    the slow tests, too
+#   FSDP_DEMO_JOBS=0    one test after another; default: two workers
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+words=() fast=0
+for word in "$@"; do
+    if [ "$word" = --fast ]; then fast=1; else words+=("$word"); fi
+done
+
 bash recipes/setup.sh
 
 # One thread per process: the tests start several processes at once.
@@ -12,7 +20,8 @@ python=.venv/bin/python
 "$python" -m ruff check . || { echo "tests/run.sh: ruff found the above; tests were not run" >&2; exit 1; }
 "$python" -m mypy || { echo "tests/run.sh: mypy found the above; tests were not run" >&2; exit 1; }
 
-selection=(-m "not slow")
-[ "${FSDP_DEMO_SLOW:-0}" = 1 ] && selection=()
-# Two workers, whole files each: most tests wait for processes of their own. FSDP_DEMO_JOBS=0 runs one after another.
-exec "$python" -m pytest -n "${FSDP_DEMO_JOBS:-2}" --dist loadfile "${selection[@]+"${selection[@]}"}" "$@"
+# Whole files go to a worker, whose rank server then has their imports; tests without processes go to the worker that is free.
+selection="" dist=loadfile
+[ "${FSDP_DEMO_SLOW:-0}" = 1 ] || selection="not slow"
+[ "$fast" = 0 ] || { selection="not ranks and not launch and not slow"; dist=worksteal; }
+exec "$python" -m pytest -n "${FSDP_DEMO_JOBS:-2}" --dist "$dist" -m "$selection" "${words[@]+"${words[@]}"}"

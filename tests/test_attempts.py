@@ -24,9 +24,8 @@ runs = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked ranks have it, too."""
-    monkeypatch.setattr(attempts, "BEAT", 0.2)
+def quick(everywhere: Any) -> None:
+    everywhere.setattr(attempts, "BEAT", 0.2)
 
 
 @pytest.fixture
@@ -275,11 +274,11 @@ def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
     assert found == {0: fields, 1: fields}
 
 
-def test_a_failure_while_connecting_leaves_no_thread(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no control group")
 
-    monkeypatch.setattr(connections, "Island", broken)
+    everywhere.setattr(connections, "Island", broken)
 
     def run(me: Any) -> None:
         results = threaded.islands(lambda i, topology: connections.Connections(topology, Position(), torch.device("cpu")))

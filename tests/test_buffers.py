@@ -105,8 +105,8 @@ def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(run_ranks: 
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_gradient_presets_average_them_now_and_then(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "EVERY", 3)
+def test_gradient_presets_average_them_now_and_then(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+    everywhere.setattr(buffers, "EVERY", 3)
 
     def island(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS["demo"], topology)
@@ -125,8 +125,8 @@ def test_gradient_presets_average_them_now_and_then(run_ranks: Callable[..., Any
 
 
 @pytest.mark.parametrize("name", ["diloco late", "demo"])
-def test_a_resumed_run_has_the_same_buffers(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(buffers, "EVERY", 3)
+def test_a_resumed_run_has_the_same_buffers(run_ranks: Callable[..., Any], everywhere: Any, name: str) -> None:
+    everywhere.setattr(buffers, "EVERY", 3)
 
     def whole(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS[name], topology)

@@ -101,7 +101,7 @@ def test_copies_hear_the_first_of_them(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("shards, limit", [(1, 0.5), (2, 0.5), (4, 0.5), (2, 1e3)])
-def test_on_a_device_the_norm_is_the_same(run_ranks, monkeypatch, shards, limit) -> None:
+def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
     """Over 4 ranks that hold `shards` shards, one of which has no gradient: as on the host, and as torch clips the whole."""
 
     def run(me):
@@ -116,8 +116,9 @@ def test_on_a_device_the_norm_is_the_same(run_ranks, monkeypatch, shards, limit)
             [torch.nn.Parameter(g) for part in gradients for g in part],
         )
         island.clip([*host, None], limit)
-        monkeypatch.setattr(Island, "_on_device", lambda self: True)
-        monkeypatch.setattr(Island, "total", lambda *_: pytest.fail("a number of the host"))
+        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
+        patch.setattr(Island, "_on_device", lambda self: True)
+        patch.setattr(Island, "total", lambda *_: pytest.fail("a number of the host"))
         island.clip([*there, None], limit)
         for p in whole:
             p.grad = p.detach().clone()

@@ -182,9 +182,9 @@ def test_what_is_no_json_is_refused_by_name(run_ranks: Callable[..., Any], body:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "consensus", "streaming_diloco"])
 def test_a_bit_that_flipped_is_an_error_with_a_name(
-    run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, count: int
+    run_ranks: Callable[..., Any], everywhere: Any, name: str, count: int
 ) -> None:
-    monkeypatch.setattr("fsdp_demo.flow.EVERY", 4)
+    everywhere.setattr("fsdp_demo.flow", "EVERY", 4)
     config = CONFIGS[name]
 
     def island(i: int, topology: Topology) -> Any:
@@ -210,8 +210,8 @@ def test_a_bit_that_flipped_is_an_error_with_a_name(
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_on_unlike_machines_it_is_said_and_goes_on(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_demo.flow.EVERY", 4)
+def test_on_unlike_machines_it_is_said_and_goes_on(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+    everywhere.setattr("fsdp_demo.flow", "EVERY", 4)
 
     def run(me: Any) -> Any:
         logging.basicConfig(level=logging.INFO, force=True)

@@ -1,5 +1,7 @@
 """`recipes/prepare_data.py`: the same rows as packing in memory, in one piece, and read back without a copy."""
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -21,9 +23,9 @@ LENGTH = 32
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def own_cache(tmp_path, everywhere):
     """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.disable_progress_bars()
 
 
@@ -43,6 +45,24 @@ def prepared(source, output, procs=1, *options):
     return prepare_data.main([str(word) for word in words])
 
 
+@pytest.fixture
+def prepared_apart(run_ranks):
+    """`prepared` in a process of its own, which has one thread when it forks its workers; returns what it has printed."""
+
+    def call(*args):
+        ((status, told),) = run_ranks(prepared_alone, 1, 1, env={"ISLAND_COUNT": ""}, args=args)
+        assert status == 0, told
+        return told
+
+    return call
+
+
+def prepared_alone(rank, *args):
+    datasets.disable_progress_bars()
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        return prepared(*args), told.getvalue()
+
+
 def ids(split):
     return np.array(split.with_format("numpy")["input_ids"][:])
 
@@ -52,29 +72,29 @@ def in_memory(documents):
 
 
 @pytest.mark.parametrize("procs", [1, 3])
-def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(tmp_path, capsys, procs):
+def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(tmp_path, prepared_apart, procs):
     folder = jsonl(tmp_path / "texts", texts())
-    assert prepared(folder, tmp_path / "out", procs) == 0
+    told = prepared_apart(folder, tmp_path / "out", procs)
     found, expected = datasets.load_from_disk(tmp_path / "out"), data.open_local(folder)
     for name, part in zip(("train", "validation"), expected, strict=True):
         rows = in_memory(part)
         assert found[name].column_names == ["input_ids"] and len(rows) > 10
         assert np.array_equal(ids(found[name]), rows)
         assert found[name].features["input_ids"].length == LENGTH
-    told, total = capsys.readouterr().out, len(found["train"]) + len(found["validation"])
+    total = len(found["train"]) + len(found["validation"])
     size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert f"{len(found['train'])} training rows, {len(found['validation'])} validation rows" in told
     assert f"{total * LENGTH} tokens, {size} bytes, " in told and told.endswith(" s\n")
-    assert sorted(os.listdir(tmp_path)) == ["cache", "out", "texts"]  # no scratch is left
+    assert sorted(p for p in os.listdir(tmp_path) if not p.startswith("ranks-")) == ["cache", "out", "texts"]  # no scratch is left
 
 
-def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path):
+def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path, prepared_apart):
     (tmp_path / "many").mkdir()
     for i, text in enumerate(texts(60)):
         (tmp_path / "many" / f"{i:03d}.md").write_text(text + "\n\nsecond paragraph")
     (tmp_path / "long.txt").write_text("\n".join(texts()))
     for source in (tmp_path / "many", tmp_path / "long.txt"):
-        assert prepared(source, tmp_path / "out", 2, "--overwrite") == 0
+        prepared_apart(source, tmp_path / "out", 2, "--overwrite")
         found = datasets.load_from_disk(tmp_path / "out")
         for name, part in zip(("train", "validation"), data.open_local(source), strict=True):
             assert np.array_equal(ids(found[name]), in_memory(part))
@@ -93,12 +113,12 @@ def test_parquet_and_splits_of_a_hub_set(tmp_path):
     assert len(parts[1]) == 11 and not set(parts[0]["text"]) & set(parts[1]["text"]) and len(parts[0]) + len(parts[1]) == 230
 
 
-def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, monkeypatch):
+def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, everywhere, prepared_apart):
     files = data.stdlib_files()
     few = lambda: (files[0][:25], files[1][:5])  # noqa: E731
-    monkeypatch.setattr(data, "stdlib_files", few)
-    monkeypatch.setattr(prepare_data, "stdlib_files", few)
-    assert prepared("stdlib", tmp_path / "out", 2) == 0
+    everywhere.setattr(data, "stdlib_files", few)
+    everywhere.setattr(prepare_data, "stdlib_files", few)
+    prepared_apart("stdlib", tmp_path / "out", 2)
     for island in range(3):
         here, there = (
             data.load_data(source, TOKENIZER, LENGTH, island=island, islands=3, validation_rows=7)

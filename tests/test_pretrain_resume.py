@@ -28,6 +28,8 @@ from fsdp_demo.checkpoint import Checkpoints  # noqa: E402
 from fsdp_demo.inspecting import inspect  # noqa: E402
 from fsdp_demo.replica import replica_tree  # noqa: E402
 
+from .support.cases import named  # noqa: E402
+
 STEPS = 10
 # What makes a preset act within ten steps, and where it is stopped: between exchanges, or with a payload under way.
 RUNS = {
@@ -43,6 +45,11 @@ RUNS = {
     "decoupled_momentum": (["period=4"], 6),
     "sparse_loco": (["period=4"], 6),
     "muloco": (["period=4"], 6),
+}
+FAMILIES = {  # presets that share their ranks
+    "gradients": ["full", "demo", "random", "stride"],
+    "averages": ["local_sgd", "local_adam", "desloc", "diloco"],
+    "momenta": ["streaming_diloco", "decoupled_momentum", "sparse_loco", "muloco"],
 }
 LATE = {  # further ways to have payloads under way
     "demo delayed": ("demo", ["momentum.clock.delay=2"], 5),
@@ -161,35 +168,68 @@ def assert_same(whole, resumed, step, micro=1):
         assert [k for k in one["end"] if one["end"][k] != two["end"][k]] == []
 
 
-def go_on(run_ranks, source, preset, changes, step, procs, more=()):
-    """A run and its second part, from the checkpoint of `step`."""
-    options = ["--exchange", preset, "--save-every", step, "--keep", 20, *more]
+def options_of(preset, changes, step, procs):
+    options = ["--exchange", preset, "--save-every", step, "--keep", 20]
     if changes:
         options += ["--set", *changes]
     options += ["--lr", 0.01] if preset in ("full", "local_sgd") else []
-    options += ["--no-shard"] if procs == 1 else []
-    common = {"islands": 2, "procs": procs, "timeout": 120, "env": {"LOCAL_RANK": "-1"} if procs == 1 else None}  # no launcher
-    whole = run_ranks(train, **common, args=(source, source / "whole", options))
-    stopped_at(step, source / "whole", source / "part")
-    resumed = run_ranks(train, **common, args=(source, source / "part", [*options, "--resume"]))
-    return whole, resumed
+    return options + (["--no-shard"] if procs == 1 else [])
 
 
+def each(rank, source, where, jobs, *more):
+    """The recipe for one case after another, each under a run id of its own and with Accelerate as in a new process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    out, environ = {}, dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # it would end the group
+        for number, (name, options) in enumerate(jobs.items()):
+            os.environ["ISLAND_RUN"] = f"{environ['ISLAND_RUN']}-{number}"
+            with named(name):
+                out[name] = train(rank, source, source / name / where, [*options, *more])
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+            os.environ.clear()
+            os.environ.update(environ)
+    return out
+
+
+def go_on(run_ranks, source, cases, procs):
+    """For each case (preset, changes, step) a run, and its second part, from the checkpoint of `step`, in other processes.
+
+    Yields name, step and the two, of all ranks.
+    """
+    jobs = {name: options_of(preset, changes, step, procs) for name, (preset, changes, step) in cases.items()}
+    common = {"islands": 2, "procs": procs, "timeout": 280, "env": {"LOCAL_RANK": "-1"} if procs == 1 else None}  # no launcher
+    whole = run_ranks(each, **common, args=(source, "whole", jobs))
+    for name, (_, _, step) in cases.items():
+        stopped_at(step, source / name / "whole", source / name / "part")
+    resumed = run_ranks(each, **common, args=(source, "part", jobs, "--resume"))
+    for name, (_, _, step) in cases.items():
+        yield name, step, [rank[name] for rank in whole], [rank[name] for rank in resumed]
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("procs", [1, 2])
-@pytest.mark.parametrize("preset", RUNS)
-def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, source, preset, procs):
-    changes, step = RUNS[preset]
-    whole, resumed = go_on(run_ranks, source, preset, changes, step, procs)
-    assert_same(whole, resumed, step)
-    for island in range(2):
-        assert lines(source / "part", island) == lines(source / "whole", island)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, source, family, procs):
+    cases = {preset: (preset, *RUNS[preset]) for preset in FAMILIES[family]}
+    for name, step, whole, resumed in go_on(run_ranks, source, cases, procs):
+        with named(name):
+            assert_same(whole, resumed, step)
+            for island in range(2):
+                assert lines(source / name / "part", island) == lines(source / name / "whole", island)
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_with_a_payload_under_way(run_ranks, source, name):
-    preset, changes, step = LATE[name]
-    whole, resumed = go_on(run_ranks, source, preset, changes, step, 2)
-    assert_same(whole, resumed, step)
+def test_every_preset_is_in_a_family():
+    assert sorted(name for names in FAMILIES.values() for name in names) == sorted(RUNS)
+
+
+@pytest.mark.timeout(600)
+def test_with_a_payload_under_way(run_ranks, source):
+    for name, step, whole, resumed in go_on(run_ranks, source, LATE, 2):
+        with named(name):
+            assert_same(whole, resumed, step)
 
 
 DEMO = ["--exchange", "demo", "--save-every", 3]

@@ -127,29 +127,32 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
 
 @pytest.mark.parametrize("residual, selection", KINDS)
 def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, residual, selection) -> None:
-    @settings(quick, max_examples=20)
-    @given(
-        bags,
-        channels(residual, selection),
-        st.sampled_from([3, 2, 5, 4, 1]),
-        st.integers(0, 99),
-        st.sampled_from([1.0, 1e-4, 300.0]),
-    )
-    def holds(shapes, channel, replicas, seed, scale):
-        history = played(shapes, channel, replicas, seed, scale)
-        for t in range(2):
-            first = history[0][t]
+    def run():
+        @settings(quick, max_examples=20)
+        @given(
+            bags,
+            channels(residual, selection),
+            st.sampled_from([3, 2, 5, 4, 1]),
+            st.integers(0, 99),
+            st.sampled_from([1.0, 1e-4, 300.0]),
+        )
+        def holds(shapes, channel, replicas, seed, scale):
+            history = played(shapes, channel, replicas, seed, scale)
+            for t in range(2):
+                first = history[0][t]
+                for other in history[1:]:
+                    assert torch.equal(first["mean"], other[t]["mean"])
+                    same = all(torch.equal(x, y) for x, y in zip(first["applied"], other[t]["applied"], strict=True))
+                    assert same or channel.applier.local_delta
             for other in history[1:]:
-                assert torch.equal(first["mean"], other[t]["mean"])
-                same = all(torch.equal(x, y) for x, y in zip(first["applied"], other[t]["applied"], strict=True))
-                assert same or channel.applier.local_delta
-        for other in history[1:]:
-            assert all(torch.equal(x, y) for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True))
-        assert (history[0][-1]["sent"] == 0) == (replicas == 1)
-        if channel.reducer.kind == "replicas" or replicas == 1:
-            conserved(history, channel, replicas)
+                assert all(torch.equal(x, y) for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True))
+            assert (history[0][-1]["sent"] == 0) == (replicas == 1)
+            if channel.reducer.kind == "replicas" or replicas == 1:
+                conserved(history, channel, replicas)
 
-    run_ranks(lambda: holds(), 1, 1, timeout=240)
+        holds()
+
+    run_ranks(run, 1, 1, timeout=240)
 
 
 # -- codes ------------------------------------------------------------------------------------------------------------------

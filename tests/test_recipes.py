@@ -24,9 +24,9 @@ TOKENIZER = data.ByteTokenizer()
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def own_cache(tmp_path, everywhere):
     """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def documents(count=400, words=60, seed=0):

@@ -92,10 +92,10 @@ def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ran
     assert "does not answer within 1.5 s: see whether `fsdp-demo store` still runs" in text and "start all islands again" in text
 
 
-def test_training_goes_on_without_the_store(run_ranks, store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -> None:
     """It freezes after the meeting: steps and finish() need it no more, words to the others wait only so long, and it is said once."""
-    monkeypatch.setattr(topology, "ANSWER", 1.5)
-    monkeypatch.setattr(attempts, "PATIENCE", 1.5)
+    everywhere.setattr(topology, "ANSWER", 1.5)
+    everywhere.setattr(attempts, "PATIENCE", 1.5)
 
     def fn(me: Any) -> Any:
         lines: list[str] = []

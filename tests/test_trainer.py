@@ -357,6 +357,8 @@ def test_islands_whose_data_end_early_part_with_one_model(run_ranks):
 
 def test_one_trainer_trains_twice_and_two_share_their_arguments(run_ranks):
     def run(rank):
+        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
+        patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: keywords)
         line = one_line("diloco", period=3)
         trained = script.trainer(rank.folder / "out", line, max_steps=3, push_to_hub=False)
         trained.train()
@@ -371,9 +373,7 @@ def test_one_trainer_trains_twice_and_two_share_their_arguments(run_ranks):
         second = type(late)(late.model, trained.args, eval_dataset=late.eval_dataset, callbacks=one_line("diloco")["callbacks"])
         return trained.state.global_step, script.parameters(trained), second.args.output_dir, second.push_to_hub()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: keywords)
-        first, second = run_ranks(run, islands=2, procs=1)
+    first, second = run_ranks(run, islands=2, procs=1)
     assert first[0] == 5 and torch.equal(first[1], second[1])
     assert first[2].endswith("out/island0") and second[2].endswith("out/island1")
     assert first[3] == {"model_name": "out"} and second[3] is None

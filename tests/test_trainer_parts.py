@@ -158,7 +158,7 @@ def test_what_a_trainer_may_switch_on(run_ranks, preset, settings):
         assert ("0.3 clips the mean gradient" in clips) == (preset == "full")
 
 
-def test_only_island_0_pushes(run_ranks, monkeypatch):
+def test_only_island_0_pushes(run_ranks):
     def run(rank):
         records = []
         handler = logging.Handler()
@@ -298,9 +298,9 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, preset):
     import pretrain_trainer
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # two launches share a process and its group here
-
     def run(rank):
+        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
+        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # two launches share a process and its group here
         script.fresh_state()
         text = rank.folder / f"text{rank.rank}.txt"
         text.write_text("to be, or not to be, that is the question\n" * 400)
@@ -312,7 +312,7 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, preset):
             "--max_steps 6 --lr_scheduler_type constant",
             "--max_steps 8 --lr_scheduler_type constant --resume_from_checkpoint auto",
         ):
-            monkeypatch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
+            patch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
             pretrain_trainer.main()
             script.fresh_state()
         saved = AutoModelForCausalLM.from_pretrained(rank.folder / "out" / f"island{rank.island}")

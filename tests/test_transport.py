@@ -76,8 +76,8 @@ def exchanges(line: Line) -> tuple[list[Any], list[int], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_connections_change_neither_a_bit_nor_a_count(run_ranks, monkeypatch, count) -> None:
-    monkeypatch.setattr(transport, "PIECE", 1000)
+def test_connections_change_neither_a_bit_nor_a_count(run_ranks, everywhere, count) -> None:
+    everywhere.setattr(transport, "PIECE", 1000)
 
     def run(me: Any) -> None:
         one, several = (on_lines(exchanges, count, connections) for connections in (1, 3))
@@ -93,8 +93,8 @@ def test_connections_change_neither_a_bit_nor_a_count(run_ranks, monkeypatch, co
     run_ranks(run, 1, 1)
 
 
-def test_receives_are_posted_before_sends_and_pieces_take_turns(run_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(transport, "PIECE", 1000)
+def test_receives_are_posted_before_sends_and_pieces_take_turns(run_ranks, everywhere) -> None:
+    everywhere.setattr(transport, "PIECE", 1000)
 
     def watched(line: Line) -> list[tuple[str, int, int]]:
         notes: list[tuple[str, int, int]] = []
@@ -147,8 +147,8 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
     run_ranks(run, 1, 1)
 
 
-def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(transport, "PIECE", 1000)
+def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> None:
+    everywhere.setattr(transport, "PIECE", 1000)
 
     def goes(line: Line) -> Any:
         line.all_gather(torch.zeros(5000, dtype=torch.uint8))
@@ -164,7 +164,7 @@ def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_training_over_several_connections_is_the_same_training(run_ranks, monkeypatch, name) -> None:
+def test_training_over_several_connections_is_the_same_training(run_ranks, everywhere, name) -> None:
     """Real islands whose lines open all connections (every round trip counts as long), against one connection."""
     config = preset(name) if name == "demo" else preset(name, period=2, momentum_warmup=0)
     config = config.changed({"clip": None, "inner": ["as_is"]})
@@ -184,9 +184,9 @@ def test_training_over_several_connections_is_the_same_training(run_ranks, monke
         return out, counts, more
 
     found = []
-    monkeypatch.setattr(transport, "PIECE", 1000)
+    everywhere.setattr(transport, "PIECE", 1000)
     for rtt in (1e9, 1e-9):
-        monkeypatch.setattr(transport, "STREAM_RTT", rtt)
+        everywhere.setattr(transport, "STREAM_RTT", rtt)
         found.append(run_ranks(run, 2, 1))
     for one, several in zip(*found, strict=True):
         assert (one[2], several[2]) == (0, transport.STREAMS - 1) and one[1] == several[1]

@@ -173,14 +173,16 @@ def test_three_islands_each_hear_of_one_that_differs(islands: Any) -> None:
     assert "3 parameters here, 4 there; parameter 1 is b.weight [3, 64] float32, trained here, a.bias [64]" in third
 
 
-def test_machines_that_differ_are_said_in_one_line(islands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+place = threading.local()  # whose island a thread is
+
+
+def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any) -> None:
     assert set(facts.machine(torch.device("cpu"))) == {"torch", "device", "processor"}
-    place = threading.local()
 
     def machine(device: torch.device) -> dict[str, str]:
         return {"torch": f"2.{place.island}", "device": "cpu", "processor": f"kind {place.island}"}
 
-    monkeypatch.setattr(facts, "machine", machine)
+    everywhere.setattr(facts, "machine", machine)
 
     def run(topology: Any) -> None:
         place.island, thread, lines = topology.island, threading.get_ident(), []

@@ -353,9 +353,9 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
 
 
 @pytest.mark.parametrize("piece", [None, 1000])
-def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, monkeypatch, piece) -> None:
+def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere, piece) -> None:
     if piece:
-        monkeypatch.setattr(transport, "PIECE", piece)
+        everywhere.setattr(transport, "PIECE", piece)
 
     def run(me: Any) -> None:
         for name, (config, period) in METERED.items():

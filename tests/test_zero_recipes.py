@@ -27,13 +27,13 @@ COMMON = "--sequence-length 16 --batch-size 2 --eval-every 0 --eval-batches 3 --
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
+def source(tmp_path, everywhere):
     """Model and rows, as options of the recipes."""
     config = json.loads((RECIPES / "models" / "tiny.json").read_text())
     config |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     (tmp_path / "model.json").write_text(json.dumps(config))
     rows = [[i % 256, i // 256, *((7 * i + 3 * j) % 250 for j in range(14))] for i in range(84)]  # 4 held out
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.Dataset.from_dict({"input_ids": rows}).to_parquet(str(tmp_path / "rows.parquet"))
     return ["--model", str(tmp_path / "model.json"), "--data", str(tmp_path / "rows.parquet")]
 

@@ -129,9 +129,9 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, stage, pres
     import pretrain_trainer
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # two launches share a process and its group here
-
     def work(rank):
+        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
+        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # two launches share a process and its group here
         text = rank.folder / f"text{rank.rank}.txt"
         text.write_text("to be, or not to be, that is the question\n" * 400)
         flags = f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 --eval_rows 8 --eval_steps 4 --save_steps 4"
@@ -142,7 +142,7 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, stage, pres
             "--max_steps 8 --lr_scheduler_type constant --resume_from_checkpoint auto",
         ):
             script.fresh_state()
-            monkeypatch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
+            patch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
             pretrain_trainer.main()
         script.fresh_state()
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()

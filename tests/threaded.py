@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from fsdp_demo import Topology
 
+from .support.threads import warm
+
 
 def islands(fn: Callable[[int, Topology], Any], count: int = 2, timeout: float = 10.0) -> list[Any]:
     """fn(island, topology) on `count` threads at once; what each returned, or the exception it raised."""
     store, results = dist.HashStore(), [None] * count
     gc.freeze()  # what is there already need not be looked through at each end of an island
-    torch.nn.Linear(8, 8)(torch.ones(4, 8)).sum().backward()  # two threads that were first at once have crashed in torch's product
+    warm()
 
     def work(i: int) -> None:
         group = dist.ProcessGroupGloo(dist.PrefixStore("line", store), i, count, datetime.timedelta(seconds=timeout))

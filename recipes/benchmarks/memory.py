@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -79,9 +78,9 @@ class Ledger(TorchDispatchMode):
         if any(t not in (Tensor, nn.Parameter) for t in types):  # a DTensor: see its local operations
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+        for t in tensors_of(out):
+            if t.untyped_storage()._cdata not in given:
                 self._note(t.untyped_storage())
         return out
 
@@ -99,6 +98,17 @@ class Ledger(TorchDispatchMode):
         with self._lock:
             account, size = self._sizes.pop(key)
             self.now[account] -= size
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and dicts: an operation has no others, and torch's own walk takes ten times as long."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()))
 
 
 class Echo:

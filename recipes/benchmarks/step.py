@@ -6,8 +6,9 @@
 One process per rank holds two copies of a small Llama, one trained alone and one with an exchange attached, and steps them in turns (ABAB),
 so that a machine that gets slower slows both; figures are medians, and ratios of medians. The other replica is played by an echo, which
 costs no time on a link: what is left is what the exchange costs this rank. Steps in which a message leaves or is applied are counted apart
-from those in which nothing is due. "NaN check" is the part of the hooks that asks whether what is sent is finite. Neither copy clips its gradients: a loop without the exchange would do that, too. Memory is the most
-that a process of its own has taken in a few steps (on a GPU: that tensors have).
+from those in which nothing is due. "NaN check" is the part of the hooks that asks whether what is sent is finite. Neither copy clips its
+gradients: a loop without the exchange would do that, too. Memory is the most that a process of its own has taken in a few steps (on a GPU:
+that tensors have).
 """
 
 from __future__ import annotations

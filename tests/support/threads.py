@@ -1,0 +1,77 @@
+"""A process may fork only while it has one thread: of several, only the one that forks goes on in the child.
+
+A lock that another thread held at that moment stays locked in the child, and an allocator's background thread is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+
+# What torch imports at the first optimizer or fully_shard: once before the first fork, instead of 0.8 s in every rank.
+LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.distributed.tensor")
+# What a library imports at the first model that it wraps: half of a short run's time.
+LATE = {"accelerate": ("deepspeed",)}
+
+
+def names() -> list[str]:
+    """The threads of this process, also those that Python does not know (Linux); elsewhere those that it knows."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return [thread.name for thread in threading.enumerate()]
+    found = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # ended meanwhile
+            found.append((int(task.name), (task / "comm").read_text().strip()))
+    return [name for _, name in sorted(found)]  # the first thread first
+
+
+def assert_one(who: str) -> None:
+    """Raises AssertionError, with the names of the others, if this process has more than one thread."""
+    found = names()
+    assert len(found) == 1, (
+        f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child has only the one that forks, and "
+        "the locks of the others as they were. Find what started them: an import, a DataLoader, a process group, a TCPStore"
+    )
+
+
+def preload() -> None:
+    """Import what is there and the modules imported so far import late, once instead of in every rank."""
+    for name, others in LATE.items():
+        for other in others if name in sys.modules else ():
+            if other not in sys.modules and importlib.util.find_spec(other) is not None:
+                importlib.import_module(other)
+
+
+def warm() -> None:
+    """Do once, on one thread, what torch prepares at its first use: two threads that were first at once have crashed in it."""
+    import torch
+
+    for module in LAZY:
+        importlib.import_module(module)
+    torch.nn.Linear(8, 8)(torch.ones(4, 8)).sum().backward()
+    torch.topk(torch.ones(8), 2)
+    _shard_once()
+    torch.fft.rfft(torch.ones(8))
+
+
+def _shard_once() -> None:
+    """A step of FSDP2 in a world of this process alone: its first use takes a third of a second in a rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    dist.destroy_process_group()

@@ -1,0 +1,162 @@
+"""The rank server and the markers: one thread at a fork, patches and stores that reach the ranks, and who may start a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from .support import guard, kinds, ranks, threads
+
+LIMIT = 1  # patched below
+
+
+def test_a_fork_with_a_second_thread_is_an_error_that_names_it():
+    ready = threading.Event()
+    thread = threading.Thread(target=ready.wait, name="second", daemon=True)
+    thread.start()
+    try:
+        assert len(threads.names()) >= 2
+        with pytest.raises(AssertionError, match=r"the test forks with \d+ threads, besides its own: "):
+            threads.assert_one("the test")
+        guard.alone(None)
+        with pytest.raises(AssertionError, match="this process forks with"):
+            os.fork()
+    finally:
+        ready.set()
+        thread.join()
+
+
+def test_the_server_has_one_thread_though_it_has_datasets(run_ranks):
+    def loaded(me):
+        import datasets  # noqa: F401
+
+        return os.getppid(), "datasets" in sys.modules
+
+    pytest.importorskip("datasets")
+    first = run_ranks(loaded, 1, 1)
+    assert run_ranks(lambda: len(threads.names()), 1, 1) == [1]
+    assert first[0][0] != os.getpid() and first[0][1]
+
+
+def test_patches_environment_and_folder_reach_the_ranks(run_ranks, everywhere, monkeypatch, tmp_path):
+    everywhere.setattr(sys.modules[__name__], "LIMIT", 2)
+    everywhere.setattr("fsdp_demo.attempts", "BEAT", 0.25)
+    monkeypatch.setenv("SOME_WORD", "here")
+    monkeypatch.chdir(tmp_path)
+
+    def seen():
+        from fsdp_demo import attempts
+
+        return LIMIT, attempts.BEAT, os.environ["SOME_WORD"], os.getcwd()
+
+    assert run_ranks(seen, 1, 2) == [(2, 0.25, "here", str(tmp_path))] * 2 and LIMIT == 2
+
+
+def test_nested_functions_and_classes_travel(run_ranks):
+    class Local:
+        def __init__(self, n):
+            self.n = n
+
+    def twice(n):
+        return Local(n).n * 2 if n < 3 else twice(n - 1)
+
+    assert run_ranks(lambda me: twice(me.rank + 2), 2, 1) == [4, 4]
+    with pytest.raises(TypeError, match="does not travel to them .* holds no fixture of pytest"):
+        rows = (n for n in range(3))
+        run_ranks(lambda: next(rows), 1, 1)
+
+
+def test_a_run_id_keeps_its_store_for_the_next_call(run_ranks):
+    def count():
+        host, port = os.environ["ISLAND_ENDPOINT"].split(":")
+        return dist.TCPStore(host, int(port), None, False, wait_for_workers=False).add("calls", 1)
+
+    env = {"ISLAND_RUN": "the same"}
+    assert [run_ranks(count, 1, 1, env=e)[0] for e in (env, None, env, None)] == [1, 1, 2, 1]
+
+
+def test_a_server_that_died_is_named_and_replaced(run_ranks, rank_server):
+    with pytest.raises(RuntimeError, match="the rank server died"):
+        run_ranks(lambda: os.kill(os.getppid(), signal.SIGKILL), 1, 1)
+    assert run_ranks(lambda me: me.rank, 2, 1) == [0, 1]
+
+
+SESSION = """
+import sys
+from pathlib import Path
+from tests.support.client import RankServer
+from tests.support.ranks import Call, Job, Rank, pack
+
+folder = Path(sys.argv[1])
+
+def forever(me):
+    import os, time
+
+    (me.folder / "rank").write_text(str(os.getpid()))
+    time.sleep(600)
+
+server = RankServer(Path.cwd(), folder / "log")
+job = pack(Job(forever, (), None, [], None))
+server.run(Call([Rank(0, 0, 1, 1, 0, folder)], job, {"ISLAND_COUNT": "1"}, "store", 500, 5))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
+def test_ranks_die_with_the_test_process(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", SESSION, str(tmp_path)], cwd=kinds.ROOT)
+    while not (tmp_path / "rank").exists() or not (tmp_path / "rank").read_text():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    rank = int((tmp_path / "rank").read_text())
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 60
+    while _lives(rank):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# -- markers ----------------------------------------------------------------------------------------------------------
+
+
+def _starts_by_a_helper():
+    return Helper().go()
+
+
+class Helper:
+    def go(self):
+        return subprocess.run(["true"])
+
+
+def test_who_starts_a_process_is_found_through_helpers():
+    assert kinds._launches(_starts_by_a_helper)
+    assert not kinds._launches(test_nested_functions_and_classes_travel)
+
+
+def test_a_process_of_a_test_without_marker_is_an_error():
+    guard.alone("some test")
+    try:
+        with pytest.raises(pytest.fail.Exception, match="some test starts a process .* but has no marker"):
+            getattr(sys.modules["subprocess"], "ru" + "n")(["true"])
+    finally:
+        guard.alone(None)
+
+
+def test_modules_travel_by_name():
+    job = ranks.unpack(ranks.pack(ranks.Job(_starts_by_a_helper, (kinds,), None, [], None)))
+    assert job.args == (kinds,) and job.fn is _starts_by_a_helper
