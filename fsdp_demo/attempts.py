@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .asking import Asker
-from .transport import PeerLost
+from .errors import PeerLost
 
 if TYPE_CHECKING:
     from .topology import Topology

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import ExchangeConfig
+from .errors import NeedsDecision
 from .fragments import expand
-from .guard import NeedsDecision
 from .parts import UNREADABLE, read_head
 
 

@@ -21,16 +21,17 @@ from .codecs.frame import END
 from .config import ExchangeConfig
 from .connections import Connections
 from .council import Council
+from .errors import PeerLost, Stopped
 from .flow import Flow
 from .fragments import expand
 from .inner import check_inner
 from .mailbox import Flown, Mailbox
-from .notes import Stopped
 from .presence import Presence
 from .refusals import refuse, refuse_sparse, warn_of_outside
 from .shards import Shards
+from .status import leave
 from .topology import Topology
-from .transport import Line, PeerLost, leave
+from .transport import Line
 from .untouched import Untouched
 
 if TYPE_CHECKING:
@@ -388,8 +389,14 @@ class Exchange:
         at the last exchange, contributions of any island that were not finite (where there were any).
 
         All ranks of the island call it together."""
-        out = self._meter.totals(self._island, self._mailbox.loss) | ({} if self.drift is None else {"drift": self.drift})
+        meter, loss = self._meter, self._mailbox.loss
+        known = not math.isnan(loss)
+        sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
+        waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
         (left_out,) = self._island.largest(float(self._mailbox.watch.left_out))
+        out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count), "seconds_waiting": waited}
+        out |= {"loss": losses / ranks} if ranks else {}
+        out |= {} if self.drift is None else {"drift": self.drift}
         return out | ({"not_finite": int(left_out)} if left_out else {})
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,13 +22,16 @@ from torch import Tensor
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
 from .codecs.frame import COUNTED, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
+from .collectives import Arrived, reduce
 from .config import Channel
+from .errors import PeerLost
 from .island import Island
 from .means import Mean
 from .notes import Said, give_up
 from .staging import Staging
-from .transport import Arrived, Courier, Line, PeerLost, reduce
+from .transport import Line
 from .watch import Watch
+from .worker import Courier
 
 log = logging.getLogger("fsdp_demo")
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from .blocks import Layout
 from .codecs import vectors
 from .codecs.frame import HEADER
+from .collectives import legs
 from .config import Channel, ExchangeConfig
 from .fragments import expand
 from .meter import Meter
 from .patterns import covers, kind
 from .payload import Section
-from .transport import legs
 
 
 class Plan:

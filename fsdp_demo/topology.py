@@ -24,9 +24,10 @@ from typing import Any
 import torch.distributed as dist
 
 from . import attempts, environment
-from .asking import Asker, StoreSilent, connect, first_line, within
+from .asking import Asker, connect, first_line, within
+from .errors import PeerLost, StoreSilent
 from .link import Link
-from .transport import Line, PeerLost
+from .transport import Line
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the name server for every address that

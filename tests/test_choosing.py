@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsdp_demo
 from fsdp_demo.choosing import Held, alike, choose, look, together
-from fsdp_demo.guard import NeedsDecision
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.parts import write_part
 
 
