@@ -27,7 +27,6 @@ from fsdp_demo.island import Island
 from fsdp_demo.shards import Shard, plain_name
 from fsdp_demo.topology import Position
 
-from .partitions import Partitions
 from .ticks import EngineTicks
 
 
@@ -62,7 +61,7 @@ class ZeroShards:
     """
 
     def __init__(self, engine: Any):
-        self.engine, self.partitions = engine, Partitions.of(engine)
+        self.engine, self.partitions = engine, adapter(engine)
         self.partitions.check()
         self.shards: list[Shard] = []
         self._pieces: list[_Piece] = []

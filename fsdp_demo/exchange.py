@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,12 +34,27 @@ from .topology import Topology
 from .transport import Line
 from .untouched import Untouched
 
-if TYPE_CHECKING:
-    from .checkpoint import Saved
-
 log = logging.getLogger("fsdp_demo")
 
 _SHOWN = "a step inside outer_parameters() would be lost when the replica's own parameters come back: leave the context, then train"
+
+
+class StateSource(Protocol):
+    """A saved state that knows how to become one rank's: `checkpoint.Saved`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        ...
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied."""
+        ...
+
+    def state_for(self, exchange: Exchange) -> dict[str, Any]:
+        """What `exchange.load_state_dict` takes on this rank."""
+        ...
 
 
 class Exchange:
@@ -76,7 +91,7 @@ class Exchange:
         topology: Topology,
         facts: dict[str, Any],
         step: int = 0,
-        state: dict[str, Any] | Saved | None = None,
+        state: dict[str, Any] | StateSource | None = None,
         batch: Sequence[int] = (),
     ):
         self.config, self.topology, self.shards = config, topology, shards
@@ -102,7 +117,7 @@ class Exchange:
             self._mailbox.channels = [*self.channels, *self._flow.buffers]
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
-            announce.announce(self, self._island, lanes, batch, announce.total_steps(facts))
+            announce.announce(self._flow, lanes, batch, announce.total_steps(facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
@@ -118,7 +133,7 @@ class Exchange:
         where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
         return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
 
-    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | Saved | None) -> None:
+    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | StateSource | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
         own, applied = self.step, None
         if state is not None:
@@ -131,7 +146,7 @@ class Exchange:
         self._ticks.aside = False
 
     @torch.no_grad()
-    def rejoin(self, state: dict[str, Any] | Saved | None, step: int, model: torch.nn.Module | None = None) -> None:
+    def rejoin(self, state: dict[str, Any] | StateSource | None, step: int, model: torch.nn.Module | None = None) -> None:
         """What `attach` does when it joins, once more: for an engine that loads a checkpoint after it was attached.
 
         All ranks of all replicas call it together, each with its parameters and inner optimizer states loaded. What is under way is
@@ -331,7 +346,7 @@ class Exchange:
                 self._untouched.check()
             self._equal = ending.conclude(self._flow, self.paused)
             self._ended = True
-            announce.ended(self, self._equal)
+            announce.ended(self._flow, self.totals(), self._equal)
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
                 line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
@@ -394,7 +409,8 @@ class Exchange:
         sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
         waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
         (left_out,) = self._island.largest(float(self._mailbox.watch.left_out))
-        out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count), "seconds_waiting": waited}
+        out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
+        out["seconds_waiting"] = waited
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
         return out | ({"not_finite": int(left_out)} if left_out else {})
