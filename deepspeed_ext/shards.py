@@ -28,6 +28,7 @@ from fsdp_demo.shards import Shard, plain_name
 from fsdp_demo.topology import Position
 
 from .ticks import EngineTicks
+from .wrappers import adapter
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from pretrain_deepspeed import without_compiler  # noqa: E402
 from report import table  # noqa: E402
 
 import deepspeed_ext  # noqa: E402
+from deepspeed_ext.wrappers import adapter  # noqa: E402
 from fsdp_demo import Exchange, base_optimizer, preset  # noqa: E402
 
 RANKS = 2
