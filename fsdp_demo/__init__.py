@@ -5,7 +5,8 @@
 """
 
 from .attaching import attach
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
+from .channel_spec import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
+from .config import ExchangeConfig
 from .errors import Mismatch, NotFinite, PeerLost, Stopped, WireError
 from .exchange import Exchange
 from .guard import guard

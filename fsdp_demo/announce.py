@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .config import Channel, ExchangeConfig
+from .channel_spec import Channel
+from .config import ExchangeConfig
 from .flow import Flow
 from .meter import ring_all_reduce_bytes
 from .plan import Plan

@@ -15,8 +15,9 @@ import torch
 from . import agreement, facts
 from .bound import BoundChannel
 from .channel import ActiveChannel
+from .channel_spec import Applier, Channel
 from .codecs.frame import SETUP
-from .config import Applier, Channel, ExchangeConfig
+from .config import ExchangeConfig
 from .flow import Flow
 from .island import Island
 from .shards import Shards

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
+from .channel_spec import Channel
 from .codecs.frame import COUNTED, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
 from .collectives import Arrived, reduce
-from .config import Channel
 from .errors import PeerLost
 from .island import Island
 from .means import Mean

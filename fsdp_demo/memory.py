@@ -20,10 +20,11 @@ from math import prod
 
 import torch
 
+from .channel_spec import Channel
 from .codecs import vectors
 from .codecs.frame import HEADER
 from .collectives import legs
-from .config import Channel, ExchangeConfig
+from .config import ExchangeConfig
 from .inner import base_optimizer, materialise
 from .payload import Section
 from .plan import Plan, local_shape, plan_model
