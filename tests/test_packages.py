@@ -67,7 +67,7 @@ def imported(file: Path, package: str) -> Iterator[tuple[int, str]]:
 
 def row(module: str) -> tuple[int, str]:
     """The row of a module and its entry there, the longest that fits."""
-    fits = [(len(entry), number, entry) for number, entries in enumerate(ORDER) for entry in entries if f"{module}.".startswith(f"{entry}.")]
+    fits = [(len(entry), n, entry) for n, entries in enumerate(ORDER) for entry in entries if f"{module}.".startswith(f"{entry}.")]
     _, number, entry = max(fits)
     return number, entry
 
