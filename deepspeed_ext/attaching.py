@@ -24,6 +24,7 @@ def attach(
     step: int | None = None,
     state: dict[str, Any] | Saved | None = None,
     batch: tuple[int, int] | None = None,
+    catch_up: bool = True,
     checkpoints: bool = True,
     **changes: Any,
 ) -> Exchange:
@@ -37,7 +38,7 @@ def attach(
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
         model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ..., model=...)` works.
         topology: default the node of `shard_within_node`, else `Topology.from_env()` (islands).
-        agree, batch: as for `fsdp_demo.attach`; `batch` is known from the engine, and the norm that clips is agreed anyway.
+        agree, batch, catch_up: as for `fsdp_demo.attach`; `batch` is known from the engine, and the norm that clips is agreed anyway.
         step: default `engine.global_steps`.
         state: the exchange's state to go on from, where the engine itself is loaded already. With `checkpoints` nobody needs it:
             `engine.load_checkpoint` brings it.
@@ -74,6 +75,7 @@ def attach(
             step=engine.global_steps if step is None else step,
             state=state,
             batch=batch or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+            catch_up=catch_up,
         )
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
         shards.partitions.clip_again()

@@ -79,7 +79,7 @@ def _note_parts(note: dict[str, Any], place: Path, own: bool, topology: Topology
             raise ValueError(f"{place / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: half-written, or a file is lost")
         if (place / MANIFEST).exists() and (why := misfits(place)):
             raise ValueError(f"{place} is not complete: {why}")
-        applied, owner = held(place / PARTS, topology.islands, ahead=False)
+        applied, owner = held(place / PARTS, topology.islands)
     except ValueError as error:
         note["bad" if own else "beside"][place.name] = str(error)
         return

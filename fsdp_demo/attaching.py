@@ -31,6 +31,7 @@ def attach(
     step: int | None = None,
     state: dict[str, Any] | Saved | None = None,
     batch: tuple[int, int] | None = None,
+    catch_up: bool = True,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the exchange.
@@ -49,6 +50,7 @@ def attach(
         state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.open_exchange(...)`, which may have been saved by another
             number of islands or shards. Replicas without one take over from the one that is furthest.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
+        catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an exchange that a loss had cut off.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
@@ -63,7 +65,7 @@ def attach(
         >>> exchange.consensus
         True
     """
-    given = {"model": model, "topology": topology, "agree": agree, "step": step, "state": state, "batch": batch}
+    given = {"model": model, "topology": topology, "agree": agree, "step": step, "state": state, "batch": batch, "catch_up": catch_up}
     if (door := engines.find(optimizer)) is not None:
         attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes)
         return attached
@@ -90,6 +92,7 @@ def join(
     step: int | None = None,
     state: dict[str, Any] | Saved | None = None,
     batch: tuple[int, int] | None = None,
+    catch_up: bool = True,
 ) -> Exchange:
     """`attach` for the parameters of any engine.
 
@@ -100,7 +103,7 @@ def join(
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     topology = topology or Topology.from_env()
     voice.speak(topology)
-    exchange = Exchange(shards, config, model, topology, facts, step or 0, state, batch or ())
+    exchange = Exchange(shards, config, model, topology, facts, step or 0, state, batch or (), catch_up)
     _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import ExchangeConfig
 from .errors import NeedsDecision
-from .fragments import expand
-from .parts import UNREADABLE, read_head
+from .parts import read_head
 
 
 @dataclass(frozen=True, order=True)
@@ -41,13 +39,11 @@ class Held:
         return not applied or not self.applied or self.applied == applied
 
 
-def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None, ahead: bool = True) -> tuple[str, int]:
+def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tuple[str, int]:
     """(applied, owner) as the heads in a folder `exchange` say, for `Held`; ("", -1) where there is no part.
 
     Args:
         ranks: of whom to read the parts; None: of all that are there.
-        ahead: a state whose last exchange was cut off fits one that has not come so far: it waits inside of `attach` for that one. False
-            for hosts that ask the islands something behind `attach`, where the other would already train.
 
     Raises:
         ValueError: a part is torn or missing, or ranks stand between unlike exchanges.
@@ -57,26 +53,16 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None, ahead
         heads = [read_head(path)[0] for path in paths]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
-    places = {(_applied(h, ahead), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
+    places = {(_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(f"{exchange}: ranks stand between unlike exchanges: {', '.join(sorted(a for a, _ in places))}")
     return (next(iter(places))[0], min(owner for _, owner in places)) if places else ("", -1)
 
 
-def _applied(head: dict[str, Any], ahead: bool) -> str:
+def _applied(head: dict[str, Any]) -> str:
     """Between which exchanges a part was saved; empty where the head is of a release that does not say it."""
     applied = head.get("applied")
-    if not isinstance(applied, dict):
-        return ""
-    if ahead or "config" not in head:
-        return json.dumps(applied, sort_keys=True)
-    try:
-        names = [p["name"] for p in head["parameters"] if not p["frozen"]]
-        channels = expand(ExchangeConfig.from_dict(head["config"]), names)
-        due = {c.name: c.clock.round(int(head["step"]) - 1) for c in channels}
-    except UNREADABLE:  # settings that this release does not know
-        return ""
-    return json.dumps([applied, due], sort_keys=True)
+    return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
 
 
 def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:

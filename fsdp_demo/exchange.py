@@ -67,9 +67,9 @@ class Exchange:
         drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
             rule); None where replicas are equal by construction.
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
-            `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not.
+            `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not. leaving: since an island
+            was told to end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
         showing: the model holds `outer_parameters` at the moment, not this replica's own.
-        told, heard: a number that this rank tells the other ranks of its island with every step, and the largest one after the last step.
 
     Example:
         >>> import torch, fsdp_demo
@@ -93,6 +93,7 @@ class Exchange:
         step: int = 0,
         state: dict[str, Any] | StateSource | None = None,
         batch: Sequence[int] = (),
+        catch_up: bool = True,
     ):
         self.config, self.topology, self.shards = config, topology, shards
         needed = any(c.before_step for c in config.channels) or config.clip is not None
@@ -100,8 +101,8 @@ class Exchange:
         check_inner(config, shards.optimizer_names, shards.optimizers)
         shards.materialise()
         channels = expand(config, [s.name for s in shards.shards if not s.frozen])
-        self._ended = self._finished = self.stopped = self.stopped_alone = self.showing = False
-        self.raises_stopped, self.told, self.heard = True, 0.0, 0.0
+        self._ended = self._finished = self.stopped = self.stopped_alone = self.leaving = self.showing = False
+        self.raises_stopped = True
         self._equal: bool | None = None
         self._presence = Presence(topology, self.request_stop)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
@@ -117,6 +118,8 @@ class Exchange:
             self._mailbox.channels = [*self.channels, *self._flow.buffers]
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
+                if catch_up:
+                    self.catch_up()
             announce.announce(self._flow, lanes, batch, announce.total_steps(facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
@@ -142,6 +145,7 @@ class Exchange:
         if state is not None:
             self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
         joining.take_over(self._flow, donor, furthest)
+        self._joined_at, self._behind = self.step, True
         self._untouched.note()
         self._ticks.aside = False
 
@@ -164,6 +168,21 @@ class Exchange:
         self._flow.step, self._equal = step, None
         with self.paused():
             self._join({}, model, state)
+            self.catch_up()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Send once more what was under way in the state from which this replica resumes; and where a loss has cut off the exchange of its
+        last step, wait for the others to come so far, and apply it. Does nothing when called again.
+
+        `attach(..., catch_up=False)` leaves it to its caller, who asks the islands something before, and calls this ahead of the first
+        forward pass.
+        """
+        if self._behind:
+            self._behind = False
+            with self.paused():
+                self._flow.catch_up()
+            self.accept_parameters()
 
     def accept_parameters(self) -> None:
         """The parameters as they are now are right: for a host that has put this replica's own back after attach, as its saved state has
@@ -239,6 +258,7 @@ class Exchange:
 
     def _first(self) -> None:
         """Ahead of the first step: what a user can have done since attach."""
+        self.catch_up()
         if self._ticks.aside:  # steps inside paused()
             self._untouched.forget()
         self._untouched.check()
@@ -249,7 +269,7 @@ class Exchange:
     def _after(self) -> None:
         """The rest of the tick, which counts whatever became of it; then a wish to stop takes effect on the whole island."""
         self._flow.after()
-        together, self.stopped_alone, self.heard = self._flow.stops(self.told)
+        together, self.stopped_alone, self.leaving = self._flow.stops()
         self.stopped = together or self.stopped_alone
         if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
@@ -342,6 +362,7 @@ class Exchange:
             return
         if not self._ended:
             self._usable()
+            self.catch_up()
             if not self._ticks.aside:
                 self._untouched.check()
             self._equal = ending.conclude(self._flow, self.paused)
@@ -359,7 +380,8 @@ class Exchange:
         """Small questions to all islands at one step (`council.Council`), while they are connected."""
         if self._mailbox.broken or self._finished:
             raise RuntimeError("the islands are connected no more: ask before finish()")
-        return Council(self._mailbox, self._island, lambda: self.step)
+        # islands that resume at unlike steps between the same exchanges ask each other before they go on
+        return Council(self._mailbox, self._island, lambda: 0 if self.step == self._joined_at else self.step)
 
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.

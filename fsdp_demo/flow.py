@@ -19,6 +19,7 @@ from torch import Tensor
 from . import agreement
 from .bound import BoundChannel
 from .channel import ActiveChannel, Outgoing
+from .codecs.frame import LEAVING
 from .config import ExchangeConfig
 from .island import Island
 from .mailbox import Mailbox
@@ -139,7 +140,8 @@ class Flow:
             self.settle(self.mailbox.land(stage, step, now, last))
 
     def catch_up(self) -> None:
-        """Make up for the after-step exchange of the last step, if it was cut off by a loss and is under way once more."""
+        """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
+        self.mailbox.send_again()
         late = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         cut = [c for c in late if any(f.step + c.channel.clock.delay < self.step for f in self.mailbox.under_way_of(c))]
         if not cut:
@@ -235,14 +237,15 @@ class Flow:
         self.shards.base_step()
         self.shards.commit()
 
-    def stops(self, told: float) -> tuple[bool, bool, float]:
-        """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and the largest number that its ranks
-        were `told`.
+    def stops(self) -> tuple[bool, bool, bool]:
+        """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and whether it does since some island
+        was told to end.
 
         The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
         alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
-        together, leaves, heard = self.island.largest(float(self.mailbox.stop), float(alone), told)
-        return bool(together), bool(leaves and not together), heard
+        flags, leaves, told = self.island.largest(float(self.mailbox.stop), float(alone), float(alone and self.notes.told))
+        together = bool(flags)
+        return together, bool(leaves) and not together, bool(int(flags) & LEAVING if together else told)
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
 

@@ -99,7 +99,6 @@ def take_over(flow: Flow, donor: int, furthest: int) -> None:
     if any(c.channel.before_step for c in flow.channels):
         equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
     flow.mailbox.agree_on_resume(flow.step)
-    flow.catch_up()
 
 
 def agree_on_run(

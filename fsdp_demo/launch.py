@@ -62,7 +62,7 @@ def failed_status(error: ChildFailedError, folder: str | None, stopped_at: float
     first = failures[0]
     if any(f.exitcode == DECIDE for f in failures):
         return DECIDE
-    if first.exitcode == 1 and saved_before(folder, stopped_at):
+    if first.exitcode in (1, -signal.SIGABRT) and saved_before(folder, stopped_at):  # torch aborts if an interpreter ends with live groups
         return SAVED
     killed = [f for f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM and abs(f.timestamp - first.timestamp) < 5]
     return shell_status(killed[0].exitcode if first.exitcode == 1 and killed else first.exitcode)

@@ -126,7 +126,7 @@ def node() -> int:
         launcher.main()
     except SystemExit as left:
         first = shell_status(left.code) if isinstance(left.code, int) else 1
-        return SAVED if first == 1 and saved_before(os.environ.get(STATUS_FOLDER), stopped_at) else first
+        return SAVED if first in (1, 128 + signal.SIGABRT) and saved_before(os.environ.get(STATUS_FOLDER), stopped_at) else first
     return 0
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
 from .channel_spec import Channel
-from .codecs.frame import COUNTED, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
+from .codecs.frame import COUNTED, LEAVING, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
 from .collectives import Arrived, reduce
 from .errors import PeerLost
 from .island import Island
@@ -91,7 +91,8 @@ class Mailbox:
         self.applied: dict[str, int] = {}  # the step of each channel's last message that was applied here
         self.broken = False
         self.gone: Callable[[float], str] = lambda step: ""  # why what others send at a step will not come
-        self.stop = False
+        self._unsent: list[Flight] = []
+        self.stop = 0  # flags STOP and LEAVING of what has arrived
         self.loss = math.nan
 
     @property
@@ -117,7 +118,7 @@ class Mailbox:
         h = flight.header or Header(0, flight.step)
         loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self.device)
         bad = float(bool(h.flags & NOT_FINITE))
-        self._submit(flight, Said(h.weight, h.flags & ~(STOP | SUMMED | NOT_FINITE), loss, bad))
+        self._submit(flight, Said(h.weight, h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE), loss, bad))
 
     def _job(self, line: Line, flight: Flight, said: Said) -> Callable[[], Arrived]:
         """Start copying a message to the host; returns what sends it and brings back the others', in the courier's thread, where the copy
@@ -214,18 +215,19 @@ class Mailbox:
         headers = arrived.headers if isinstance(arrived, Arrived) else []
         if headers and not flight.counted and (self._line is None or len(headers) == self._line.size):
             flight.counted, error = True, self.watch.count(self._line, headers, flight.step)
-        failed, stop = self.island.largest(float(error is not None), float(any(h.flags & STOP for h in headers)))
+        asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
+        failed, stop = self.island.largest(float(error is not None), float(asked))
         if failed:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
-        self.stop |= bool(stop)
+        self.stop |= int(stop)
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss
         return arrived
 
     def agree_on_resume(self, step: int) -> None:
-        """What was under way when a state was saved is sent once more, where not all islands have received it. What some have and others
-        will not send is dropped. All count from one last exchange.
+        """What was under way when a state was saved is to be sent once more (`send_again`), where not all islands have received it. What
+        some have and others will not send is dropped. All count from one last exchange.
 
         Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
         """
@@ -252,10 +254,14 @@ class Mailbox:
         mine_last = [self.last[c.channel.name] for c in self.channels]
         first = [min(column) for column in zip(*gather_json(line, mine_last), strict=True)] if line is not None else mine_last
         self.last = {c.channel.name: -int(v) for c, v in zip(self.channels, self.island.largest(*(-v for v in first)), strict=True)}
-        for flight, wanted in zip(list(self.flights), repeat, strict=False):  # the line is the courier's from here on
-            if wanted:
-                log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
-                self._again(flight)
+        self._unsent = [flight for flight, wanted in zip(self.flights, repeat, strict=False) if wanted]
+
+    def send_again(self) -> None:
+        """Send what `agree_on_resume` found to be sent once more. The line is the courier's from here on."""
+        while self._unsent:
+            flight = self._unsent.pop(0)
+            log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
+            self._again(flight)
 
     def _drop(self) -> None:
         """Forget what is under way, as if it had not been sent."""
@@ -334,7 +340,7 @@ class Mailbox:
                 flight.header = Header(**s["said"])
             if s["arrived"] is not None:
                 got, flight.future = s["arrived"], Future()
-                headers = [Header(**{**h, "flags": h["flags"] & ~STOP}) for h in got["headers"]]  # that stop has happened
+                headers = [Header(**{**h, "flags": h["flags"] & ~(STOP | LEAVING)}) for h in got["headers"]]  # that stop has happened
                 flight.future.set_result(Arrived(headers, got["bodies"], got["means"], dict(got.get("decoded", {}))))
             self.flights.append(flight)
 

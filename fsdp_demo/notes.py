@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codecs.frame import COUNTED, SKIPPED, STOP
+from .codecs.frame import COUNTED, LEAVING, SKIPPED, STOP
 from .errors import NotFinite
 from .island import Island
 
@@ -91,11 +91,17 @@ class Notes:
         """Whether this island stops, though the others may not, if nothing is under way after this tick."""
         return self._sent and (not self._together or islands == 1)
 
+    @property
+    def told(self) -> bool:
+        """Whether this rank was asked to stop soon, not with the others however long that takes."""
+        return self._wanted and not self._together
+
     def header(self, names: Collection[str], by_tokens: bool, island: Island, device: torch.device) -> Said:
         """What the header of a message of the channels `names` says. Losses are used up; their mean leaves out NaN.
 
         With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
-        weight, flags = 1.0, STOP * self._sent | SKIPPED * self.skipping
+        stop = STOP * self._sent | LEAVING * (self._sent and self.told)
+        weight, flags = 1.0, stop | SKIPPED * self.skipping
         if by_tokens:
             tokens = island.total(self.tokens)[0]
             weight = tokens - min(self._weighed.get(name, 0.0) for name in names)

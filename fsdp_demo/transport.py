@@ -87,6 +87,9 @@ class Line:
         # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more than there is room for.
         pieces = [-(-(HEADER.size + n) // PIECE) if j != self.rank else 0 for j, n in enumerate(sizes)]
         rooms = [torch.empty(n * PIECE, dtype=torch.uint8) for n in pieces]
+        for space, n in zip(rooms, sizes, strict=True):  # gloo accepts a shorter message: what an earlier one left must not complete it
+            space[: HEADER.size].zero_()
+            space[max(HEADER.size + n - 32, HEADER.size) : HEADER.size + n].fill_(0xA5)
         headers, crcs = [mine] * self.size, [0] * self.size
         works = self._post(outgoing, rooms)
         try:
@@ -130,8 +133,6 @@ class Line:
         works, j = [], self.rank
         try:
             for j in others:
-                rooms[j][: HEADER.size].zero_()  # gloo accepts a shorter message: what an earlier one left there must not complete it
-                rooms[j][-32:].fill_(0xA5)
                 works += [(j, i == 0, groups[i % len(groups)].recv([part], j, self._tag)) for i, part in enumerate(rooms[j].split(PIECE))]
             for j in others:
                 works += [(j, False, groups[i % len(groups)].send([part], j, self._tag)) for i, part in enumerate(outgoing[j].split(PIECE))]

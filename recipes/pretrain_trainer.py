@@ -18,12 +18,14 @@ from data import Collate, load_data, load_tokenizer
 from pretrain import load_model
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
-from fsdp_demo import Topology
+from fsdp_demo import PeerLost, Topology
 from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.guard import undecided
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
+from fsdp_demo.status import SAVED
+from fsdp_demo.transport import leave
 
 
 @dataclass
@@ -102,6 +104,8 @@ def main() -> None:
         trainer.train(resume_from_checkpoint=True if str(resume).lower() in newest else resume)
     except NeedsDecision as error:
         undecided(error, args.process_index)  # (*) status 78: trying again changes nothing
+    except (SystemExit, PeerLost):  # (*) SIGTERM, here or elsewhere, or an island that is gone: all is saved
+        leave(SAVED)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()  # every island has the same model by now

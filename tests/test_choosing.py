@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fsdp_demo
 from fsdp_demo.choosing import Held, alike, choose, look, together
 from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.parts import write_part
@@ -118,17 +117,3 @@ def test_what_heads_say(tmp_path):
     assert look(tmp_path, 2, [0]) == ("", 1)  # an earlier release
     with pytest.raises(ValueError, match="cannot be read"):
         look(tmp_path, 2, [5])
-
-
-@pytest.mark.parametrize("preset, changes", [("diloco", {"period": 5}), ("streaming_diloco", {"period": 5, "layers": 0, "delay": 2})])
-def test_one_that_has_lost_an_exchange_is_past_it(tmp_path, preset, changes):
-    """Applied the same, but at step 5 the exchange of step 4 was cut off: it fits one before it only where it may wait for that."""
-    config = fsdp_demo.preset(preset, **changes)
-
-    def saved(step, ahead):
-        head = {"islands": 2, "island": 0, "step": step, "config": config.to_dict(), "parameters": [{"name": "w", "frozen": False}]}
-        write_part(tmp_path, "rank0", head | {"applied": {"delta": -1}}, {})
-        return look(tmp_path, 2, ahead=ahead)[0]
-
-    assert saved(1, False) == saved(4, False) != saved(5, False) == saved(8, False)
-    assert saved(1, True) == saved(4, True) == saved(5, True)

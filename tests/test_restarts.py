@@ -132,11 +132,11 @@ def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -
 def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: Path) -> None:  # noqa: F811
     """And 75 stays 75."""
     script = tmp_path / "wait.py"
-    script.write_text(WAIT.format(act="signal.signal(signal.SIGTERM, lambda *_: leave(75))\nsys.stdout.flush()"))
+    script.write_text(WAIT.format(act="signal.signal(signal.SIGTERM, lambda *_: leave(75))\nprint('armed', flush=True)"))
     words = [sys.executable, "-m", "fsdp_demo.launch", "--restarts", "3", "torchrun", "--nproc-per-node", "1", "--master-port", "0"]
     env = {**os.environ, "ISLAND_RUN": run_id, "ISLAND_RANK": "0", "ISLAND_STATUS": str(tmp_path / "status")}
     process = subprocess.Popen([*words, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines_until(process, "here", 1)
+    lines_until(process, "armed", 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75 and "restart" not in output, output

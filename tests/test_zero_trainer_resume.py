@@ -57,18 +57,28 @@ class Term(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_stops_all_and_resume_goes_on(run_ranks):
+@pytest.mark.parametrize("stage, preset, changes", [("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})])
+def test_sigterm_stops_all_and_resume_goes_on(run_ranks, stage, preset, changes):
+    """With a period the other island stands in the exchange of step 6 when it hears, or stops somewhere before."""
+
     def work(rank):
         out = []
         for where, callbacks, resume in (("whole", [], None), ("cut", [Term()] if rank.rank == 0 else [], None), ("cut", [], True)):
             plan = {"max_steps": 8, "save_steps": 100, "eval_strategy": "no", "callbacks": callbacks}
-            trained = script.trainer(rank.folder / where, extra("demo"), deepspeed=settings("zero2"), **plan)
-            trained.train(resume_from_checkpoint=resume)
-            out.append((trained.state.global_step, whole(trained)))
+            os.environ["ISLAND_RUN"] += f"-{where}-{resume}"
+            trained = script.trainer(rank.folder / where, extra(preset, **changes), deepspeed=settings(stage), **plan)
+            how = None
+            try:
+                trained.train(resume_from_checkpoint=resume)
+            except (SystemExit, fsdp_demo.PeerLost) as error:
+                how = error.code if isinstance(error, SystemExit) else "lost"
+            out.append((how, trained.state.global_step, whole(trained)))
         return out
 
-    for first, cut, again in run_ranks(work, islands=2, procs=2, timeout=120):
-        assert (first[0], cut[0], again[0]) == (8, 5, 8) and torch.equal(first[1], again[1])
+    ends = run_ranks(work, islands=2, procs=2, timeout=120)
+    for first, cut, again in ends:
+        assert (first[:2], again[:2]) == ((None, 8), (None, 8)) and torch.equal(first[2], again[2])
+        assert cut[:2] == (75, 5) if cut is ends[0][1] or preset == "demo" else cut[0] in (75, "lost") and 5 <= cut[1] < 8
 
 
 class Dies(TrainerCallback):

@@ -36,6 +36,7 @@ COUNTED = 4  # flag: this island has counted tokens, if not since the last excha
 ENDING = 8  # flag: sent by finish()
 NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out
 SUMMED = 32  # flag: `total` is the sum of what must be equal
+LEAVING = 64  # flag beside STOP: this island was told to end (SIGTERM), and its process goes on no more
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
 KINDS = (

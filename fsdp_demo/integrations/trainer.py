@@ -25,10 +25,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..attaching import attach
-from ..codecs.frame import WireError
+from ..codecs.frame import Mismatch, WireError
 from ..config import ExchangeConfig
 from ..exchange import Exchange
 from ..loading import load_config
+from ..status import SAVED, tell_launcher
 from ..topology import Topology
 from ..transport import PeerLost
 from .trainer_batches import FirstBatches, tokens_in
@@ -163,6 +164,7 @@ class ExchangeCallback(TrainerCallback):
             step=state.global_step,
             state=open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step else None,
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
+            catch_up=False,  # questions to the islands come first: one that has to catch up waits for those that it asks
             **options,
         )
         if exchange.step != state.global_step:
@@ -223,8 +225,6 @@ class ExchangeCallback(TrainerCallback):
             self._finish()
         elif exchange.stopped:
             self._stops.end(exchange, args, state, control)
-        else:
-            self._stops.keep(exchange, args, control)
         self._stops.hold(control)
         if control.should_log:
             self._count()
@@ -274,7 +274,7 @@ class ExchangeCallback(TrainerCallback):
             self._count()
         if self._stops.ending:
             control.should_save = False  # the checkpoint of this step, before the last exchange, is the one to resume from
-            if self._live.stopped_alone and self._topology.islands > 1:
+            if self._stops.left:
                 self._live.detach()
             else:
                 self._finish()
@@ -327,24 +327,27 @@ class ExchangeCallback(TrainerCallback):
         self._stops = Stops(lambda: self._live, self._warn)
         try:
             with self._stops.sigterm(trainer.args):
-                return original(resume_from_checkpoint, *args, **kwargs)
+                result = original(resume_from_checkpoint, *args, **kwargs)
         except (PeerLost, WireError) as error:
             self._warn(f"{error}")
             if self.exchange is not None:
                 self.exchange.leave(stopped=False)
             self._save_lost(trainer)
             last = get_last_checkpoint(trainer.args.output_dir) or "none"
-            self._warn(
-                f"the last checkpoint here is {last}; start all islands again with resume_from_checkpoint=True (auto)"
-            )
+            self._warn(f"the last checkpoint here is {last}; start all islands again with resume_from_checkpoint=True (auto)")
+            if not isinstance(error, Mismatch):
+                tell_launcher(trainer.args.process_index, SAVED)
             raise
         finally:
             self._give_back(trainer.args)
             if self.exchange is not None and not self.exchange.closed:  # an error: let the others see at once that this island is gone
                 self.exchange.detach()
+        if self._stops.left:
+            self._stops.leave(trainer.args.process_index)
+        return result
 
     def _save_lost(self, trainer: Any) -> None:
-        """A checkpoint of where a peer was lost: all ranks of this island are here, and what was under way counts as not sent."""
+        """A checkpoint of where a peer was lost: all ranks of this island are here, and what was under way is saved as it was sent."""
         args, state, exchange = trainer.args, trainer.state, self.exchange
         if exchange is None or args.save_strategy == "no" or self._topology.kind == "mesh":
             return
@@ -365,6 +368,7 @@ class ExchangeCallback(TrainerCallback):
         if (exchange := self._live) is None:
             return original(model, inputs, *args, **kwargs)
         self._first.look(inputs)
+        exchange.catch_up()
         exchange.note(tokens=tokens_in(inputs))
         loss = original(model, inputs, *args, **kwargs)
         if self._engine is None and isinstance(loss, torch.Tensor):

@@ -208,7 +208,7 @@ def held_in(output_dir: Path, topology: Topology, fresh: bool = False) -> list[H
     for step in whole_steps(output_dir, fresh):
         try:
             parts = output_dir / f"checkpoint-{step}" / "exchange"
-            out.append(Held(step) if fresh else Held(step, "checkpoint", *look(parts, topology.islands, ahead=False)))
+            out.append(Held(step) if fresh else Held(step, "checkpoint", *look(parts, topology.islands)))
         except ValueError as error:
             log.warning("checkpoint-%d is left out: %s", step, error)
     return out

@@ -1,4 +1,4 @@
-"""Wishes to stop: of callbacks (early stopping, a time limit) and of SIGTERM, until all islands have heard them."""
+"""Wishes to stop: of callbacks (early stopping, a time limit), which all islands follow at one step; and SIGTERM, which cannot wait."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..exchange import Exchange
+from ..status import SAVED, tell_launcher
 
 REPEATED = 5.0  # seconds within which a second SIGTERM is the same one, from the launcher
 
@@ -24,11 +25,12 @@ class Stops:
 
     Attributes:
         ending: the end is agreed, or reached: nothing is held any more.
+        left: this island stopped before the end, and the others know: its process ends with status 75.
     """
 
     def __init__(self, live: Callable[[], Exchange | None], warn: Callable[[str], None]):
         self._live, self._warn = live, warn
-        self.ending = self._asked = self._kept = False
+        self.ending = self.left = self._asked = False
         self._terminated: float | None = None
 
     def hold(self, control: Any) -> None:
@@ -49,17 +51,27 @@ class Stops:
         self._warn(f"{who} asks to stop: {after if exchange.topology.islands > 1 else 'training ends after the next step'}")
 
     def end(self, exchange: Exchange, args: Any, state: Any, control: Any) -> None:
-        """The step after which this island stops: save it, with what is under way."""
+        """The step after which this island stops: tell the others if they do not know, then save it, with what is under way."""
         self.ending = control.should_training_stop = True
         control.should_save |= args.save_strategy != "no"
         saved = f"saved as checkpoint-{state.global_step}" if control.should_save else "not saved (save_strategy='no')"
         who = "all islands stop" if exchange.topology.islands > 1 and not exchange.stopped_alone else "this island stops"
         self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
+        if exchange.leaving and exchange.topology.kind != "mesh":
+            self.left = True
+            exchange.leave(stopped=True)
 
-    def keep(self, exchange: Exchange, args: Any, control: Any) -> None:
-        """Save once after a SIGTERM, whenever the end may come. In a mesh saving is a matter of all nodes, which have not heard of it."""
-        if exchange.heard and not self._kept and args.save_strategy != "no" and exchange.topology.kind == "islands":
-            self._kept = control.should_save = True
+    def leave(self, rank: int) -> None:
+        """End the process as a plain loop does under `guard`; launchers hear that it can go on.
+
+        Args:
+            rank: inside the island.
+
+        Raises:
+            SystemExit: with status 75.
+        """
+        tell_launcher(rank, SAVED)
+        raise SystemExit(SAVED)
 
     @contextmanager
     def sigterm(self, args: Any) -> Iterator[None]:
@@ -75,21 +87,21 @@ class Stops:
             signal.signal(signal.SIGTERM, old)
 
     def _terminate(self, old: Any) -> None:
-        """The next exchange may be further away than the patience of whoever sent the signal, so this island saves after its next step;
-        told once more, it stops without the others. Without an exchange, or told a third time, what was there before handles it. Launchers
-        pass on what the process group has got already: a repetition within seconds says nothing new."""
+        """The next exchange may be further away than the patience of whoever sent the signal: an island stops after its current step. In a
+        mesh saving is a matter of all nodes, so there the wish travels with the exchange.
+
+        Without an exchange, or told once more, what was there before handles it. Launchers pass on what the process group has got already:
+        a repetition within seconds says nothing new."""
         now, before = time.monotonic(), self._terminated
         self._terminated = now
         if before is not None and now - before < REPEATED:
             return
         exchange = self._live()
-        if exchange is None or exchange.told > 1.0:
+        if exchange is None or before is not None:
             signal.signal(signal.SIGTERM, old)
             os.kill(os.getpid(), signal.SIGTERM)
-            return
-        exchange.told += 1.0
-        if exchange.told > 1.0:
-            exchange.request_stop()
-            self._warn("SIGTERM once more: this island stops after its next step, the others will find it gone")
-        else:
+        elif exchange.topology.kind == "mesh":
             self.ask("SIGTERM")
+        else:
+            exchange.request_stop()
+            self._warn("SIGTERM: this island stops after its current step and tells the others")
