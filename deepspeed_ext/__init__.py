@@ -10,5 +10,6 @@ from .attaching import attach, clipping
 from .launched import topology
 from .node import installed, shard_within_node
 from .shards import ZeroShards
+from .taking_over import advance
 
-__all__ = ["ZeroShards", "attach", "clipping", "installed", "shard_within_node", "topology"]
+__all__ = ["ZeroShards", "advance", "attach", "clipping", "installed", "shard_within_node", "topology"]

@@ -26,11 +26,14 @@ from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
 from fsdp_demo.fence import Fence
 from fsdp_demo.finite import refuse_exchange
 from fsdp_demo.folders import MANIFEST, damaged, misfits
+from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.notes import NotFinite
 from fsdp_demo.retention import LAST_FAILURE
+from fsdp_demo.taking_over import LARGEST, begins_anew
 
 from .finding import CURE, Choice, choose, choose_tags, folder_of, latest, look
 from .folders import Folders
+from .taking_over import advance, of_users
 
 log = logging.getLogger("fsdp_demo")
 
@@ -187,7 +190,9 @@ class _Followed(Folders):
     ) -> Any:
         """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it together, at the same step.
 
-        Without a tag all load the newest that all hold whole.
+        Without a tag all load the newest that all hold whole. A replica that sees no whole one takes over from the others: parameters and
+        the exchange's shared state come from them, the engine's counters and scheduler go to their step, and what is returned is a path in
+        its own folder, where nothing is yet, and the `client_state` of one of them as far as it is plain JSON.
 
         Raises:
             ValueError: no checkpoint in common, one that is half-written, or of another preset, model or number of ranks per replica.
@@ -200,6 +205,12 @@ class _Followed(Folders):
         choice = self._choose(root, None if tag is None else str(tag))
         if choice.tag is None:
             return self.load_from(folder_of(root, topology), tag, options)
+        if not choice.alone and load_module_only:
+            raise NeedsDecision(
+                "load_module_only: no replica takes over weights alone, and some see no checkpoint: copy the folder of one replica there"
+            )
+        if not choice.sources:
+            return self._take_over(folder_of(root, topology), choice.tag)
         self._together(lambda: self._verify(choice))
         fresh = load_module_only or not load_optimizer_states
         saved = self._together(lambda: self._open(choice)) if choice.parts and not fresh else None
@@ -208,9 +219,40 @@ class _Followed(Folders):
         if state is None and self.first:
             place, why = choice.sources[0][0] / choice.tag, "without optimizer states" if fresh else "and holds no exchange state"
             log.warning("%s was loaded %s: the channels start anew, from the weights of one replica", place, why)
+        if not choice.alone:
+            self._tell(result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
+        if not choice.alone:  # one of an earlier step has taken over, too
+            advance(self.engine, self.exchange.step)
         self._own(folder_of(root, topology))
         return result
+
+    def _take_over(self, folder: Path, tag: str) -> tuple[str, dict[str, Any]]:
+        """What the others bring, at their step: nothing is loaded here."""
+        note = self._tell(None)
+        self.exchange.rejoin(None, 0, self.engine.module)
+        advance(self.engine, self.exchange.step)
+        self._own(folder)
+        if self.first:
+            left = f"; without {', '.join(note['left'])}, which are not plain JSON of at most {LARGEST} bytes" if note["left"] else ""
+            text = "%s: %s holds no whole checkpoint: took over step %d from %s, with its client_state%s; %s"
+            name, anew = self.exchange.topology.name, begins_anew(self.exchange.config)
+            log.warning(text, name, folder, self.exchange.step, note["name"], left, anew)
+        return str(folder / tag), note["client"]
+
+    def _tell(self, client: dict[str, Any] | None) -> dict[str, Any]:
+        """Where some replicas take over: the note of the first one that does not. `client`: what was loaded here, None for nothing."""
+        topology = self.exchange.topology
+        told, left = (None, []) if client is None else of_users(client)
+
+        def notes() -> Any:
+            board = Board(topology)
+            try:
+                return next(n for n in board.meet({"name": topology.name, "client": told, "left": left}) if n["client"] is not None)
+            finally:
+                board.close()
+
+        return cast(dict[str, Any], self.from_first(notes))
 
     def _verify(self, choice: Choice) -> None:
         """Compare checksums, each rank its share."""
@@ -245,20 +287,21 @@ class _Followed(Folders):
         def agreed() -> Any:
             board = Board(topology)
             try:
-                found = choose_tags(board.meet(look(root, topology, tag)))
+                found = choose_tags(board.meet(look(root, topology, tag)), topology.kind == "islands")
             finally:
                 board.close()
             if found is None:
                 return None
-            choice = choose(root, topology, *found[topology.island])
-            return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts]]
+            mine = found[topology.island]
+            choice = Choice(next(f[0] for f in found if f is not None), []) if mine is None else choose(root, topology, *mine)
+            return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts], None not in found]
 
         found = self.from_first(agreed)
         if found is None:
             return Choice(None, [])
-        name, sources, parts = found
-        choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts])
-        if self.first and (len(sources) > 1 or choice.parts and choice.sources[0][0] != folder_of(root, topology)):
+        name, sources, parts, alone = found
+        choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts], alone)
+        if self.first and sources and (len(sources) > 1 or choice.parts and choice.sources[0][0] != folder_of(root, topology)):
             what = " and ".join(f"{w:.3g} of {f.name or f}" for f, w in choice.sources)
             log.warning("%s takes over %s in %s: %s", topology.name, name, root, what)
         return choice

@@ -44,13 +44,16 @@ class Choice:
 
     Attributes:
         tag: of DeepSpeed; None where there is nothing to load.
-        sources: folders of replicas with their shares; the sum of the shares is 1.
+        sources: folders of replicas with their shares; the sum of the shares is 1. Empty where this replica sees none, and takes over what
+            the others bring.
         parts: folders of the exchange's parts; empty where the checkpoint has none.
+        alone: every replica loads by itself; False where some take over from the others.
     """
 
     tag: str | None
     sources: list[tuple[Path, float]]
     parts: list[Path] = field(default_factory=list)
+    alone: bool = True
 
 
 def look(root: Path, topology: Topology, tag: str | None) -> dict[str, Any]:
@@ -92,8 +95,12 @@ def _note_parts(note: dict[str, Any], place: Path, own: bool, topology: Topology
         note["owner"] = owner
 
 
-def choose_tags(notes: Sequence[dict[str, Any]]) -> list[tuple[str, str]] | None:
-    """`choose_tag` for each replica. Without a tag each takes the newest of its own between the same exchanges, where that is newer.
+def choose_tags(notes: Sequence[dict[str, Any]], take_over: bool = True) -> list[tuple[str, str] | None] | None:
+    """`choose_tag` for each replica. Without a tag each takes the newest of its own between the same exchanges, where that is newer. One
+    that sees no whole checkpoint then takes over from the others: None in its place. None in all where nobody has any.
+
+    Args:
+        take_over: replicas load apart from each other (islands), so that one need not load.
 
     Raises:
         NeedsDecision: as `choose_tag`; folders of replicas are swapped.
@@ -102,6 +109,15 @@ def choose_tags(notes: Sequence[dict[str, Any]]) -> list[tuple[str, str]] | None
     if any(owner not in (-1, i) for i, owner in enumerate(owners)) and len(set(owners)) == len(owners) and -1 not in owners:
         who = ", ".join(f"{n['name']} holds what replica {owner} saved" for n, owner in zip(notes, owners, strict=True))
         raise NeedsDecision(f"folders of replicas are swapped ({who}): give each the ISLAND_RANK or the folder that it had")
+    holders = [n for n in notes if n["seen"]]
+    if not holders or not take_over or any(n["tag"] is not None for n in notes):
+        return _tags_of(notes)
+    found = iter(_tags_of(holders) or ())
+    return [next(found) if n["seen"] else None for n in notes]
+
+
+def _tags_of(notes: Sequence[dict[str, Any]]) -> list[tuple[str, str] | None] | None:
+    """The tags of replicas that hold something."""
     own = [[Held(step, "checkpoint", applied, owner) for step, applied, owner, _, _ in n["own"]] for n in notes]
     states = together(own) if all(own) and all(n["tag"] is None for n in notes) else None
     if states is not None and len({h.step for h in states}) > 1:
@@ -148,7 +164,7 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
         have = "; ".join(f"{n['name']}: {', '.join(sorted(n['seen'])) or 'none'}" for n in notes)
         raise NeedsDecision(
             f"no checkpoint is seen by all replicas ({have}): copy the folder of one replica into the directory of those that lack it, or "
-            "name a tag that all have"
+            "name a tag that all have (without a tag, an island that holds no checkpoint takes over from the others; in a mesh none does)"
         )
     plain = set.intersection(*(set(n["plain"]) for n in notes))
     latest = {n["plain_latest"] for n in notes}
@@ -160,6 +176,9 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
         raise ValueError(f"{bad[0]}; {CURE}")
     if wanted:
         raise ValueError(f"no replica sees a checkpoint {wanted[0]!r}: name one that is there, or none (the newest that all hold)")
+    if any(n["plain"] for n in notes):
+        have = "; ".join(f"{n['name']}: {n['plain_latest'] or 'none'}" for n in notes)
+        raise NeedsDecision(f"replicas do not see the same checkpoint of plain DeepSpeed ({have}): copy or mount it for all")
     return None
 
 

@@ -4,7 +4,8 @@ A package names itself in the entry point group `fsdp_demo.engines`: the entry's
 value a module with
 
 * `attach(engine, config, **keywords) -> Exchange`, keywords as of `fsdp_demo.attach`;
-* `clipping(engine, config) -> config` and `topology() -> Topology | None`, for hosts that build the engine themselves (the Trainer).
+* `clipping(engine, config) -> config`, `topology() -> Topology | None` and `advance(engine, step)` (of a replica that takes over: counters
+  and scheduler), for hosts that build the engine themselves (the Trainer).
 
 It is imported only when such an object turns up.
 """

@@ -1,7 +1,7 @@
 """The first minute of an exchange: bind channels, agree on the run, make parameters, frozen parameters, buffers and channel state equal.
 
-The donor is the island that is furthest (the lowest index where several are): all others at an earlier step, and fresh ones, take its
-parameters and its consensus state over; where digests already agree nothing is sent.
+The donor is the island that is furthest; where several are, the first of those that resume from a state. All others at an earlier step, and
+fresh ones, take its parameters and its consensus state over; where digests already agree nothing is sent.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def agree_on_run(
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
         agreement.agree(line, facts.rates(shards))
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
-    return steps.index(max(steps)), max(steps), alike and len(set(steps)) > 1, unlike
+    resume = [(s, theirs is not None) for s, theirs in everyone]  # of a step the one that has a state, if any has
+    return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike
 
 
 def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:

@@ -7,8 +7,8 @@ Alone, a preset that keeps the user's optimizer leaves the Trainer as if the lin
 acts as its method does with one replica.
 
 The callback finds its Trainer and wraps methods of that one object (`train`, `training_step`, `evaluation_loop`, `log`; for the hub
-`push_to_hub`, `create_model_card`): what it must see or show there passes through no event. Facts: transformers 5.23, `Trainer._run_epoch`,
-`_maybe_log_save_evaluate`, `_finalize_training`.
+`push_to_hub`, `create_model_card`; on the way in those of `trainer_take_over.py`): what it must see or show there passes through no event.
+Facts: transformers 5.23, `Trainer._run_epoch`, `_maybe_log_save_evaluate`, `_finalize_training`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from .trainer_saves import Saves
 from .trainer_setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
 from .trainer_state import Rotation, find_checkpoint, open_state, refuse_alone, restore_local
 from .trainer_stop import Stops
+from .trainer_take_over import TakeOver
 from .trainer_words import check_optimizer, talk
 
 log = logging.getLogger("fsdp_demo")
@@ -86,6 +87,7 @@ class ExchangeCallback(TrainerCallback):
         self._rotation: Rotation | None = None
         self._saves: Saves | None = None
         self._resume: str | bool | None = None
+        self._taken: TakeOver | None = None
         self._named = False  # a person named the checkpoint to resume from
         self._stops = Stops(lambda: self._live, self._warn)
         self._reset()
@@ -161,8 +163,8 @@ class ExchangeCallback(TrainerCallback):
             model=trainer.model,
             topology=self._topology,
             agree=facts | Evaluations.facts(trainer),
-            step=state.global_step,
-            state=open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step else None,
+            step=0 if self._taken else state.global_step,
+            state=open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step and not self._taken else None,
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
             catch_up=False,  # questions to the islands come first: one that has to catch up waits for those that it asks
             **options,
@@ -171,7 +173,9 @@ class ExchangeCallback(TrainerCallback):
             raise ValueError(
                 f"{self._topology.name} resumes at step {state.global_step}, another island at {exchange.step}: resume all from one step"
             )
-        if state.global_step and not self._fresh:
+        if self._taken:
+            self._warn(self._taken.sentence(exchange, args))
+        elif state.global_step and not self._fresh:
             restore_local(self._checkpoint(args, state), exchange, self._engine is not None)
             exchange.accept_parameters()
         self._saves = saves = Saves(trainer, exchange, self._engine is not None)
@@ -323,7 +327,8 @@ class ExchangeCallback(TrainerCallback):
             )
         self._named = isinstance(resume_from_checkpoint, (str, os.PathLike)) and str(resume_from_checkpoint).lower() not in ("true", "auto")
         where = find_checkpoint(resume_from_checkpoint, Path(str(trainer.args.output_dir)), self._topology, self._fresh)
-        resume_from_checkpoint = self._resume = where
+        self._taken = where if isinstance(where, TakeOver) else None
+        resume_from_checkpoint = self._resume = self._taken.begin(trainer, self._undo) if self._taken else where
         self._stops = Stops(lambda: self._live, self._warn)
         try:
             with self._stops.sigterm(trainer.args):

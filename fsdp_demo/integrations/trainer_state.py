@@ -26,6 +26,7 @@ from ..guard import NeedsDecision
 from ..parts import read_part, write_part
 from ..replica import fill_replica, replica_tree
 from ..topology import Topology
+from .trainer_take_over import TakeOver, heard, sources, told
 
 log = logging.getLogger("fsdp_demo")
 
@@ -137,7 +138,11 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
 
     True ("True", "true" on a command line) is the newest checkpoint that all islands hold whole, or the newest of each between the same
     exchanges (`choosing.py`). "auto" is the same, and the beginning where no island holds any. A path `.../checkpoint-N` is that checkpoint
-    in this island's own folder, if it is there. An island that holds none takes one that it sees beside its own folder.
+    in this island's own folder, if it is there. An island that holds none takes one that it sees beside its own folder, or else what the
+    others bring (`trainer_take_over.py`).
+
+    Returns:
+        A path, a `TakeOver`, or what the Trainer takes for none.
 
     Raises:
         NeedsDecision: a ValueError: there is none, or none in common; says what each island holds.
@@ -151,20 +156,70 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
         whole = whole_steps(output_dir, fresh) if newest else []  # the Trainer alone would take one that was cut off
         found = str(output_dir / f"checkpoint-{whole[-1]}") if whole else (None if auto else True) if newest else str(wanted)
         return _verified(found)
-    step = _newest_common(output_dir, topology, fresh, auto) if newest else 0
-    if step is None:
+    if newest:
+        found = _from_first(lambda: _newest(output_dir, topology, fresh, auto), topology)
+    else:
+        found = _from_first(lambda: _named(str(wanted), output_dir, topology), topology)
+    if found is None:
         log.warning("%s: no island holds a checkpoint: training begins", topology.name)
+    return _verified(found)
+
+
+def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> str | TakeOver | None:
+    """From the newest state that all islands hold which hold any; with `fresh` the Trainer's own files are enough. None with `auto` where
+    nobody holds any."""
+    mine = [list(vars(h).values()) for h in held_in(output_dir, topology, fresh)]
+    notes = _meet(topology, {"held": mine, "name": topology.name})
+    chosen = choose([note["name"] for note in notes], [[Held(*h) for h in note["held"]] for note in notes], "auto")
+    if chosen is None and not auto:
+        raise NeedsDecision("no island holds a checkpoint: start without resume_from_checkpoint, or with resume_from_checkpoint='auto'")
+    if chosen is None:
         return None
-    name = f"checkpoint-{step}" if newest else Path(str(wanted)).name
+    steps = sources(chosen)
+    furthest, own = max(s for s in steps if s is not None), steps[topology.island]
+    beside = [p for p in sorted(output_dir.parent.glob(f"*/checkpoint-{furthest}")) if furthest in whole_steps(p.parent, fresh)]
+    found = str(output_dir / f"checkpoint-{own}") if own is not None else str(beside[0]) if beside else None
+    return _with_others(found, furthest, own is not None, topology) if None in steps else found
+
+
+def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
+    """The folder that was named: this island's own, that very one, or one beside its own. All islands ask together."""
+    name, found = Path(wanted).name, None
     if (output_dir / name).is_dir():
-        return _verified(str(output_dir / name))
-    if not newest and (not name.startswith("checkpoint-") or Path(str(wanted)).is_dir()):
-        return _verified(str(wanted))
-    beside = sorted(output_dir.parent.glob(f"*/{name}"))
-    if not beside:
-        raise NeedsDecision(f"{output_dir} has no {name}, from which the others resume: copy that folder of another island there")
-    log.warning("%s has no %s and takes over from %s", topology.name, name, beside[0])
-    return _verified(str(beside[0]))
+        found = str(output_dir / name)
+    elif not name.startswith("checkpoint-") or Path(wanted).is_dir():
+        found = wanted
+    elif beside := sorted(output_dir.parent.glob(f"*/{name}")):
+        found = str(beside[0])
+    step = re.fullmatch(r"checkpoint-(\d+)", name)
+    notes = _meet(topology, {"name": topology.name, "checkpoint": name, "found": found is not None})
+    if found is not None and all(n.get("found") for n in notes):
+        if Path(found).parent.parent == output_dir.parent and Path(found).parent != output_dir:
+            log.warning("%s has no %s and takes over from %s", topology.name, name, found)
+        return found
+    have = ", ".join(f"{n.get('name')}: {n.get('checkpoint')}{'' if n.get('found') else ' (not there)'}" for n in notes)
+    if step is None or len({n.get("checkpoint") for n in notes}) > 1 or not any(n.get("found") for n in notes):
+        raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): name on all the same one, which an island holds")
+    return _with_others(found, int(step[1]), found == str(output_dir / name), topology)
+
+
+def _with_others(found: str | None, step: int, own: bool, topology: Topology) -> str | TakeOver:
+    """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it. `own`: this island loads its own."""
+    said = {"name": topology.name, "state": told(Path(found)) if found is not None and own else None}
+    notes = _meet(topology, said)
+    if found is None:
+        return heard(step, notes)
+    if not own:
+        log.warning("%s holds nothing of step %d and takes over from %s", topology.name, step, found)
+    return found
+
+
+def _meet(topology: Topology, note: dict[str, Any]) -> list[dict[str, Any]]:
+    board = Board(topology)
+    try:
+        return board.meet(note)
+    finally:
+        board.close()
 
 
 def _verified(where: Any) -> Any:
@@ -179,27 +234,6 @@ def _verified(where: Any) -> Any:
             "the checkpoint before it"
         )
     return where
-
-
-def _newest_common(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> int | None:
-    """The newest step that all islands hold which hold any; with `fresh` the Trainer's own files are enough. None with `auto` where nobody
-    holds any."""
-
-    def ask() -> list[dict[str, Any]]:
-        board = Board(topology)
-        try:
-            mine = [list(vars(h).values()) for h in held_in(output_dir, topology, fresh)]
-            return board.meet({"held": mine, "name": topology.name})
-        finally:
-            board.close()
-
-    notes = _from_first(ask, topology)
-    held = [[Held(*h) for h in note["held"]] for note in notes]
-    chosen = choose([note["name"] for note in notes], held, "auto")
-    if chosen is None and not auto:
-        raise NeedsDecision("no island holds a checkpoint: start without resume_from_checkpoint, or with resume_from_checkpoint='auto'")
-    mine = chosen[topology.island] if chosen is not None else None
-    return mine.step if mine is not None else max((h.step for h in chosen or () if h is not None), default=None)
 
 
 def held_in(output_dir: Path, topology: Topology, fresh: bool = False) -> list[Held]:
