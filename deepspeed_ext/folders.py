@@ -13,11 +13,10 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
+from fsdp_demo.errors import NeedsDecision, PeerLost
 from fsdp_demo.folders import MANIFEST, seal, sum_up
-from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.parts import in_one_piece, sync_folder
 from fsdp_demo.ranks import Ranks
-from fsdp_demo.transport import PeerLost
 
 from .finding import PARTS, latest
 

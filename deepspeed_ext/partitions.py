@@ -11,7 +11,7 @@ per master would pay a round trip for each; so the steps of all but the last are
 is that all fp32 gradients of this rank exist at once: 4 bytes per element it holds instead of those of the largest master.
 
 Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py`. They are
-private; `Partitions.of` refuses wrappers that lack them.
+private; `wrappers.adapter` refuses wrappers that lack them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fragment:
 
 
 class Partitions:
-    """The ZeRO wrapper of one engine; `Partitions.of(engine)` makes the right kind.
+    """The ZeRO wrapper of one engine; `wrappers.adapter(engine)` makes the right kind.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -61,31 +61,6 @@ class Partitions:
         self._held: list[Tensor | None] = []
         grads = [m.grad for m in self.masters()] if self.offloads else []
         self._buffers = [g for g in grads if g is not None]
-
-    @staticmethod
-    def of(engine: Any) -> Partitions:
-        """The adapter of an engine's wrapper.
-
-        Raises:
-            ValueError: the engine shards nothing, or has a wrapper that is not known here.
-            RuntimeError: a wrapper without the names this was written for.
-        """
-        zero = engine.optimizer
-        from .wrappers import KINDS  # they are subclasses of this
-
-        kind = next((KINDS[c.__name__] for c in type(zero).__mro__ if c.__name__ in KINDS), None)
-        if kind is None:
-            raise ValueError(
-                f"this engine's optimizer is {type(zero).__name__}, without ZeRO: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's "
-                "configuration, or train without DeepSpeed and call fsdp_demo.attach(optimizer, ...)"
-            )
-        lacking = [name for name in (*kind.needs, "optimizer", "clip_grad") if not hasattr(zero, name)]
-        if lacking:
-            raise RuntimeError(
-                f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which deepspeed_ext needs: take "
-                "deepspeed>=0.19,<0.20 (tried: 0.19.8)"
-            )
-        return kind(engine)
 
     @property
     def inner(self) -> torch.optim.Optimizer:

@@ -27,8 +27,8 @@ from fsdp_demo.island import Island
 from fsdp_demo.shards import Shard, plain_name
 from fsdp_demo.topology import Position
 
-from .partitions import Partitions
 from .ticks import EngineTicks
+from .wrappers import adapter
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ZeroShards:
     """
 
     def __init__(self, engine: Any):
-        self.engine, self.partitions = engine, Partitions.of(engine)
+        self.engine, self.partitions = engine, adapter(engine)
         self.partitions.check()
         self.shards: list[Shard] = []
         self._pieces: list[_Piece] = []

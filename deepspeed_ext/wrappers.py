@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+from deepspeed import __version__ as VERSION
 from deepspeed import comm
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor
@@ -197,3 +198,26 @@ KINDS: dict[str, type[Partitions]] = {
     "DeepSpeedZeroOptimizer_Stage3": Stage3,
 }
 """By the name of DeepSpeed's class."""
+
+
+def adapter(engine: Any) -> Partitions:
+    """The adapter of an engine's wrapper.
+
+    Raises:
+        ValueError: the engine shards nothing, or has a wrapper that is not known here.
+        RuntimeError: a wrapper without the names this was written for.
+    """
+    zero = engine.optimizer
+    kind = next((KINDS[c.__name__] for c in type(zero).__mro__ if c.__name__ in KINDS), None)
+    if kind is None:
+        raise ValueError(
+            f"this engine's optimizer is {type(zero).__name__}, without ZeRO: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's "
+            "configuration, or train without DeepSpeed and call fsdp_demo.attach(optimizer, ...)"
+        )
+    lacking = [name for name in (*kind.needs, "optimizer", "clip_grad") if not hasattr(zero, name)]
+    if lacking:
+        raise RuntimeError(
+            f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which deepspeed_ext needs: take "
+            "deepspeed>=0.19,<0.20 (tried: 0.19.8)"
+        )
+    return kind(engine)

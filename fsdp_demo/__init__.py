@@ -5,8 +5,9 @@
 """
 
 from .attaching import attach
-from .codecs.frame import Mismatch, WireError
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
+from .channel_spec import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
+from .config import ExchangeConfig
+from .errors import Mismatch, NotFinite, PeerLost, Stopped, WireError
 from .exchange import Exchange
 from .guard import guard
 from .inner import base_optimizer
@@ -14,10 +15,8 @@ from .link import Link
 from .loading import load_config, preset
 from .meter import Meter, ring_all_reduce_bytes
 from .muon import MuonAdamW
-from .notes import NotFinite, Stopped
 from .presets import half_life_multiples, presets
 from .topology import Topology
-from .transport import PeerLost
 from .version import __version__
 
 __all__ = [

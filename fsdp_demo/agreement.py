@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import facts
-from .codecs.frame import DIGESTS, HEADER, NORM, SETUP, WireError, room
-from .shards import Shard, digest
+from .codecs.frame import DIGESTS, HEADER, NORM, SETUP, room
+from .errors import WireError
+from .sums import digest
 from .transport import Line
 
 log = logging.getLogger("fsdp_demo")
@@ -68,42 +67,14 @@ def agree(line: Line, found: Mapping[str, Any]) -> bool:
         unlike += [f"{line.names[j]} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY]
         hard = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY]
         if hard:
-            raise ValueError(_unequal(line, j, "; ".join(hard[:6])))
+            raise ValueError(unequal(line, j, "; ".join(hard[:6])))
     if unlike:
         log.warning("%s: replicas may differ in the last bit", "; ".join(unlike))
     return bool(unlike)
 
 
-def agree_on_tensors(line: Line, shards: Sequence[Shard]) -> None:
-    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those of all replicas.
-
-    Raises:
-        ValueError: on every replica, naming the first one that differs.
-    """
-    mine = facts.marks(shards)
-    if all_equal(line, hashlib.sha256(json.dumps(mine).encode()).digest()):
-        return
-    everyone = gather_json(line, mine)
-    # The first place where each island parts from island 0; two that part at one place from it may part from each other there as well.
-    places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
-    tensors = gather_json(line, [facts.described(shards[i]) if i < len(shards) else None for i in places])
-    j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
-    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[line.rank][n]), 0)
-    here, there = facts.sentence(tensors[line.rank][at]), facts.sentence(tensors[j][at])
-    text = f"parameter {places[at]} is {here} here, {there} there"
-    if len(mine) != len(everyone[j]):
-        text = f"{len(mine)} parameters here, {len(everyone[j])} there; {text}"
-    elif sorted(mine) == sorted(everyone[j]):
-        text = f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
-    raise ValueError(_unequal(line, j, text))
-
-
-def _parting(a: Sequence[str], b: Sequence[str]) -> int:
-    """The first index where two lists differ."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _unequal(line: Line, j: int, what: str) -> str:
+def unequal(line: Line, j: int, what: str) -> str:
+    """The sentence that this island and island j do not run the same."""
     return f"island {j} ({line.names[j]}) runs something else than {line.names[line.rank]}: {what}"
 
 
@@ -142,6 +113,6 @@ def mean_of(line: Line, step: int, value: float) -> float:
 
 
 def all_equal(line: Line, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
-    """Whether `mark` (`shards.digest` of some tensors) is the same on all replicas."""
+    """Whether `mark` (`sums.digest` of some tensors) is the same on all replicas."""
     marks = line.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
     return all(torch.equal(m, marks[0]) for m in marks)

@@ -19,20 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .transport import PeerLost
+from .errors import StoreSilent
 
 LARGEST = 1 << 16
 """Bytes of a value that is believed: notes and lists of steps, a few hundred bytes each."""
-
-
-class StoreSilent(PeerLost):
-    """The store did not answer in time, or its connection is gone. What was asked may have happened or not.
-
-    Example:
-        >>> from fsdp_demo.asking import StoreSilent
-        >>> issubclass(StoreSilent, RuntimeError)
-        True
-    """
 
 
 class Asker:

@@ -24,15 +24,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from .asking import Asker
-from .transport import PeerLost
-
-if TYPE_CHECKING:
-    from .topology import Topology
+from .errors import PeerLost
 
 log = logging.getLogger("fsdp_demo")
 
@@ -46,7 +43,27 @@ _lock = threading.RLock()
 _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its id: a fork has none
 
 
-def join(topology: Topology, store: Asker | None = None) -> Pulse:
+class Place(Protocol):
+    """What is asked of a `Topology`: which island of which run this is, and how the store is reached."""
+
+    run: str
+    island: int
+    endpoint: str
+    rank: int
+    world: int
+    timeout: float
+
+    @property
+    def question(self) -> float:
+        """Seconds that a question to the store may take."""
+        ...
+
+    def open_store(self, limit: float | None = None) -> Asker:
+        """Connect to the store."""
+        ...
+
+
+def join(topology: Place, store: Asker | None = None) -> Pulse:
     """The attempt in which this process takes part; decided by rank 0 of the island at the first call, and told to the others.
 
     Args:
@@ -66,7 +83,7 @@ def join(topology: Topology, store: Asker | None = None) -> Pulse:
         return _pulses[known]
 
 
-def _from_first(topology: Topology, decide: Callable[[], int]) -> int:
+def _from_first(topology: Place, decide: Callable[[], int]) -> int:
     """What `decide` gives on rank 0, on all ranks of the island, through the store of their own world; an error there is raised on all."""
     if topology.world == 1:
         return decide()
@@ -96,7 +113,7 @@ def _told(own: Asker, key: str, seconds: float) -> int:
     return int(number)
 
 
-def _take(topology: Topology, store: Asker) -> int:
+def _take(topology: Place, store: Asker) -> int:
     """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
     once = f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the store {t.endpoint}"
@@ -142,7 +159,7 @@ class Pulse:
         deadline: seconds that a caller should wait for a job.
     """
 
-    def __init__(self, topology: Topology, prefix: str, beats: bool = False, store: Asker | None = None):
+    def __init__(self, topology: Place, prefix: str, beats: bool = False, store: Asker | None = None):
         self.prefix, self.deadline = prefix, min(topology.question, PATIENCE)
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()

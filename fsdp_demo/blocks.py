@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .config import BLOCK
+from .channel_spec import BLOCK
 from .windows import EDGE, Box, Contiguous, Group, Window
 
 MAX_PADDING = 1.1

@@ -15,9 +15,9 @@ from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
 from typing import Any
 
-from .asking import Asker, StoreSilent
+from .asking import Asker
+from .errors import PeerLost, StoreSilent
 from .topology import Topology
-from .transport import PeerLost
 
 PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint import Saved
 from .codecs.frame import Header
 from .config import ExchangeConfig
 from .fragments import expand
@@ -17,6 +16,7 @@ from .parts import read_head
 from .patterns import covers, kind
 from .payload import Section
 from .recut import Rows, Side
+from .saved import PartSet
 
 Flying = tuple[int, tuple[str, ...], tuple[str, ...]]  # a message under way: step, members, those that have not applied it
 
@@ -37,7 +37,7 @@ class Book:
         ValueError: no complete island, parts that are not of one run, or a channel or tensor that was not there.
     """
 
-    def __init__(self, saved: Saved, covered: dict[str, list[str]] | None = None):
+    def __init__(self, saved: PartSet, covered: dict[str, list[str]] | None = None):
         self.saved, first = saved, saved.heads[0]
         for key in ("islands", "shards", "lanes", "digest", "step"):
             found = sorted({h[key] for h in saved.heads})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blocks import Layout, Window
-from .config import Channel
+from .channel_spec import Channel
 from .patterns import covers, kind
 from .shards import Shards
 from .topology import Position

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .channel import ActiveChannel
-from .config import Applier, Channel, Clock
+from .channel_spec import Applier, Channel, Clock
 from .island import Island
 from .shards import Shard, local_part, plain_name
 

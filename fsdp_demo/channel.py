@@ -20,8 +20,8 @@ from torch import Tensor
 from . import appliers
 from .blocks import Contiguous, Window
 from .bound import BoundChannel, less
+from .channel_spec import Channel
 from .codecs.dct import Transform, transform
-from .config import Channel
 from .means import Mean, Whole
 from .payload import Section
 from .shards import Shards

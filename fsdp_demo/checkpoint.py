@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .parts import FRESH, OTHER, copied, crc32, read_head, read_part, write_part
+from .exchange import Exchange
+from .parts import FRESH, OTHER, copied, crc32, read_head, write_part
+from .resharding import convert
 from .retention import Checkpoints
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
+from .saved import PartSet, load_format0
 
 __all__ = ["Checkpoints", "Saved", "Snapshot", "crc32", "describe", "open_exchange", "save_exchange", "snapshot"]
 
@@ -84,73 +84,8 @@ def save_exchange(folder: Path, exchange: Exchange) -> None:
     Snapshot(describe(exchange), exchange.state_dict()).write(Path(folder))
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Parts of an exchange's state on disk: of one replica or of several; only the heads have been read.
-
-    Attributes:
-        folders: where they lie.
-        heads: of all parts, ordered by island and rank.
-    """
-
-    folders: tuple[Path, ...]
-    heads: list[dict[str, Any]]
-    paths: dict[tuple[int, int], Path] = field(repr=False)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done when it was saved."""
-        return int(self.heads[0]["step"])
-
-    @property
-    def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied; empty where that was not saved."""
-        return dict(self.heads[0].get("applied", {}))
-
-    @property
-    def islands(self) -> list[int]:
-        """The replicas of which parts are here."""
-        return sorted({h["island"] for h in self.heads})
-
-    @property
-    def missing(self) -> list[tuple[int, int]]:
-        """(island, rank) of the parts that replicas found here also wrote, or should have."""
-        sizes = {h["island"]: h["world"] for h in self.heads}
-        return [(i, r) for i, world in sizes.items() for r in range(world) if (i, r) not in self.paths]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every replica found here is here with all its ranks."""
-        return not self.missing
-
-    def head(self, rank: int, island: int | None = None) -> dict[str, Any]:
-        """The head of one part; `island` may be left out where only one is here.
-
-        Raises:
-            ValueError: that part is not here.
-        """
-        island = self._island(island)
-        for h in self.heads:
-            if (h["island"], h["rank"]) == (island, rank):
-                return h
-        have = [h["rank"] for h in self.heads if h["island"] == island]
-        raise ValueError(
-            f"{self._where()} lacks the part of island {island}, rank {rank} (has ranks {have}): it was saved by fewer ranks, or a file is "
-            f"lost; {OTHER}, {FRESH}"
-        )
-
-    def state(self, rank: int, island: int | None = None) -> dict[str, Any]:
-        """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU).
-
-        Raises:
-            ValueError: the part is missing, cut or damaged.
-        """
-        head = self.head(rank, island)
-        path = self.paths[head["island"], rank]
-        if head["format"] == 0:
-            return dict(_load_format0(path)["state"])
-        state: dict[str, Any] = read_part(path)[1]
-        return state
+class Saved(PartSet):
+    """Parts that an exchange can go on from: `attach(state=open_exchange(folder))`."""
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:
         """The state of `exchange`'s rank: as it was saved if it stands where it stood, else converted to its numbers.
@@ -166,15 +101,12 @@ class Saved:
         first = self.heads[0]
         if first["format"] == 0:
             raise ValueError(
-                f"{self._where()} has format 0, which loads only on the same islands and ranks (saved: island {first['island']} of "
+                f"{self.where()} has format 0, which loads only on the same islands and ranks (saved: island {first['island']} of "
                 f"{first['islands']}): resume it so once and save again, {FRESH}"
             )
         if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "lanes")) and island in self.islands:
             self.head(rank, island)  # the numbers are those of this run: the part itself is missing
-        from .resharding import convert
-
-        converted: dict[str, Any] = convert(self, exchange)
-        return converted
+        return convert(self, exchange)
 
     def check(self, exchange: Exchange) -> dict[str, Any]:
         """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own rank, were it saved now.
@@ -197,7 +129,7 @@ class Saved:
             first = heads[0]
             form = ["by ZeRO" if any(p.get("offset") is not None for p in h["parameters"]) else "along dim 0" for h in (first, mine)]
             raise ValueError(
-                f"{self._where()}: the saved ranks hold other stretches of the parameters ({first['shards']} shards, cut {form[0]}) than "
+                f"{self.where()}: the saved ranks hold other stretches of the parameters ({first['shards']} shards, cut {form[0]}) than "
                 f"those of this run ({mine['shards']} shards, cut {form[1]}), and parts that ZeRO has cut are not cut anew: resume with as "
                 f"many ranks per replica, the same ZeRO stage and parameter groups, {FRESH}"
             )
@@ -209,24 +141,16 @@ class Saved:
                 continue
             if h["preset"] != mine["preset"]:
                 raise ValueError(
-                    f"{self._where()} was saved by preset {h['preset']!r}, this run has {mine['preset']!r}: give the same preset, {FRESH}"
+                    f"{self.where()} was saved by preset {h['preset']!r}, this run has {mine['preset']!r}: give the same preset, {FRESH}"
                 )
             theirs, ours = ({p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine))
             if theirs != ours:
                 name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
                 there, here = (x.get(name, "absent") for x in (theirs, ours))
                 raise ValueError(
-                    f"{self._where()} belongs to another model: {name} is {there} there, {here} here ({len(theirs)} tensors there, "
+                    f"{self.where()} belongs to another model: {name} is {there} there, {here} here ({len(theirs)} tensors there, "
                     f"{len(ours)} here): give the model it was saved with, {FRESH}"
                 )
-
-    def _island(self, island: int | None) -> int:
-        if island is None and len(self.islands) > 1:
-            raise ValueError(f"{self._where()} holds parts of islands {self.islands}: say of which one")
-        return self.islands[0] if island is None else island
-
-    def _where(self) -> str:
-        return ", ".join(str(f) for f in self.folders)
 
 
 def open_exchange(*folders: Path | str) -> Saved:
@@ -280,7 +204,7 @@ def _parts(folder: Path) -> list[Path]:
 
 def _format0(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
     """Parts of format 0 with what is known of a head. In a mesh the files of all islands lie together, numbered over the world."""
-    contents = sorted(((int(p.stem.removeprefix("rank")), p, _load_format0(p)) for p in paths), key=lambda found: found[0])
+    contents = sorted(((int(p.stem.removeprefix("rank")), p, load_format0(p)) for p in paths), key=lambda found: found[0])
     places = [content["island"] for _, _, content in contents]
     out = []
     for i, (number, path, content) in enumerate(contents):
@@ -289,15 +213,6 @@ def _format0(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
         known = {"island": island, "islands": content["islands"], "rank": rank, "world": max(places.count(island), rank + 1)}
         out.append((path, {"format": 0, "step": state["step"], "digest": state["digest"], "preset": None, **known}))
     return out
-
-
-def _load_format0(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        content["state"]["digest"], content["islands"]
-    except Exception as error:  # torch raises whatever the bytes lead it to
-        raise ValueError(f"{path} is no state of format 0 that can be read ({error!r:.80}): {OTHER}, {FRESH}") from None
-    return content
 
 
 def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]] | None:

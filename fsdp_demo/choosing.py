@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .guard import NeedsDecision
+from .errors import NeedsDecision
 from .parts import read_head
 
 

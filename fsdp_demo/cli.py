@@ -19,7 +19,8 @@ _REHEARSE_USAGE = "fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT 
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
-    from .store import bound_memory, join_address, serve
+    from .address import join_address
+    from .store import bound_memory, serve
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
     signals = {signal.SIGINT, signal.SIGTERM}

@@ -8,7 +8,7 @@ import torch
 from .island import Island
 from .meter import Meter
 from .topology import Position, Topology
-from .transport import Courier
+from .worker import Courier
 
 
 class Connections:

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,24 +21,40 @@ from .codecs.frame import END
 from .config import ExchangeConfig
 from .connections import Connections
 from .council import Council
+from .errors import PeerLost, Stopped
 from .flow import Flow
 from .fragments import expand
 from .inner import check_inner
 from .mailbox import Flown, Mailbox
-from .notes import Stopped
 from .presence import Presence
 from .refusals import refuse, refuse_sparse, warn_of_outside
 from .shards import Shards
+from .status import leave
 from .topology import Topology
-from .transport import Line, PeerLost, leave
+from .transport import Line
 from .untouched import Untouched
-
-if TYPE_CHECKING:
-    from .checkpoint import Saved
 
 log = logging.getLogger("fsdp_demo")
 
 _SHOWN = "a step inside outer_parameters() would be lost when the replica's own parameters come back: leave the context, then train"
+
+
+class StateSource(Protocol):
+    """A saved state that knows how to become one rank's: `checkpoint.Saved`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        ...
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied."""
+        ...
+
+    def state_for(self, exchange: Exchange) -> dict[str, Any]:
+        """What `exchange.load_state_dict` takes on this rank."""
+        ...
 
 
 class Exchange:
@@ -75,7 +91,7 @@ class Exchange:
         topology: Topology,
         facts: dict[str, Any],
         step: int = 0,
-        state: dict[str, Any] | Saved | None = None,
+        state: dict[str, Any] | StateSource | None = None,
         batch: Sequence[int] = (),
         catch_up: bool = True,
     ):
@@ -104,7 +120,7 @@ class Exchange:
                 self._join(facts, model, state)
                 if catch_up:
                     self.catch_up()
-            announce.announce(self, self._island, lanes, batch, announce.total_steps(facts))
+            announce.announce(self._flow, lanes, batch, announce.total_steps(facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
@@ -120,7 +136,7 @@ class Exchange:
         where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
         return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
 
-    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | Saved | None) -> None:
+    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | StateSource | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
         own, applied = self.step, None
         if state is not None:
@@ -134,7 +150,7 @@ class Exchange:
         self._ticks.aside = False
 
     @torch.no_grad()
-    def rejoin(self, state: dict[str, Any] | Saved | None, step: int, model: torch.nn.Module | None = None) -> None:
+    def rejoin(self, state: dict[str, Any] | StateSource | None, step: int, model: torch.nn.Module | None = None) -> None:
         """What `attach` does when it joins, once more: for an engine that loads a checkpoint after it was attached.
 
         All ranks of all replicas call it together, each with its parameters and inner optimizer states loaded. What is under way is
@@ -351,7 +367,7 @@ class Exchange:
                 self._untouched.check()
             self._equal = ending.conclude(self._flow, self.paused)
             self._ended = True
-            announce.ended(self, self._equal)
+            announce.ended(self._flow, self.totals(), self._equal)
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
                 line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
@@ -410,8 +426,15 @@ class Exchange:
         at the last exchange, contributions of any island that were not finite (where there were any).
 
         All ranks of the island call it together."""
-        out = self._meter.totals(self._island, self._mailbox.loss) | ({} if self.drift is None else {"drift": self.drift})
+        meter, loss = self._meter, self._mailbox.loss
+        known = not math.isnan(loss)
+        sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
+        waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
         (left_out,) = self._island.largest(float(self._mailbox.watch.left_out))
+        out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
+        out["seconds_waiting"] = waited
+        out |= {"loss": losses / ranks} if ranks else {}
+        out |= {} if self.drift is None else {"drift": self.drift}
         return out | ({"not_finite": int(left_out)} if left_out else {})
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from . import agreement
 from .shards import Shard, Shards
+from .transport import Line
 
 NUMBERS = (
     "initial_lr weight_decay decoupled_weight_decay betas momentum dampening nesterov eps amsgrad maximize alpha centered rho lambd t0 "
@@ -73,6 +75,35 @@ def sentence(described: Sequence[Any] | None) -> str:
         return "none"
     name, shape, local, dtype, state = described
     return f"{name} {shape} {dtype}{'' if shape == local else f' (here in shards of {local})'}, {state}"
+
+
+def agree_on_tensors(line: Line, shards: Sequence[Shard]) -> None:
+    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those of all replicas.
+
+    Raises:
+        ValueError: on every replica, naming the first one that differs.
+    """
+    mine = marks(shards)
+    if agreement.all_equal(line, hashlib.sha256(json.dumps(mine).encode()).digest()):
+        return
+    everyone = agreement.gather_json(line, mine)
+    # The first place where each island parts from island 0; two that part at one place from it may part from each other there as well.
+    places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
+    tensors = agreement.gather_json(line, [described(shards[i]) if i < len(shards) else None for i in places])
+    j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
+    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[line.rank][n]), 0)
+    here, there = sentence(tensors[line.rank][at]), sentence(tensors[j][at])
+    text = f"parameter {places[at]} is {here} here, {there} there"
+    if len(mine) != len(everyone[j]):
+        text = f"{len(mine)} parameters here, {len(everyone[j])} there; {text}"
+    elif sorted(mine) == sorted(everyone[j]):
+        text = f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
+    raise ValueError(agreement.unequal(line, j, text))
+
+
+def _parting(a: Sequence[str], b: Sequence[str]) -> int:
+    """The first index where two lists differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -13,21 +13,12 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from .errors import Superseded
 from .parts import in_one_piece
 
 log = logging.getLogger("fsdp_demo")
 
 LOCK = ".life.json"
-
-
-class Superseded(RuntimeError):
-    """Another life of this run has begun in the folder: this process must not write there any more.
-
-    Example:
-        >>> from fsdp_demo.fence import Superseded
-        >>> issubclass(Superseded, OSError)
-        False
-    """
 
 
 class Fence:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .notes import NotFinite
+from .errors import NotFinite
 from .shards import local_part
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import ceil
 
 from . import rules
-from .config import Channel, ExchangeConfig
+from .channel_spec import Channel
+from .config import ExchangeConfig
 from .patterns import covers, literal
 
 _NAMELESS = re.compile(r"optimizer\d+\.group\d+\.parameter\d+$")  # what attach calls a parameter that nobody has named

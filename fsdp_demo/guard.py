@@ -6,28 +6,13 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from .codecs.frame import Mismatch, WireError
-from .notes import Stopped
-from .status import DECIDE, SAVED, tell_launcher
-from .transport import PeerLost, leave
-
-if TYPE_CHECKING:  # the exchange's own modules import NeedsDecision from here
-    from .exchange import Exchange
+from .errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
+from .exchange import Exchange
+from .status import DECIDE, SAVED, leave, tell_launcher
 
 log = logging.getLogger("fsdp_demo")
-
-
-
-class NeedsDecision(ValueError):
-    """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
-
-    Example:
-        >>> from fsdp_demo.guard import NeedsDecision
-        >>> issubclass(NeedsDecision, ValueError)
-        True
-    """
 
 
 def undecided(error: NeedsDecision, rank: int) -> NoReturn:

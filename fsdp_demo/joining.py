@@ -15,11 +15,13 @@ import torch
 from . import agreement, facts
 from .bound import BoundChannel
 from .channel import ActiveChannel
+from .channel_spec import Applier, Channel
 from .codecs.frame import SETUP
-from .config import Applier, Channel, ExchangeConfig
+from .config import ExchangeConfig
 from .flow import Flow
 from .island import Island
-from .shards import Shards, digest
+from .shards import Shards
+from .sums import digest
 from .topology import Topology
 from .transport import Line
 
@@ -117,7 +119,7 @@ def agree_on_run(
     if line is None or line.size == 1:
         return 0, step, False, False
     unlike = agreement.agree(line, {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())})
-    agreement.agree_on_tensors(line, shards.shards)
+    facts.agree_on_tensors(line, shards.shards)
     everyone = agreement.gather_json(line, [step, applied])
     steps = [s for s, _ in everyone]
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further

@@ -35,17 +35,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from .launchers import LAUNCHERS, saved_before, shell_status
 from .status import DECIDE, SAVED
 from .status import FOLDER as STATUS_FOLDER
-
-ATTEMPT = "ISLAND_ATTEMPT"
-"""Variable with the number of an island's start, counted from 0, where it is restarted by `--restarts`."""
-
-LAUNCHERS = {
-    "accelerate": "accelerate.commands.accelerate_cli",
-    "torchrun": "torch.distributed.run",
-    "deepspeed": "deepspeed.launcher.runner",
-}
 
 
 class _FirstStop(logging.Handler):
@@ -58,21 +50,6 @@ class _FirstStop(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if str(record.msg).startswith("Sending process"):
             self.at = min(self.at, record.created)
-
-
-def saved_before(folder: str | None, moment: float) -> bool:
-    """Did a rank write status 75 into `folder` before `moment` (seconds since the epoch)?"""
-    files = sorted(Path(folder).glob("rank*")) if folder else []
-    return any(file.stat().st_mtime < moment and file.read_text().strip() == str(SAVED) for file in files)
-
-
-def shell_status(code: int) -> int:
-    """A process's return code as a shell shows it.
-
-    >>> shell_status(-9)
-    137
-    """
-    return 128 - code if code < 0 else code
 
 
 def failed_status(error: ChildFailedError, folder: str | None, stopped_at: float) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .launch import LAUNCHERS, saved_before, shell_status
+from .launchers import LAUNCHERS, saved_before, shell_status
 from .processes import end_with_parent
 from .status import FOLDER as STATUS_FOLDER
 from .status import SAVED

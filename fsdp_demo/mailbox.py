@@ -21,14 +21,17 @@ from torch import Tensor
 
 from .agreement import gather_json
 from .channel import ActiveChannel, Outgoing
+from .channel_spec import Channel
 from .codecs.frame import COUNTED, LEAVING, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
-from .config import Channel
+from .collectives import Arrived, reduce
+from .errors import PeerLost
 from .island import Island
 from .means import Mean
 from .notes import Said, give_up
 from .staging import Staging
-from .transport import Arrived, Courier, Line, PeerLost, reduce
+from .transport import Line
 from .watch import Watch
+from .worker import Courier
 
 log = logging.getLogger("fsdp_demo")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .blocks import CACHED, Group, Layout, Window
+from .channel_spec import BLOCK, Codec, Reducer
 from .codecs import vectors, wire
-from .config import BLOCK, Codec, Reducer
 from .staging import upload
 
 FEW = 64  # coefficients of a block for which outer products are less work than two products of matrices

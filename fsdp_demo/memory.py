@@ -20,13 +20,15 @@ from math import prod
 
 import torch
 
+from .channel_spec import Channel
 from .codecs import vectors
 from .codecs.frame import HEADER
-from .config import Channel, ExchangeConfig
+from .collectives import legs
+from .config import ExchangeConfig
 from .inner import base_optimizer, materialise
 from .payload import Section
 from .plan import Plan, local_shape, plan_model
-from .transport import PIECE, legs
+from .transport import PIECE
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ def _arrived(sections: Sequence[tuple[Channel, Section, int]], members: Sequence
 
 
 def _job(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int], place: _Place) -> Iterator[int]:
-    """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce (as `transport.reduce`)."""
+    """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce (as `collectives.reduce`)."""
     spans = [span for i in members if not sections[i][1].gathered for span in sections[i][1].spans]
     body, size = _body(sections, members), place.islands
     pinned = sum(_payload(sections[i][1]) for i in members) if place.staged else 0

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .island import Island
 
 
 @dataclass
@@ -46,21 +41,6 @@ class Meter:
         """Add another meter's counts."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
-
-    def totals(self, island: Island, loss: float) -> dict[str, float]:
-        """Of a whole island: bytes summed over its ranks, the longest wait, the mean of the `loss` of the ranks that know one (not NaN).
-
-        A collective inside the island."""
-        known = not math.isnan(loss)
-        sent, received, losses, ranks = island.total(self.bytes_sent, self.bytes_received, loss if known else 0.0, known)
-        waited, count = island.largest(self.seconds_waiting, self.exchanges)
-        out: dict[str, float] = {
-            "bytes_sent": int(sent),
-            "bytes_received": int(received),
-            "exchanges": int(count),
-            "seconds_waiting": waited,
-        }
-        return out | ({"loss": losses / ranks} if ranks else {})
 
 
 def ring_all_reduce_bytes(replicas: int, payload: int) -> int:

@@ -10,32 +10,12 @@ import torch
 from torch import Tensor
 
 from .codecs.frame import COUNTED, LEAVING, SKIPPED, STOP
+from .errors import NotFinite
 from .island import Island
 
 LIMIT = 10
 """Steps or contributions in a row that may be left out because they are not finite. A replica that has as many does not come back by
 itself: it stops, with an error, while its last checkpoint is still whole."""
-
-
-class Stopped(RuntimeError):
-    """An island asked to stop (`request_stop`, SIGTERM); all ranks of this island stand after the same step.
-
-    Example:
-        >>> from fsdp_demo import Stopped
-        >>> issubclass(Stopped, RuntimeError)
-        True
-    """
-
-
-class NotFinite(RuntimeError):
-    """Values that are needed hold NaN or Inf: a replica that does not come back by itself, or a checkpoint that is not saved. No other
-    replica has taken anything of them.
-
-    Example:
-        >>> from fsdp_demo import NotFinite
-        >>> issubclass(NotFinite, RuntimeError)
-        True
-    """
 
 
 @dataclass(frozen=True)

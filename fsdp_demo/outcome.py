@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import agreement
 from .codecs.frame import DIGESTS, PARAMETERS
+from .collectives import reduce
+from .errors import NotFinite
 from .flow import Flow, drift
-from .notes import NotFinite
-from .shards import digest
-from .transport import reduce
+from .sums import digest
 
 
 def shows(flow: Flow) -> str:

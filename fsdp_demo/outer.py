@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .blocks import Window
-from .config import Applier
+from .channel_spec import Applier
 
 
 def rate(window: Window, applier: Applier, sparse: bool) -> float:

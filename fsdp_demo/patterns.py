@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .config import Channel
+from .channel_spec import Channel
 
 EMBEDDINGS = (
     *("*embed*", "*wte*", "*wpe*", "*lm_head*"),

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .blocks import EDGE, Group, Layout
+from .channel_spec import BLOCK, Channel
 from .codecs import vectors, wire
 from .codecs.select import seeded
-from .config import BLOCK, Channel
 from .means import Coded, Indexed, Mean, Scattered, Whole
 
 

@@ -9,14 +9,15 @@ import math
 from collections.abc import Sequence
 
 from .blocks import Layout
+from .channel_spec import Channel
 from .codecs import vectors
 from .codecs.frame import HEADER
-from .config import Channel, ExchangeConfig
+from .collectives import legs
+from .config import ExchangeConfig
 from .fragments import expand
 from .meter import Meter
 from .patterns import covers, kind
 from .payload import Section
-from .transport import legs
 
 
 class Plan:

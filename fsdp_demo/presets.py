@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from .config import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer
+from .channel_spec import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
+from .config import ExchangeConfig
 from .patterns import EMBEDDINGS
 from .plain import one_of
 

@@ -9,11 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from .fence import Superseded
-from .guard import NeedsDecision
-from .notes import NotFinite
+from .errors import NeedsDecision, NotFinite, PeerLost, Superseded
 from .parts import as_disk_error
-from .transport import PeerLost
 
 T = TypeVar("T")
 

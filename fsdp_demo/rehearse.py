@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .launch import LAUNCHERS, shell_status
 from .launch_deepspeed import without_compiler
+from .launchers import LAUNCHERS, shell_status
 from .link import Link
 from .output import Console, Splitter
 from .processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send

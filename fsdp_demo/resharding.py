@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from .book import Book, Flying, flying, length
-from .checkpoint import Saved
 from .patterns import kind
 from .recut import Recut, Rows, Side
+from .saved import PartSet
 from .shards import Shard
 from .topology import Position
 
@@ -212,7 +212,7 @@ def _rows(shard: Shard, place: Position) -> Rows:
     return lo, hi
 
 
-def convert(saved: Saved, exchange: Exchange) -> dict[str, Any]:
+def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands, shards or copies. No collectives.
 
     Args:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .launch import ATTEMPT, shell_status
+from .launchers import ATTEMPT, shell_status
 from .processes import adopt_orphans, descendants, end_with_parent, reap, send
 from .status import FOLDER as STATUS_FOLDER
 from .status import SAVED

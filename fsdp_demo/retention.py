@@ -28,10 +28,9 @@ import torch.distributed as dist
 from . import folders
 from .board import Board
 from .choosing import Held, alike, choose
-from .fence import Fence, Superseded
+from .errors import NeedsDecision, NotFinite, Superseded
+from .fence import Fence
 from .folders import MANIFEST, misfits
-from .guard import NeedsDecision
-from .notes import NotFinite
 from .parts import as_disk_error, sync_folder
 from .ranks import Ranks
 from .shelf import Shelf

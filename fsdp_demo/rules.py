@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
+from .channel_spec import Channel
 from .patterns import matches
-
-if TYPE_CHECKING:
-    from .config import Channel
 
 _WANTED = {"gradient": "gradient", "delta": "outer"}
 

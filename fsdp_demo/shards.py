@@ -6,7 +6,6 @@ their own (`engines.py`). It hands out local tensors and views, steps the base o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .codecs.frame import memory
 from .topology import Position
 
 if TYPE_CHECKING:
@@ -164,12 +162,3 @@ def plain_name(name: str) -> str:
 def local_part(t: Tensor) -> Tensor:
     """This rank's part of a DTensor, a view; a plain tensor as it is."""
     return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
-
-
-def digest(tensors: Sequence[Tensor | None]) -> bytes:
-    """16 bytes of BLAKE2b over the raw memory of tensors."""
-    h = hashlib.blake2b(digest_size=16)
-    for t in tensors:
-        if t is not None and t.numel():
-            h.update(memory(t.detach().cpu().contiguous().view(-1).view(torch.uint8)))
-    return h.digest()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 SAVED = 75
 """The rank saved what it has and can be resumed (EX_TEMPFAIL: try again later)."""
@@ -21,3 +24,11 @@ def tell_launcher(rank: int, status: int) -> None:
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"rank{rank}").write_text(str(status))
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once, with what was logged and printed: a regular exit could wait for peers that are gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

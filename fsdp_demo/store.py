@@ -19,6 +19,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from .address import join_address, split_address
+
 BACKLOG = 4096
 """Connections that may wait to be accepted: every rank of every island connects at about the same moment."""
 
@@ -42,33 +44,6 @@ class Served:
     port: int
     endpoint: str
     warnings: tuple[str, ...]
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """`"10.0.0.5:29500"` -> `("10.0.0.5", 29500)`; IPv6 in brackets: `"[fd00::1]:29500"`.
-
-    Raises:
-        ValueError: no port, a port outside 0..65535, or IPv6 without brackets.
-
-    >>> split_address("[fd00::1]:29500")
-    ('fd00::1', 29500)
-    """
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    number = int(port) if port.isascii() and port.isdigit() else -1
-    if not colon or not host or not 0 <= number <= 65535 or (":" in host and not bracketed):
-        allowed = "ADDR:PORT such as 10.0.0.5:29500 or [fd00::1]:29500, port 0 to 65535 (0 picks a free one)"
-        raise ValueError(f"address {text!r}: expected {allowed}")
-    return (host[1:-1] if bracketed else host), number
-
-
-def join_address(host: str, port: int) -> str:
-    """The inverse of `split_address`.
-
-    >>> join_address("fd00::1", 29500)
-    '[fd00::1]:29500'
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def serve(bind: str) -> Served:

@@ -24,9 +24,11 @@ from typing import Any
 import torch.distributed as dist
 
 from . import attempts, environment
-from .asking import Asker, StoreSilent, connect, first_line, within
+from .address import route_to
+from .asking import Asker, connect, first_line, within
+from .errors import PeerLost, StoreSilent
 from .link import Link
-from .transport import Line, PeerLost
+from .transport import Line
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the name server for every address that
@@ -174,7 +176,7 @@ class Topology:
 
     def _connector(self, prefix: str, store: Asker) -> Callable[[int], Any]:
         """open_group(k): group k = 0, 1, ... of this line, with connections of its own; one thread serves them all."""
-        where = self.address or _route_to(self.endpoint)
+        where = self.address or route_to(self.endpoint)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self.timeout), 1
 
@@ -285,15 +287,6 @@ class Topology:
     def release(self) -> None:
         """Drop the connection to the store."""
         self._store = None
-
-
-def _route_to(endpoint: str) -> str:
-    """The local address from which packets to the endpoint leave: right where a machine has several interfaces."""
-    host, _, port = endpoint.rpartition(":")
-    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # chooses a route, sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _gloo_lines(mesh: Any, axis: int) -> Any:

@@ -4,36 +4,25 @@ A `Line` is that set of ranks. It knows one move, everybody sends to everybody d
 pieces, so that the timeout measures silence and not size. A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not
 used: among 8 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On long links a line has
 several connections, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does not fill them. Two transports
-are built on it:
-
-* `Line.gather`: every payload reaches every rank (sparse codes; decoded and added in rank order by the channel).
-* `reduce`: dense vectors. Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of
-  the weights and sends the coded mean to all: the bytes of a ring all-reduce, 2 (R - 1) / R of the vector, and the same bits everywhere.
-
-Both run in one worker thread per exchange, in order, so that training can go on meanwhile and signals still reach the main thread.
+are built on it: `Line.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank order by the channel), and
+`collectives.reduce`. Both run in the thread of `worker.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import queue
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .codecs import vectors as coding
-from .codecs.frame import ENDING, HEADER, MEANS, PARTS, PAYLOAD, SETUP, Header, WireError, check_body, fill, open_head, room
+from .codecs.frame import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
+from .errors import PeerLost, WireError
 from .link import Link
 from .meter import Meter
 
@@ -45,16 +34,6 @@ STREAM_RTT = 0.0125
 """Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of them gain nothing, at 100 ms eight take
 32 MB over in 0.6 of the time of one."""
 TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
-
-
-class PeerLost(RuntimeError):
-    """A peer island died or was silent for longer than the timeout. What was in flight has not been applied.
-
-    Example:
-        >>> from fsdp_demo import PeerLost
-        >>> issubclass(PeerLost, RuntimeError)
-        True
-    """
 
 
 class Line:
@@ -225,155 +204,3 @@ def streams(rtt: float) -> int:
     [1, 1, 4, 8, 8]
     """
     return min(max(int(rtt / STREAM_RTT + 0.1), 1), STREAMS)
-
-
-@dataclass
-class Arrived:
-    """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on the CPU.
-
-    `decoded`: means of channels by name, as workspaces, where the message was decoded under another layout (`resharding.py`)."""
-
-    headers: list[Header]
-    bodies: list[Tensor]
-    means: list[Tensor]
-    decoded: dict[str, Tensor] = field(default_factory=dict)
-
-
-def reduce(
-    line: Line, header: Header, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]], compare: bool = False
-) -> list[Tensor]:
-    """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal on all ranks. Two messages.
-
-    `header` says step and configuration. With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights
-    are zero. It is cut into R parts; the means of codes under 8 bits come back in int8. `compare`: note in `line.alike` whether all sent
-    the same of this rank's part, and in `line.something` whether that is more than zeros.
-    """
-    mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
-    kinds = (PARTS, MEANS) if header.kind == PAYLOAD else (header.kind, header.kind)
-    cuts = [coding.cuts(n, code, line.size) for n, code in spans]
-    outgoing = [
-        _pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)
-    ]
-    there, back = legs(spans, line.size)
-    arrived = line.swap(replace(header, kind=kinds[0]), outgoing, [outgoing[mine].numel() - HEADER.size] * line.size)[1]
-    del outgoing  # what is as large as the vectors goes as soon as it has served
-    if compare:
-        line.alike, line.something = all(torch.equal(a, arrived[0]) for a in arrived), bool(arrived[0].any())
-    means = _means(line, arrived, there[mine], weights)
-    coded = _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
-    del means
-    arrived = line.swap(replace(header, kind=kinds[1]), [coded] * line.size, [coding.total_bytes(s) for s in back])[1]
-    out = [torch.empty(n) for n, _ in spans]
-    for j in range(line.size):
-        parts = _unpack(arrived.pop(0), back[j])
-        for whole, c in zip(out, cuts, strict=True):
-            whole[c[j] : c[j + 1]] = next(parts)
-        del parts
-    return out
-
-
-def _means(line: Line, arrived: list[Tensor], spans: Sequence[tuple[int, str]], weights: Sequence[Sequence[float]]) -> list[Tensor]:
-    """Weighted means of one's own part of the vectors from everybody's messages, which are used up, in rank order."""
-    sums = [torch.zeros(n) for n, _ in spans]
-    for j in range(line.size):
-        parts = _unpack(arrived.pop(0), spans)
-        for i, acc in enumerate(sums):
-            part = next(parts)
-            if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum
-                acc.add_(part, alpha=weights[i][j])
-            del part
-        del parts
-    return [acc.div_(sum(w)) if sum(w) else acc for acc, w in zip(sums, weights, strict=True)]
-
-
-def legs(spans: Sequence[tuple[int, str]], size: int) -> tuple[list[list[tuple[int, str]]], list[list[tuple[int, str]]]]:
-    """What a reduce of vectors (values, code) moves: for each rank j the parts it is sent, and the parts of the mean it sends back."""
-    cuts = [coding.cuts(n, code, size) for n, code in spans]
-    there = [[(c[j + 1] - c[j], code) for c, (_, code) in zip(cuts, spans, strict=True)] for j in range(size)]
-    return there, [[(n, coding.mean_code(code)) for n, code in part] for part in there]
-
-
-def _pack(parts: Sequence[Tensor]) -> Tensor:
-    """Coded parts as one message, with room for its header."""
-    return torch.cat([torch.zeros(HEADER.size, dtype=torch.uint8), *parts])
-
-
-def _unpack(body: Tensor, spans: Sequence[tuple[int, str]]) -> Iterator[Tensor]:
-    """The vectors of a body."""
-    at = 0
-    for n, code in spans:
-        size = coding.num_bytes(code, n)
-        yield coding.decode(code, body[at : at + size], n)
-        at += size
-
-
-def leave(status: int) -> NoReturn:
-    """End the process at once, with what was logged and printed: a regular exit could wait for peers that are gone."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-class Courier:
-    """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited.
-
-    A daemon thread: an executor's would hold an interpreter that wants to end until a lost peer times out.
-    """
-
-    def __init__(self, line: Line):
-        self.line = line
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (task := self._jobs.get()) is not None:
-            (job, future), task = task, None
-            start, result, failure = time.perf_counter(), None, None
-            try:
-                result = job()
-            except BaseException as error:  # handed to the thread that waits
-                failure = error
-            self.line.meter.seconds_exchanging += time.perf_counter() - start
-            del job  # and what it holds, before the thread that waits goes on
-            if failure is None:
-                future.set_result(result)
-            else:
-                future.set_exception(failure)
-            del future, result, failure
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run `job` after all earlier ones; its result or error is in the future."""
-        future: Future[Any] = Future()
-        self._jobs.put((job, future))
-        return future
-
-    def wait(self, future: Future[Any], gone: Callable[[], str] = lambda: "") -> Any:
-        """Block until `future` is done; the seconds count as waiting.
-
-        Args:
-            gone: asked twice a second; why it will never be done, empty if it may be.
-
-        Raises:
-            PeerLost: it will not. What else the job has raised.
-        """
-        start = time.perf_counter()
-        try:
-            while True:
-                try:
-                    return future.result(0.5)
-                except Late:
-                    if future.done():
-                        return future.result()
-                    if reason := gone():
-                        raise PeerLost(f"{reason}: what is waited for will not come") from None
-        finally:
-            self.line.meter.seconds_waiting += time.perf_counter() - start
-
-    def close(self) -> bool:
-        """Let what was submitted end, then drop thread and process group; False if the thread hangs on a silent peer and is left behind."""
-        self._jobs.put(None)
-        self._thread.join(5.0)
-        self.line.release()
-        return not self._thread.is_alive()

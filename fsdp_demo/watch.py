@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .codecs.frame import NOT_FINITE, SUMMED, Header, Mismatch
-from .notes import NotFinite, give_up
+from .codecs.frame import NOT_FINITE, SUMMED, Header
+from .errors import Mismatch, NotFinite
+from .notes import give_up
 from .sums import odd_ones
 from .transport import Line
 

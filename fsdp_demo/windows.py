@@ -12,7 +12,7 @@ from math import ceil
 
 from torch import Tensor
 
-from .config import BLOCK
+from .channel_spec import BLOCK
 
 EDGE = 64
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_demo.choosing import Held, alike, choose, look, together
-from fsdp_demo.guard import NeedsDecision
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.parts import write_part
 
 

@@ -21,9 +21,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_demo import cli, launch
+from fsdp_demo.address import join_address, split_address
 from fsdp_demo.output import Console, Splitter
 from fsdp_demo.rehearse import Rehearsal, devices
-from fsdp_demo.store import join_address, serve, split_address
+from fsdp_demo.store import serve
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_demo.blocks import Group, Layout, matrix_shape
+from fsdp_demo.channel_spec import Codec
 from fsdp_demo.codecs import frame, values, wire
 from fsdp_demo.codecs.dct import dct_matrix, transform
 from fsdp_demo.codecs.select import top_k
-from fsdp_demo.config import Codec
 
 from .oracles import blocks as slow_blocks
 from .oracles import dct as slow_dct

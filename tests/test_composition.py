@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, preset
-from fsdp_demo.config import Accumulator, Reducer
+from fsdp_demo.channel_spec import Accumulator, Reducer
 from fsdp_demo.fragments import expand, layer_of
 
 from . import probe, threaded

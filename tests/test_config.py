@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsdp_demo
 from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer, load_config, preset, presets
-from fsdp_demo.config import BLOCK
+from fsdp_demo.channel_spec import BLOCK
 
 PRESETS = sorted(presets())
 quick = settings(max_examples=40, deadline=None)
@@ -125,26 +125,30 @@ def test_too_much_in_flight_says_how_much_is_allowed() -> None:
     assert preset("full", max_in_flight=17, **{"clock.delay": 16}).max_in_flight == 17
 
 
+def lone(*args: Any, **options: Any) -> ExchangeConfig:
+    return ExchangeConfig("lone", (Channel(*args, **options),))
+
+
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Channel("c", "gradient", applier=Applier("outer")),
-        lambda: Channel("c", "delta", applier=Applier("gradient")),
-        lambda: Channel("c", "parameter", applier=Applier("outer")),
-        lambda: Channel("c", "gradient", residual="subtract"),  # nothing to subtract from
-        lambda: Channel("c", "gradient", Clock(period=2)),  # gradients between exchanges would be lost
-        lambda: Channel("c", "gradient", reducer=Reducer("senders")),  # everybody sends
-        lambda: Channel("c", "delta", applier=Applier("outer", phi="sign")),
-        lambda: Channel("c", "delta", applier=Applier("outer", local_delta=True)),
-        lambda: Channel("c", "gradient", Clock(), Accumulator(0.9), Codec("none", "topk"), "put_back"),
-        lambda: Channel("c", "delta", Clock(), Accumulator(0.9), residual="put_back", applier=Applier("outer")),  # would count twice
-        lambda: Channel("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
-        lambda: Channel("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),  # everybody sends
-        lambda: Channel("c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")),
-        lambda: Channel("c", "parameter", applier=Applier("replace"), after="c"),
-        lambda: Channel("c", "parameter", codec=Codec(code="int8"), applier=Applier("replace")),
-        lambda: Channel("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
-        lambda: Channel("c", "state:exp_avg", accumulator=Accumulator(), applier=Applier("replace")),
+        lambda: lone("c", "gradient", applier=Applier("outer")),
+        lambda: lone("c", "delta", applier=Applier("gradient")),
+        lambda: lone("c", "parameter", applier=Applier("outer")),
+        lambda: lone("c", "gradient", residual="subtract"),  # nothing to subtract from
+        lambda: lone("c", "gradient", Clock(period=2)),  # gradients between exchanges would be lost
+        lambda: lone("c", "gradient", reducer=Reducer("senders")),  # everybody sends
+        lambda: lone("c", "delta", applier=Applier("outer", phi="sign")),
+        lambda: lone("c", "delta", applier=Applier("outer", local_delta=True)),
+        lambda: lone("c", "gradient", Clock(), Accumulator(0.9), Codec("none", "topk"), "put_back"),
+        lambda: lone("c", "delta", Clock(), Accumulator(0.9), residual="put_back", applier=Applier("outer")),  # would count twice
+        lambda: lone("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
+        lambda: lone("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),  # everybody sends
+        lambda: lone("c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")),
+        lambda: lone("c", "parameter", applier=Applier("replace"), after="c"),
+        lambda: lone("c", "parameter", codec=Codec(code="int8"), applier=Applier("replace")),
+        lambda: lone("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
+        lambda: lone("c", "state:exp_avg", accumulator=Accumulator(), applier=Applier("replace")),
         lambda: Codec("dct", "all"),
         lambda: Applier("outer", nesterov=True),
         lambda: preset("diloco", momentum_warmup=-1),

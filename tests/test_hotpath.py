@@ -16,10 +16,10 @@ from fsdp_demo import ExchangeConfig, preset
 from fsdp_demo import blocks as blocks_
 from fsdp_demo.blocks import Contiguous, Layout
 from fsdp_demo.channel import ActiveChannel, Outgoing
+from fsdp_demo.channel_spec import BLOCK, Codec
 from fsdp_demo.codecs import select, vectors
 from fsdp_demo.codecs.dct import Transform, onednn, transform
 from fsdp_demo.codecs.wire import decode_sparse
-from fsdp_demo.config import BLOCK, Codec
 from fsdp_demo.payload import Section
 from fsdp_demo.topology import Position
 from fsdp_demo.torch_shards import TorchShards

@@ -14,9 +14,9 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, presets
+from fsdp_demo.channel_spec import CODES
 from fsdp_demo.codecs import select, vectors
 from fsdp_demo.codecs.dct import transform
-from fsdp_demo.config import CODES
 
 from . import threaded
 from .layered import Layered

@@ -20,10 +20,10 @@ import fsdp_demo
 from fsdp_demo import NotFinite, PeerLost, folders
 from fsdp_demo.board import Board
 from fsdp_demo.checkpoint import Checkpoints
-from fsdp_demo.fence import LOCK, Fence, Superseded
+from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.fence import LOCK, Fence
 from fsdp_demo.finite import first_not_finite, refuse_not_finite
 from fsdp_demo.folders import ASIDE, put_aside, take_back
-from fsdp_demo.guard import NeedsDecision
 from fsdp_demo.parts import read_head, write_part
 
 

@@ -21,8 +21,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import Topology, attempts, topology
-from fsdp_demo.asking import StoreSilent
 from fsdp_demo.board import Board
+from fsdp_demo.errors import StoreSilent
 from fsdp_demo.presence import Presence
 from fsdp_demo.topology import Position
 

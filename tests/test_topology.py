@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo import environment as variables
-from fsdp_demo.asking import StoreSilent
+from fsdp_demo.errors import StoreSilent
 from fsdp_demo.presence import Presence
 from fsdp_demo.topology import Position
 

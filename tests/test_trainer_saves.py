@@ -19,8 +19,11 @@ pytest.importorskip("datasets")
 from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.fence import Fence, Superseded  # noqa: E402
-from fsdp_demo.guard import NeedsDecision  # noqa: E402
+from fsdp_demo.errors import (
+    NeedsDecision,  # noqa: E402
+    Superseded,  # noqa: E402
+)
+from fsdp_demo.fence import Fence  # noqa: E402
 from fsdp_demo.integrations import trainer_saves  # noqa: E402
 from fsdp_demo.integrations.trainer_state import held_in, whole_steps  # noqa: E402
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import fsdp_demo
 from fsdp_demo import PeerLost, preset, transport
 from fsdp_demo.codecs.frame import HEADER, PAYLOAD, QUESTION
-from fsdp_demo.transport import Line, reduce, streams
+from fsdp_demo.collectives import reduce
+from fsdp_demo.transport import Line, streams
 
 from . import probe
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_demo.channel_spec import CODES
 from fsdp_demo.codecs import values
-from fsdp_demo.config import CODES
 
 from .oracles import quantise
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fsdp_demo
 from fsdp_demo import WireError, preset, transport
 from fsdp_demo.blocks import Layout
+from fsdp_demo.channel_spec import BLOCK, Codec
 from fsdp_demo.codecs import frame, wire
-from fsdp_demo.config import BLOCK, Codec
 from fsdp_demo.mailbox import pack_bits, unpack_bits
 
 from . import threaded

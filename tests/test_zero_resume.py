@@ -18,8 +18,8 @@ from deepspeed_ext import checkpoints
 from deepspeed_ext.checkpoints import separate
 from deepspeed_ext.finding import choose_tags
 from fsdp_demo.checkpoint import open_exchange
-from fsdp_demo.fence import Fence, Superseded
-from fsdp_demo.guard import NeedsDecision
+from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.fence import Fence
 from fsdp_demo.inspecting import inspect
 from fsdp_demo.integrations.replicas import anchors
 from fsdp_demo.parts import copied

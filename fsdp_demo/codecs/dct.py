@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import EDGE, Group, Layout, Window
-from ..config import BLOCK
+from ..channel_spec import BLOCK
 
 
 def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:

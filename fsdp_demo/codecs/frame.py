@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import Mismatch, WireError
+
 assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
 
 MAGIC, VERSION = b"FDX2", 2
@@ -51,28 +53,6 @@ KINDS = (
 """What a message is, for errors, by its kind."""
 
 WITHIN = (PAYLOAD, PARTS, MEANS, NORM)  # kinds sent within a step; the others are sent between two
-
-
-class WireError(RuntimeError):
-    """A message that is torn, of another configuration, version or step. Nothing of it has been applied.
-
-    Example:
-        >>> from fsdp_demo import WireError
-        >>> issubclass(WireError, RuntimeError)
-        True
-    """
-
-
-class Mismatch(WireError):
-    """Islands do not do the same: other steps, another order of calls, another configuration, or replicas that are no longer equal.
-
-    To start again does not help: somebody must change something first. `guard` ends with status 78, not 75.
-
-    Example:
-        >>> from fsdp_demo import Mismatch, WireError
-        >>> issubclass(Mismatch, WireError)
-        True
-    """
 
 
 @dataclass(frozen=True)

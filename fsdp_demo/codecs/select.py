@@ -7,7 +7,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..config import BLOCK
+from ..channel_spec import BLOCK
 from ..staging import upload
 
 CPU = torch.device("cpu")

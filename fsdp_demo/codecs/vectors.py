@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config import BLOCK
+from ..channel_spec import BLOCK
 from . import values
 
 WHOLE = ("fp32", "bf16")  # codes without a scale: a vector may be cut anywhere

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import EDGE, Group, Layout, Window
-from ..config import BLOCK, Codec
+from ..channel_spec import BLOCK, Codec
 from . import values
 from .select import top_k
 

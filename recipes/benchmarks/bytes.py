@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from report import size, table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link, preset, presets, ring_all_reduce_bytes  # noqa: E402
+from fsdp_demo.channel_spec import BLOCK  # noqa: E402
 from fsdp_demo.codecs.values import num_bytes  # noqa: E402
-from fsdp_demo.config import BLOCK  # noqa: E402
 from fsdp_demo.fragments import layer_of  # noqa: E402
 from fsdp_demo.link import parse_rtt  # noqa: E402
 from fsdp_demo.meter import Meter  # noqa: E402

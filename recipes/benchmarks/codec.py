@@ -35,8 +35,8 @@ from benchmarks.hotpath import BETA, LR, Ours, Published, Watch, elements, layer
 from report import table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, preset  # noqa: E402
+from fsdp_demo.channel_spec import BLOCK, CODES  # noqa: E402
 from fsdp_demo.codecs import values  # noqa: E402
-from fsdp_demo.config import BLOCK, CODES  # noqa: E402
 
 TARGETS = {"int8": 3.0, "int4": 3.0, "fp4_e3m0": 12.0, "fp4_e2m1": 12.0}  # ns per value, encode and decode
 HOT = {  # name: topk, products; None: no transform

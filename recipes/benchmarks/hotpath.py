@@ -28,9 +28,9 @@ from benchmarks.memory import Ledger  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
 from fsdp_demo.channel import ActiveChannel, Outgoing  # noqa: E402
+from fsdp_demo.channel_spec import BLOCK  # noqa: E402
 from fsdp_demo.codecs.dct import dct_matrix, transform  # noqa: E402
 from fsdp_demo.codecs.wire import decode_sparse  # noqa: E402
-from fsdp_demo.config import BLOCK  # noqa: E402
 from fsdp_demo.topology import Position  # noqa: E402
 from fsdp_demo.torch_shards import TorchShards  # noqa: E402
 

@@ -19,8 +19,9 @@ import torch
 
 from fsdp_demo import Link, Topology
 from fsdp_demo.codecs.frame import PAYLOAD
+from fsdp_demo.collectives import reduce
 from fsdp_demo.topology import Position
-from fsdp_demo.transport import Line, reduce
+from fsdp_demo.transport import Line
 
 
 def seconds(line: Line, kind: str, size: int, repeat: int) -> float:

@@ -40,7 +40,7 @@ from fsdp_demo.exchange import Exchange  # noqa: E402
 from fsdp_demo.inner import materialise  # noqa: E402
 from fsdp_demo.memory import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.topology import Topology  # noqa: E402
-from fsdp_demo.transport import Courier  # noqa: E402
+from fsdp_demo.worker import Courier  # noqa: E402
 
 PERIODS = {"local_sgd": 2, "local_adam": 2, "desloc": 2, "diloco": 2, "decoupled_momentum": 2, "sparse_loco": 2, "muloco": 2}
 

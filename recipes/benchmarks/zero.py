@@ -41,7 +41,7 @@ from pretrain_deepspeed import without_compiler  # noqa: E402
 from report import table  # noqa: E402
 
 import deepspeed_ext  # noqa: E402
-from deepspeed_ext.partitions import Partitions  # noqa: E402
+from deepspeed_ext.wrappers import adapter  # noqa: E402
 from fsdp_demo import Exchange, base_optimizer, preset  # noqa: E402
 
 RANKS = 2
@@ -108,7 +108,7 @@ def times(model: str, stage: int, rows: torch.Tensor, repeat: int) -> dict[str, 
             seconds = step(engines[kind][0], rows)
             if turn > 1:  # ZeRO-3 records its trace in the first two
                 found[kind].append(seconds)
-    held = sum(master.numel() for master in Partitions.of(engines["sgd"][0]).masters())
+    held = sum(master.numel() for master in adapter(engines["sgd"][0]).masters())
     wall, cpu = ({kind: statistics.median(s[i] for s in seconds) for kind, seconds in found.items()} for i in range(2))
     for _, attached in engines.values():
         if attached is not None:
@@ -136,7 +136,7 @@ def memory(model: str, stage: int, rows: torch.Tensor, sub_group: int) -> dict[s
             with ledger:
                 engine.step()
             most = ledger.most["device"]
-        sizes = [master.numel() for master in Partitions.of(engine).masters()]
+        sizes = [master.numel() for master in adapter(engine).masters()]
         out |= {"parts": len(sizes), "largest": max(sizes) / sum(sizes), kind: most / sum(sizes)}
         if exchange is not None:
             exchange.detach()

@@ -1,0 +1,86 @@
+"""The errors of this package that a caller may want to tell apart. A wrong value given by a user is a plain `ValueError`."""
+
+from __future__ import annotations
+
+
+class PeerLost(RuntimeError):
+    """A peer island died or was silent for longer than the timeout. What was in flight has not been applied.
+
+    Example:
+        >>> from fsdp_demo import PeerLost
+        >>> issubclass(PeerLost, RuntimeError)
+        True
+    """
+
+
+class StoreSilent(PeerLost):
+    """The store did not answer in time, or its connection is gone. What was asked may have happened or not.
+
+    Example:
+        >>> from fsdp_demo.errors import StoreSilent
+        >>> issubclass(StoreSilent, RuntimeError)
+        True
+    """
+
+
+class WireError(RuntimeError):
+    """A message that is torn, of another configuration, version or step. Nothing of it has been applied.
+
+    Example:
+        >>> from fsdp_demo import WireError
+        >>> issubclass(WireError, RuntimeError)
+        True
+    """
+
+
+class Mismatch(WireError):
+    """Islands do not do the same: other steps, another order of calls, another configuration, or replicas that are no longer equal.
+
+    To start again does not help: somebody must change something first. `guard` ends with status 78, not 75.
+
+    Example:
+        >>> from fsdp_demo import Mismatch, WireError
+        >>> issubclass(Mismatch, WireError)
+        True
+    """
+
+
+class NotFinite(RuntimeError):
+    """Values that are needed hold NaN or Inf: a replica that does not come back by itself, or a checkpoint that is not saved. No other
+    replica has taken anything of them.
+
+    Example:
+        >>> from fsdp_demo import NotFinite
+        >>> issubclass(NotFinite, RuntimeError)
+        True
+    """
+
+
+class Stopped(RuntimeError):
+    """An island asked to stop (`request_stop`, SIGTERM); all ranks of this island stand after the same step.
+
+    Example:
+        >>> from fsdp_demo import Stopped
+        >>> issubclass(Stopped, RuntimeError)
+        True
+    """
+
+
+class NeedsDecision(ValueError):
+    """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
+
+    Example:
+        >>> from fsdp_demo.errors import NeedsDecision
+        >>> issubclass(NeedsDecision, ValueError)
+        True
+    """
+
+
+class Superseded(RuntimeError):
+    """Another life of this run has begun in the folder: this process must not write there any more.
+
+    Example:
+        >>> from fsdp_demo.errors import Superseded
+        >>> issubclass(Superseded, OSError)
+        False
+    """

@@ -1,0 +1,164 @@
+"""Imports go one way: no module imports from a package above its own, and none imports itself by a detour.
+
+Read from the sources (`ast`), so imports inside functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("fsdp_demo.errors", "fsdp_demo.status", "fsdp_demo.version"),
+    ("fsdp_demo.config",),
+    ("fsdp_demo.compression",),
+    ("fsdp_demo.comm",),
+    ("fsdp_demo.hosts",),
+    ("fsdp_demo.channels",),
+    ("fsdp_demo.exchange",),
+    ("fsdp_demo.checkpoint",),
+    ("fsdp_demo.attaching",),
+    ("fsdp_demo",),
+    ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),
+    ("fsdp_demo.cli",),
+)
+"""Packages and single modules, lowest first. One imports from its own package and from rows below, not from its neighbours in a row."""
+
+packed = pytest.mark.skipif(not (ROOT / "fsdp_demo" / "config").is_dir(), reason="the modules lie flat in one folder")
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Dotted name -> file, of both packages; a package is its `__init__.py`."""
+    files = [f for top in ("fsdp_demo", "deepspeed_ext") for f in sorted((root / top).rglob("*.py"))]
+    return {".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def arrows(root: Path) -> Iterator[tuple[str, str, int]]:
+    """(module, what it imports, line). The packages above what is imported count as well, but for one's own and `fsdp_demo` itself."""
+    known = modules(root)
+    for name, file in known.items():
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        for line, target in imported(file, package):
+            there = target if target in known else target.rpartition(".")[0]
+            if there in known and there != name:
+                yield name, there, line
+            parts = there.split(".")
+            for above in (".".join(parts[:n]) for n in range(2, len(parts))):
+                if above in known and not f"{name}.".startswith(f"{above}."):
+                    yield name, above, line
+
+
+def imported(file: Path, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that a file imports, modules and names in them."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            above = parts[: len(parts) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def row(module: str) -> tuple[int, str]:
+    """The row of a module and its entry there, the longest that fits."""
+    fits = [(len(entry), n, entry) for n, entries in enumerate(ORDER) for entry in entries if f"{module}.".startswith(f"{entry}.")]
+    _, number, entry = max(fits)
+    return number, entry
+
+
+def upwards(root: Path) -> list[str]:
+    """A sentence for each import that goes up, or sideways."""
+    found = []
+    for name, target, line in arrows(root):
+        (here, own), (there, other) = row(name), row(target)
+        if own != other and here <= there:
+            found.append(f"{name}:{line} imports {target}: {other} is not below {own}")
+    return found
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Modules that import each other, by any number of steps."""
+    known = modules(root)
+    direct: dict[str, set[str]] = {name: set() for name in known}
+    for name, target, _ in arrows(root):
+        direct[name].add(target)
+    reach: dict[str, set[str]] = {}
+    for start in known:
+        seen: set[str] = set()
+        left = list(direct[start])
+        while left:
+            if (module := left.pop()) not in seen:
+                seen.add(module)
+                left += direct[module]
+        reach[start] = seen
+    groups = {tuple(sorted(m for m in reach[name] if name in reach[m])) for name in known if name in reach[name]}
+    return [list(group) for group in sorted(groups)]
+
+
+@packed
+def test_no_import_goes_upwards() -> None:
+    assert upwards(ROOT) == []
+
+
+def test_no_circles() -> None:
+    assert circles(ROOT) == []
+
+
+@packed
+def test_every_module_has_its_place() -> None:
+    """A new module at the top of `fsdp_demo` is a decision: it belongs into a package, or into ORDER."""
+    beside = [name for name in modules(ROOT) if name.startswith("fsdp_demo.") and row(name)[1] == "fsdp_demo"]
+    assert beside == []
+
+
+@packed
+def test_packages_say_what_they_are_for() -> None:
+    for name, file in modules(ROOT).items():
+        if file.name == "__init__.py":
+            assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from ..hosts.muon import Muon",
+        "from fsdp_demo.hosts import muon",
+        "import fsdp_demo.hosts.muon",
+        "def late():\n    from ..hosts import muon",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..hosts.muon import Muon",
+        "from .. import Exchange",
+    ],
+)
+def test_what_goes_upwards_is_found(tmp_path: Path, text: str) -> None:
+    written(tmp_path, {"config/rules.py": text, "hosts/muon.py": ""})
+    (found,) = {sentence.partition(" imports ")[0].partition(":")[0] for sentence in upwards(tmp_path)}
+    assert found == "fsdp_demo.config.rules" and circles(tmp_path) == []
+
+
+def test_neighbours_are_no_way_down(tmp_path: Path) -> None:
+    written(tmp_path, {"launch/run.py": "from ..integrations import mesh", "integrations/mesh.py": "from ..comm import link"})
+    assert [s.split(" imports ")[1] for s in upwards(tmp_path)] == [
+        "fsdp_demo.integrations.mesh: fsdp_demo.integrations is not below fsdp_demo.launch",
+        "fsdp_demo.integrations: fsdp_demo.integrations is not below fsdp_demo.launch",
+    ]
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    files = {"link": "from . import meter", "meter": "def f():\n    from .peers import Line", "peers": "from .link import Link"}
+    written(tmp_path, {f"comm/{name}.py": text for name, text in {**files, "header": "from .link import Link"}.items()})
+    assert circles(tmp_path) == [["fsdp_demo.comm.link", "fsdp_demo.comm.meter", "fsdp_demo.comm.peers"]]
+
+
+def written(root: Path, files: dict[str, str]) -> None:
+    """A small fsdp_demo with these files."""
+    for name, text in {"__init__.py": "", **files}.items():
+        file = root / "fsdp_demo" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(text + "\n")
