@@ -7,9 +7,9 @@ Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo
 """
 
 from .attaching import attach, clipping
-from .launched import topology
-from .node import installed, shard_within_node
-from .shards import ZeroShards
+from .engine_topology import topology
+from .node_mesh import installed, shard_within_node
 from .taking_over import advance
+from .zero_params import ZeroShards
 
 __all__ = ["ZeroShards", "advance", "attach", "clipping", "installed", "shard_within_node", "topology"]

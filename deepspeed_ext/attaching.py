@@ -9,9 +9,9 @@ from fsdp_demo.attaching import join, settled, vacate
 from fsdp_demo.checkpoint import Saved
 
 from . import checkpoints as folders
-from .launched import topology as place
+from .engine_topology import topology as place
 from .refusals import refuse
-from .shards import ZeroShards
+from .zero_params import ZeroShards
 
 
 def attach(

@@ -2,7 +2,7 @@
 
 DeepSpeed names its files by the rank inside the node: replicas that share a directory would overwrite each other. So every replica has a
 folder with DeepSpeed's standard layout inside (`zero_to_fp32.py FOLDER` works on each), and a `latest` of its own, which is written when
-all else is there. What lies where, and who loads what: `finding.py`.
+all else is there. What lies where, and who loads what: `checkpoint_choice.py`.
 
 Source of the facts: deepspeed 0.19.8, `runtime/engine.py` (`save_checkpoint`, `load_checkpoint`): only rank 0 of the world writes `latest`,
 the recovery scripts and the names of tied parameters; the tag is compared over the world; `clip_grad` is saved and restored.
@@ -21,18 +21,17 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fsdp_demo import Exchange
-from fsdp_demo.board import Board
 from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
-from fsdp_demo.fence import Fence
-from fsdp_demo.finite import refuse_exchange
-from fsdp_demo.folders import MANIFEST, damaged, misfits
-from fsdp_demo.guard import NeedsDecision
-from fsdp_demo.notes import NotFinite
-from fsdp_demo.retention import LAST_FAILURE
-from fsdp_demo.taking_over import LARGEST, begins_anew
+from fsdp_demo.checkpoint.fence import Fence
+from fsdp_demo.checkpoint.finite import refuse_exchange
+from fsdp_demo.checkpoint.folders import MANIFEST, damaged, misfits
+from fsdp_demo.checkpoint.manager import LAST_FAILURE
+from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
+from fsdp_demo.errors import NeedsDecision, NotFinite
 
-from .finding import CURE, Choice, choose, choose_tags, folder_of, latest, look
-from .folders import Folders
+from .checkpoint_choice import CURE, Choice, choose, choose_tags, folder_of, latest, look
+from .checkpoint_folders import Folders
 from .taking_over import advance, of_users
 
 log = logging.getLogger("fsdp_demo")

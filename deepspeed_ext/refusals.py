@@ -15,11 +15,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from fsdp_demo import ExchangeConfig, Topology
-from fsdp_demo.patterns import covers
-from fsdp_demo.shards import plain_name
+from fsdp_demo.config.patterns import covers
+from fsdp_demo.hosts.base import plain_name
 
-from .launched import compare_environment
-from .node import installed, topology_of
+from .engine_topology import compare_environment
+from .node_mesh import installed, topology_of
 
 
 def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:

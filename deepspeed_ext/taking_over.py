@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_demo.taking_over import forward, small
+from fsdp_demo.checkpoint.taking_over import forward, small
 
 OF_DEEPSPEED = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "ds_config", "ds_version"}
 OF_DEEPSPEED |= {"optimizer", "lr_scheduler", "sparse_tensor_module_names", "global_samples", "checkpoint_parallel_dimensions"}

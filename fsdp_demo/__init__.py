@@ -5,18 +5,18 @@
 """
 
 from .attaching import attach
-from .channel_spec import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
-from .config import ExchangeConfig
+from .comm.link import Link
+from .comm.meter import Meter, ring_all_reduce_bytes
+from .comm.topology import Topology
+from .config.channel import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
+from .config.load import load_config, preset
+from .config.presets import half_life_multiples, presets
+from .config.schema import ExchangeConfig
 from .errors import Mismatch, NotFinite, PeerLost, Stopped, WireError
-from .exchange import Exchange
-from .guard import guard
-from .inner import base_optimizer
-from .link import Link
-from .loading import load_config, preset
-from .meter import Meter, ring_all_reduce_bytes
-from .muon import MuonAdamW
-from .presets import half_life_multiples, presets
-from .topology import Topology
+from .exchange.exchange import Exchange
+from .exchange.guard import guard
+from .hosts.muon import MuonAdamW
+from .hosts.optimizers import base_optimizer
 from .version import __version__
 
 __all__ = [

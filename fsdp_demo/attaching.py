@@ -9,14 +9,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from . import engines, voice
-from .checkpoint import Saved
-from .config import ExchangeConfig
-from .exchange import Exchange
-from .loading import load_config
-from .shards import Shards
-from .topology import Topology
-from .torch_shards import TorchShards, unwrap
+from .checkpoint.exchange_state import Saved
+from .comm.topology import Topology
+from .config.load import load_config
+from .config.schema import ExchangeConfig
+from .exchange import log_setup
+from .exchange.exchange import Exchange
+from .hosts import registry
+from .hosts.base import Shards
+from .hosts.torch_params import TorchShards, unwrap
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -41,7 +42,7 @@ def attach(
 
     Args:
         optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in turns; or an engine of a package that
-            offers an `attach` of its own (`engines.py`; deepspeed_ext: what `deepspeed.initialize` returned).
+            offers an `attach` of its own (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
         model: gives parameters their names, and its frozen parameters and buffers are made equal on all replicas.
         topology: default `Topology.from_env()`.
@@ -66,7 +67,7 @@ def attach(
         True
     """
     given = {"model": model, "topology": topology, "agree": agree, "step": step, "state": state, "batch": batch, "catch_up": catch_up}
-    if (door := engines.find(optimizer)) is not None:
+    if (door := registry.find(optimizer)) is not None:
         attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes)
         return attached
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
@@ -102,7 +103,7 @@ def join(
     vacate(shards.optimizers)
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     topology = topology or Topology.from_env()
-    voice.speak(topology)
+    log_setup.speak(topology)
     exchange = Exchange(shards, config, model, topology, facts, step or 0, state, batch or (), catch_up)
     _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange

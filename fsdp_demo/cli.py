@@ -19,8 +19,8 @@ _REHEARSE_USAGE = "fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT 
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
-    from .address import join_address
-    from .store import bound_memory, serve
+    from .comm.address import join_address
+    from .launch.store import bound_memory, serve
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
     signals = {signal.SIGINT, signal.SIGTERM}
@@ -47,9 +47,9 @@ def store(args: argparse.Namespace) -> int:
 
 def rehearse(args: argparse.Namespace) -> int:
     """Run N islands on this machine and return the worst exit status."""
-    from .link import Link, parse_rate, parse_rtt
-    from .rehearse import Rehearsal
-    from .rehearse import rehearse as run
+    from .comm.link import Link, parse_rate, parse_rtt
+    from .launch.rehearse import Rehearsal
+    from .launch.rehearse import rehearse as run
 
     link = None
     if args.link is not None or args.rtt is not None:
@@ -77,7 +77,8 @@ def rehearse(args: argparse.Namespace) -> int:
 def presets(args: argparse.Namespace) -> int:
     """List the presets, the recommended ones first, or describe one."""
     import fsdp_demo
-    from fsdp_demo.presets import RECOMMENDED
+
+    from .config.presets import RECOMMENDED
 
     known = fsdp_demo.presets()
     if args.name is None:
@@ -97,8 +98,8 @@ def presets(args: argparse.Namespace) -> int:
 
 def inspect_checkpoint(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
-    from .inspecting import common, listed, text
-    from .inspecting import inspect as look
+    from .checkpoint.inspect import common, listed, text
+    from .checkpoint.inspect import inspect as look
 
     found = look(args.checkpoint)
     if args.json:
@@ -113,7 +114,7 @@ def inspect_checkpoint(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Write a run's model as a folder for `from_pretrained`."""
     try:
-        from .integrations.export import export as write
+        from .integrations.export.pretrained import export as write
     except ImportError as error:
         raise ValueError(f"export needs transformers ({error}): pip install 'fsdp_demo[hf]'") from None
     chosen = write(

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Pre
 from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
 from fsdp_demo.checkpoint import Checkpoints
 from fsdp_demo.errors import NeedsDecision
-from fsdp_demo.guard import undecided
+from fsdp_demo.exchange.guard import undecided
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology

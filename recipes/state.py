@@ -34,12 +34,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_demo.checkpoint import Checkpoints, Saved, Snapshot, describe, open_exchange
-from fsdp_demo.finite import refuse_not_finite
-from fsdp_demo.inner import materialise
-from fsdp_demo.parts import as_disk_error, copied, read_part, write_part
-from fsdp_demo.replica import fill_replica, replica_tree
-from fsdp_demo.resharding import average, shares
-from fsdp_demo.shards import local_part, plain_name
+from fsdp_demo.checkpoint.files import as_disk_error, copied, read_part, write_part
+from fsdp_demo.checkpoint.finite import refuse_not_finite
+from fsdp_demo.checkpoint.local_state import fill_replica, replica_tree
+from fsdp_demo.checkpoint.reshard import average, shares
+from fsdp_demo.hosts.base import local_part, plain_name
+from fsdp_demo.hosts.optimizers import materialise
 
 log = logging.getLogger("fsdp_demo")
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an island of one process is no mistake

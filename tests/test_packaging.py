@@ -58,7 +58,7 @@ def test_exact_versions_are_in_one_file() -> None:
 def test_the_core_imports_torch_only() -> None:
     # tqdm is not looked for: torch itself imports it where it is installed.
     program = (
-        "import sys, fsdp_demo, fsdp_demo.cli, fsdp_demo.rehearse, fsdp_demo.store, fsdp_demo.launch\n"
+        "import sys, fsdp_demo, fsdp_demo.cli, fsdp_demo.launch.rehearse, fsdp_demo.launch.store, fsdp_demo.launch\n"
         "found = {'accelerate', 'transformers', 'datasets', 'deepspeed', 'matplotlib', 'pandas'} & set(sys.modules)\n"
         "assert not found, found"
     )

@@ -48,12 +48,12 @@ def test_the_server_has_one_thread_though_it_has_datasets(run_ranks):
 
 def test_patches_environment_and_folder_reach_the_ranks(run_ranks, everywhere, monkeypatch, tmp_path):
     everywhere.setattr(sys.modules[__name__], "LIMIT", 2)
-    everywhere.setattr("fsdp_demo.attempts", "BEAT", 0.25)
+    everywhere.setattr("fsdp_demo.comm.attempts", "BEAT", 0.25)
     monkeypatch.setenv("SOME_WORD", "here")
     monkeypatch.chdir(tmp_path)
 
     def seen():
-        from fsdp_demo import attempts
+        from fsdp_demo.comm import attempts
 
         return LIMIT, attempts.BEAT, os.environ["SOME_WORD"], os.getcwd()
 

@@ -12,10 +12,10 @@ from transformers.utils import logging as hf_logging
 
 import fsdp_demo
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
-from fsdp_demo.integrations.trainer_words import talk
+from fsdp_demo.integrations.trainer.words import talk
 
-from . import trainer_script as script
-from .test_voice import LOG, said, silence
+from .exchange.test_voice import LOG, said, silence
+from .support import trainer_script as script
 
 
 def test_a_trainer_script_is_told_in_its_own_words(run_ranks):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import ExchangeConfig
-from ..loading import load_config
+from ..config.load import load_config
+from ..config.schema import ExchangeConfig
 
 
 @dataclass
@@ -42,7 +42,9 @@ class ExchangeArguments:
         Args:
             lr: learning rate of that optimizer (`training_args.learning_rate`); default the preset's published one.
         """
-        from .trainer import ExchangeCallback, exchange_optimizer, has_own_optimizer
+        from .trainer.callback import ExchangeCallback
+        from .trainer.optimizer import exchange_optimizer
+        from .trainer.setup import has_own_optimizer
 
         config = self.config()
         if config is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from ..topology import Topology
+from ..comm.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
 

@@ -17,8 +17,8 @@ import torch
 from accelerate.utils import ParallelismConfig
 from torch.distributed.tensor import DTensor
 
-from ..environment import patience
-from ..topology import Topology
+from ..comm.environment import patience
+from ..comm.topology import Topology
 
 
 @dataclass

@@ -4,8 +4,9 @@
     python recipes/benchmarks/bytes.py --table published
     python recipes/benchmarks/bytes.py --model llama-3.2-1b --islands 3 --link 200Mbit --rtt 40ms --shards 8
 
-Whole shapes on the meta device, no weights. What the library sends is counted by `fsdp_demo.plan`, through the meter that training uses: a
-test compares the two on real processes, to the byte. What a publication sends is computed here, from the same shapes and its own format.
+Whole shapes on the meta device, no weights. What the library sends is counted by `fsdp_demo.exchange.plan`, through the meter that training
+uses: a test compares the two on real processes, to the byte. What a publication sends is computed here, from the same shapes and its own
+format.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from report import size, table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link, preset, presets, ring_all_reduce_bytes  # noqa: E402
-from fsdp_demo.channel_spec import BLOCK  # noqa: E402
-from fsdp_demo.codecs.values import num_bytes  # noqa: E402
-from fsdp_demo.fragments import layer_of  # noqa: E402
-from fsdp_demo.link import parse_rtt  # noqa: E402
-from fsdp_demo.meter import Meter  # noqa: E402
-from fsdp_demo.plan import plan_model  # noqa: E402
-from fsdp_demo.transport import TCP_SHARE  # noqa: E402
+from fsdp_demo.comm.link import parse_rtt  # noqa: E402
+from fsdp_demo.comm.meter import Meter  # noqa: E402
+from fsdp_demo.comm.peers import TCP_SHARE  # noqa: E402
+from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
+from fsdp_demo.config.channel import BLOCK  # noqa: E402
+from fsdp_demo.config.fragments import layer_of  # noqa: E402
+from fsdp_demo.exchange.plan import plan_model  # noqa: E402
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 Tensors = list[tuple[str, tuple[int, ...]]]

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, s
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import Checkpoints, open_exchange, save_exchange, snapshot  # noqa: E402
+from fsdp_demo.checkpoint.files import write_part  # noqa: E402
 from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402
-from fsdp_demo.parts import write_part  # noqa: E402
 
 
 class Clock:

@@ -35,8 +35,8 @@ from benchmarks.hotpath import BETA, LR, Ours, Published, Watch, elements, layer
 from report import table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, preset  # noqa: E402
-from fsdp_demo.channel_spec import BLOCK, CODES  # noqa: E402
-from fsdp_demo.codecs import values  # noqa: E402
+from fsdp_demo.compression import quantize  # noqa: E402
+from fsdp_demo.config.channel import BLOCK, CODES  # noqa: E402
 
 TARGETS = {"int8": 3.0, "int4": 3.0, "fp4_e3m0": 12.0, "fp4_e2m1": 12.0}  # ns per value, encode and decode
 HOT = {  # name: topk, products; None: no transform
@@ -219,16 +219,16 @@ def nanoseconds(run: Callable[[], Any], count: int, repeat: int) -> float:
 def measure(code: str, gaussian: torch.Tensor, heavy: torch.Tensor, repeat: int) -> dict[str, Any]:
     """One line of the table, as it goes into the json file."""
     shape, count = tuple(gaussian.shape), gaussian.numel()
-    data = values.encode(code, gaussian)
-    back = [values.decode(code, values.encode(code, v), *shape) for v in (gaussian, heavy)]
+    data = quantize.encode(code, gaussian)
+    back = [quantize.decode(code, quantize.encode(code, v), *shape) for v in (gaussian, heavy)]
     errors = [float((y - v).double().norm() / v.double().norm()) for y, v in zip(back, (gaussian, heavy), strict=True)]
     return {
         "code": code,
         "bits": 8 * data.numel() / count,
         "error_gaussian": errors[0],
         "error_heavy": errors[1],
-        "ns_encode": nanoseconds(lambda: values.encode(code, gaussian), count, repeat),
-        "ns_decode": nanoseconds(lambda: values.decode(code, data, *shape), count, repeat),
+        "ns_encode": nanoseconds(lambda: quantize.encode(code, gaussian), count, repeat),
+        "ns_decode": nanoseconds(lambda: quantize.decode(code, data, *shape), count, repeat),
         "ns_target": TARGETS.get(code),
     }
 

@@ -27,12 +27,12 @@ from benchmarks.memory import Ledger  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
-from fsdp_demo.channel import ActiveChannel, Outgoing  # noqa: E402
-from fsdp_demo.channel_spec import BLOCK  # noqa: E402
-from fsdp_demo.codecs.dct import dct_matrix, transform  # noqa: E402
-from fsdp_demo.codecs.wire import decode_sparse  # noqa: E402
-from fsdp_demo.topology import Position  # noqa: E402
-from fsdp_demo.torch_shards import TorchShards  # noqa: E402
+from fsdp_demo.channels.channel import ActiveChannel, Outgoing  # noqa: E402
+from fsdp_demo.comm.topology import Position  # noqa: E402
+from fsdp_demo.compression.dct import dct_matrix, transform  # noqa: E402
+from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
+from fsdp_demo.config.channel import BLOCK  # noqa: E402
+from fsdp_demo.hosts.torch_params import TorchShards  # noqa: E402
 
 BETA, LR, EDGE = 0.999, 1e-3, 64
 

@@ -18,10 +18,10 @@ import time
 import torch
 
 from fsdp_demo import Link, Topology
-from fsdp_demo.codecs.frame import PAYLOAD
-from fsdp_demo.collectives import reduce
-from fsdp_demo.topology import Position
-from fsdp_demo.transport import Line
+from fsdp_demo.comm.collectives import reduce
+from fsdp_demo.comm.header import PAYLOAD
+from fsdp_demo.comm.peers import Line
+from fsdp_demo.comm.topology import Position
 
 
 def seconds(line: Line, kind: str, size: int, repeat: int) -> float:

@@ -3,8 +3,8 @@
     python recipes/benchmarks/memory.py --model llama-3.2-1b --shards 8 --islands 4
     python recipes/benchmarks/memory.py --measure                     # every preset on a small model, planned and measured, on this CPU
 
-Whole shapes on the meta device, no weights; `fsdp_demo.memory` counts. `--measure` trains a model of plain tensors for a few steps against
-a peer that sends back what it gets, and follows every tensor that the exchange makes until it is freed.
+Whole shapes on the meta device, no weights; `fsdp_demo.exchange.memory` counts. `--measure` trains a model of plain tensors for a few steps
+against a peer that sends back what it gets, and follows every tensor that the exchange makes until it is freed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
-from fsdp_demo.codecs import values  # noqa: E402
-from fsdp_demo.codecs.dct import dct_matrix, onednn  # noqa: E402
-from fsdp_demo.exchange import Exchange  # noqa: E402
-from fsdp_demo.inner import materialise  # noqa: E402
-from fsdp_demo.memory import Memory, inner_state, plan_memory  # noqa: E402
-from fsdp_demo.topology import Topology  # noqa: E402
-from fsdp_demo.worker import Courier  # noqa: E402
+from fsdp_demo.comm.topology import Topology  # noqa: E402
+from fsdp_demo.comm.worker import Courier  # noqa: E402
+from fsdp_demo.compression import quantize  # noqa: E402
+from fsdp_demo.compression.dct import dct_matrix, onednn  # noqa: E402
+from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
+from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
+from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
 
 PERIODS = {"local_sgd": 2, "local_adam": 2, "desloc": 2, "diloco": 2, "decoupled_momentum": 2, "sparse_loco": 2, "muloco": 2}
 
@@ -203,8 +203,8 @@ def warm(exchange: Exchange) -> None:
         for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
             dct_matrix(n, exchange.shards.device)
     onednn()
-    for code in values.MAGNITUDES:
-        values.decode(code, values.encode(code, torch.ones(1, 32)), 1, 32)
+    for code in quantize.MAGNITUDES:
+        quantize.decode(code, quantize.encode(code, torch.ones(1, 32)), 1, 32)
 
 
 def small(rows: int = 1024, layers: int = 6, norm: int = 16384) -> Tensors:

@@ -26,7 +26,7 @@ from data import forever, load_data, load_tokenizer  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import Topology, attach, base_optimizer, preset  # noqa: E402
-from fsdp_demo.topology import Position  # noqa: E402
+from fsdp_demo.comm.topology import Position  # noqa: E402
 
 SHAPE = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "num_attention_heads": 5, "num_key_value_heads": 5}
 """A Llama of 7.9 million parameters: whole gradients of it take 13 s at 10 Mbit/s, one step of it some tenths of a second on one core."""
@@ -148,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    fsdp_demo.exchange.leave(0) if main() is None else None
+    fsdp_demo.status.leave(0) if main() is None else None

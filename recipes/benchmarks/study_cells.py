@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_demo import ExchangeConfig, preset
-from fsdp_demo.patterns import EMBEDDINGS
+from fsdp_demo.config.patterns import EMBEDDINGS
 
 EMBEDDING, ATTENTION, MLP = ["*embed*", "*lm_head*"], ["*self_attn*"], ["*mlp*"]
 """Shell patterns over parameter names of a Llama, by kind of matrix."""

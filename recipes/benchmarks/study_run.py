@@ -26,8 +26,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_demo import Exchange, Topology, attach, base_optimizer
-from fsdp_demo.processes import end_with_parent
-from fsdp_demo.store import serve
+from fsdp_demo.launch.processes import end_with_parent
+from fsdp_demo.launch.store import serve
 
 HOST = "127.0.0.1"
 PATIENCE = 600.0

@@ -25,7 +25,7 @@ def weights(saved: int, islands: int) -> list[list[float]]:
 
 
 def transformed(local: torch.Tensor, kind: str, inverse: bool) -> torch.Tensor:
-    """The blocks of a local tensor as coefficients, or back; kinds are those of `fsdp_demo.blocks.Layout`."""
+    """The blocks of a local tensor as coefficients, or back; kinds are those of `fsdp_demo.compression.blocks.Layout`."""
     flat = local.reshape(-1).clone()
     found, _ = blocks.cut(tuple(local.shape), dense=kind == "dense", flat=kind == "plain")
     if kind == "transform":

@@ -1,0 +1,126 @@
+"""The clock of a ZeRO engine: one tick is one step that the engine counts (`global_steps`), taken or skipped.
+
+DeepSpeed calls the inner optimizer once, once per group or once per sub-group, and `engine.step()` once per micro-batch; none of these is
+a step. It skips a step alone, on one replica, when that one's gradient norm is not finite: the replica then takes the tick with
+nothing to say, and steps its scheduler, which DeepSpeed leaves behind, so that rates stay equal on all replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .partitions import Partitions
+
+log = logging.getLogger("fsdp_demo")
+
+
+class EngineTicks:
+    """Implements `fsdp_demo.hosts.base.Ticks` on `engine.step`.
+
+    Args:
+        engine, partitions: the engine and the view of its wrapper.
+        before: run ahead of the inner step. after: run when `engine.step` is done with a step. skip: run instead of both for a step that
+            the engine has skipped.
+        gradients: `before` needs or changes gradients.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        partitions: Partitions,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        skip: Callable[[], None],
+        gradients: bool,
+    ):
+        self._engine, self._partitions, self._gradients = engine, partitions, gradients
+        self._run_before, self._run_after, self._run_skip = before, after, skip
+        self._off = 0
+        self._refusal = ""
+        self.aside = False
+        self._wrapped: Any = None
+        self._skipped: dict[str, Any] | None = None  # the engine's arguments for its scheduler, in a step that it has skipped
+
+    def start(self) -> None:
+        """Wrap `engine.step`, and the inner step of its wrapper."""
+        self._step = self._engine.step
+        self._wrapped = functools.wraps(self._step)(functools.partial(self._stepped))
+        self._engine.step = self._wrapped
+        self._partitions.intercept(self._inner, self._gradients)
+
+    def stop(self) -> None:
+        """Let go of the engine, which clips by itself again."""
+        self._off += 1  # for whoever has wrapped it since
+        if self._engine.__dict__.get("step") == self._wrapped:  # else somebody else's by now
+            del self._engine.step
+        if self._partitions.release():
+            self._partitions.clip_again()
+
+    @property
+    def partial(self) -> int:
+        """A ZeRO engine has one optimizer: no tick is ever incomplete."""
+        return 0
+
+    @contextmanager
+    def paused(self, refusal: str = "") -> Iterator[None]:
+        """See `fsdp_demo.hosts.base.Ticks.paused`."""
+        before = self._refusal
+        self._off, self._refusal = self._off + 1, refusal or before
+        try:
+            yield
+        finally:
+            self._off, self._refusal = self._off - 1, before
+
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that was not taken; where the engine does not know of it, count it there too, and drop what its backwards
+        have left. The scheduler steps behind the base step, as DeepSpeed's own order is."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        engine = self._engine
+        if self._skipped is None:
+            self._partitions.drop_gradients()
+            engine.micro_steps += engine.gradient_accumulation_steps() - engine.micro_steps % engine.gradient_accumulation_steps()
+        self._run_before()
+        if base_step is not None:
+            base_step()
+        self._partitions.free_gradients()
+        if self._skipped is None:
+            engine.global_steps += 1
+            engine.skipped_steps += 1
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step(**(self._skipped or {}))
+        self._run_after()
+
+    def _inner(self) -> None:
+        self.aside = self.aside or bool(self._off)
+        if not self._off:
+            self._run_before()
+
+    def _stepped(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        engine, steps = self._engine, self._engine.global_steps
+        try:
+            result = self._step(*args, **kwargs)
+        except BaseException:  # of the exchange: the micro-batch is over, and so is its gradient
+            engine.micro_steps += 1
+            engine._running_engine_step = False
+            raise
+        if engine.global_steps == steps or self._off:
+            return result
+        if engine.was_step_applied():
+            self._run_after()
+            return result
+        log.warning("step %d was skipped: the gradient norm is not finite; this replica has nothing to say in it", steps)
+        self._skipped = kwargs.get("lr_kwargs", args[0] if args else None) or {}
+        try:
+            self._run_skip()
+        finally:
+            self._skipped = None
+        self._partitions.zero.overflow = False  # the step counts: hosts that ask (Accelerate, the Trainer) step their schedulers
+        return result

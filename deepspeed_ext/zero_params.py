@@ -1,0 +1,237 @@
+"""The fp32 partitions of a ZeRO engine as the exchange's `Shards`.
+
+A rank holds of each parameter a stretch of the flattened tensor: all of it, a part, or nothing. The stretch becomes
+
+* one shard of whole rows [rows, ...] where it begins and ends at rows: what FSDP2 would hold where ZeRO-3 cuts dim 0 evenly;
+* else up to three: the end of a row (flat), whole rows, the beginning of a row (flat).
+
+Which is decided by the parameter's shape and the stretch alone, so that it is the same on every island. Parameters of which this rank
+holds nothing are there as empty shards: all ranks of an island see the same names, and make the same channels of them.
+
+Padding belongs to no shard: it is neither sent nor compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from deepspeed import comm
+from torch import Tensor
+
+from fsdp_demo.comm.island import Island
+from fsdp_demo.comm.topology import Position
+from fsdp_demo.hosts.base import Shard, plain_name
+from fsdp_demo.hosts.optimizers import fresh_state, kind
+
+from .step_hooks import EngineTicks
+from .wrappers import adapter
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One shard inside a master: elements offset.. of it, seen in a shape."""
+
+    master: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The shard in a flat tensor that lies as the master does."""
+        return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
+
+
+class ZeroShards:
+    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements `fsdp_demo.hosts.base.Shards`.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+
+    Raises:
+        ValueError: the engine shards nothing.
+        RuntimeError: DeepSpeed's internals are not those this was written for.
+
+    Example:
+        >>> from deepspeed_ext import ZeroShards
+        >>> shards = ZeroShards(engine)  # doctest: +SKIP
+        >>> shards.shards[0].name  # doctest: +SKIP
+        'model.embed_tokens.weight'
+    """
+
+    def __init__(self, engine: Any):
+        self.engine, self.partitions = engine, adapter(engine)
+        self.partitions.check()
+        self.shards: list[Shard] = []
+        self._pieces: list[_Piece] = []
+        masters = self.partitions.masters()
+        for f in self.partitions.fragments():
+            for start, shape in pieces(f.shape, f.start, f.numel):
+                self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
+                self.shards.append(Shard(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
+        self.device = masters[0].device
+        self._parameters = dict(engine.module.named_parameters())
+        self._trained = [p.requires_grad for p in self._parameters.values()]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer that ZeRO steps; DeepSpeed may exchange the object."""
+        return [self.partitions.inner]
+
+    @property
+    def clips(self) -> str:
+        """See `fsdp_demo.hosts.base.Shards.clips`."""
+        norm = self.partitions.zero.clip_grad
+        return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """See `fsdp_demo.hosts.base.Shards.optimizer_names`."""
+        return [kind(self.partitions.inner)]
+
+    def _flats(self, source: str) -> list[Tensor | None]:
+        """One flat tensor per master."""
+        masters = self.partitions.masters()
+        if source == "parameter":
+            return list(masters)
+        if source == "gradient":
+            return [m.grad for m in masters]
+        kept = [self.partitions.inner.state.get(m, {}).get(source.removeprefix("state:")) for m in masters]
+        return [v if isinstance(v, Tensor) and v.shape == m.shape else None for v, m in zip(kept, masters, strict=True)]
+
+    def _views(self, flats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """See `fsdp_demo.hosts.base.Shards.read`: fp32 views into the masters, their gradients and their states."""
+        return self._views(self._flats(source))
+
+    def rates(self) -> list[float]:
+        """See `fsdp_demo.hosts.base.Shards.rates`."""
+        return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
+
+    def states(self) -> list[str]:
+        """See `fsdp_demo.hosts.base.Shards.states`."""
+        pairs = self.optimizer_states()
+        return sorted({k for m, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == m.shape and k != "step"})
+
+    def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """See `fsdp_demo.hosts.base.Shards.optimizer_states`: one pair per master."""
+        state = self.partitions.inner.state
+        return [(m, state[m]) for m in self.partitions.masters() if m in state]
+
+    def materialise(self) -> None:
+        """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a step on zero gradients, with learning
+        rate and decay zero, one master at a time; then step counters are set back."""
+        inner, masters = self.partitions.inner, self.partitions.masters()
+        if any(m in inner.state for m in masters):
+            return
+        for i, master in enumerate(masters):
+            if made := fresh_state(inner, self.partitions.group_of(i), master):
+                inner.state[master] = made
+        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in ("Adam", "AdamW"):
+            return
+        kept = [{key: g[key] for key in ("lr", "weight_decay")} for g in inner.param_groups]
+        for g in inner.param_groups:
+            g.update(lr=torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0, weight_decay=0.0)
+        self.partitions.step_on_zeros()
+        for g, before in zip(inner.param_groups, kept, strict=True):
+            g.update(before)
+        for counted in [*(state for _, state in self.optimizer_states()), *inner.param_groups]:
+            if "step" in counted:
+                counted["step"] = counted["step"] * 0
+
+    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+        """See `fsdp_demo.hosts.base.Shards.rest`. Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
+        stepped = {s.name for s in self.shards}
+        left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
+        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [b.detach() for b in model.buffers()]
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """See `fsdp_demo.hosts.base.Shards.gradients`. A master has one gradient: it goes when nothing in it is wanted, else what is not
+        wanted becomes zeros."""
+        for index, master in enumerate(self.partitions.masters()):
+            here = [(p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index]
+            if all(want is False for _, want in here):
+                master.grad = None
+            elif master.grad is None and any(want for _, want in here):
+                self.partitions.zero_gradient(index)
+            elif master.grad is not None:
+                for p, want in here:
+                    if want is False:
+                        p.view(master.grad).zero_()
+        return self.read("gradient")
+
+    def base_step(self) -> None:
+        """See `fsdp_demo.hosts.base.Shards.base_step`."""
+        self.partitions.step()
+
+    def commit(self, model: torch.nn.Module | None = None) -> None:
+        """Push the masters to the model's parameters: stages 1 and 2 gather them inside the island, stage 3 its persistent ones."""
+        with torch.no_grad():
+            self.partitions.push()
+
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """See `fsdp_demo.hosts.base.Shards.outside`."""
+        mine = {s.name for s in self.shards}
+        named = [(plain_name(n), p) for n, p in model.named_parameters()]
+        return [n for n, p in named if p.requires_grad and n not in mine]
+
+    def check(self) -> None:
+        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of a parameter was switched."""
+        if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
+            raise RuntimeError("the ZeRO engine has other partitions than at attach: detach() and attach again")
+        now = [p.requires_grad for p in self._parameters.values()]
+        if now != self._trained:
+            name, is_on = next((n, a) for n, a, b in zip(self._parameters, now, self._trained, strict=True) if a != b)
+            raise RuntimeError(
+                f"requires_grad of {plain_name(name)} was switched {'on' if is_on else 'off'} after attach, which ZeRO does not follow: "
+                "switch it back, or set it before deepspeed.initialize, and attach again"
+            )
+
+    def position(self, rank: int, world: int) -> Position:
+        """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.
+
+        Raises:
+            ValueError: the group is not the island.
+        """
+        group = self.engine.seq_data_parallel_group
+        shards, shard = comm.get_world_size(group=group), comm.get_rank(group=group)
+        if (shards, shard) != (world, rank):
+            raise ValueError(
+                f"ZeRO shards over {shards} ranks (this one is {shard}), the replica has {world} (this one is {rank}): in one world over "
+                "several nodes call deepspeed_ext.shard_within_node(node_size) before deepspeed.initialize; islands need none"
+            )
+        return Position(shards, shard, 1, 0)
+
+    def ticks(
+        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> EngineTicks:
+        """The engine's own count of steps."""
+        return EngineTicks(self.engine, self.partitions, before, after, skip, gradients)
+
+
+def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Cut elements start..start + numel of a flattened tensor into (start, shape): whole rows keep the tensor's dims, the rest is flat.
+
+    Example:
+        >>> from deepspeed_ext.zero_params import pieces
+        >>> list(pieces((4, 3), 2, 8))
+        [(2, (1,)), (3, (2, 3)), (9, (1,))]
+    """
+    row = prod(shape[1:]) if len(shape) > 1 else 1
+    if numel == prod(shape):
+        yield start, tuple(shape)
+        return
+    head = min(-start % row, numel)
+    rows, tail = divmod(numel - head, row)
+    if numel == 0:
+        yield start, (0, *shape[1:]) if shape else (0,)
+    if head:
+        yield start, (head,)
+    if rows:
+        yield start + head, (rows, *shape[1:])
+    if tail:
+        yield start + head + rows * row, (tail,)

@@ -1,0 +1,161 @@
+"""How a mean acts on the tensors of one channel: as the gradient, as an outer step on the anchor, as replacement of parameters or state.
+
+A mean (`decode.py`) is decoded, brought to the element domain, changed and written one window at a time, so that no workspace is made for
+it; only where ranks of the island share the work it is collected for the one all-gather that completes it. The arithmetic of the outer
+step itself is in `outer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..compression.dct import Transform
+from ..compression.windows import Contiguous, Window
+from .decode import Mean
+from .outer import local_step, outer_step, rate
+from .state import BoundChannel, less
+
+
+def as_gradient(c: BoundChannel, mean: Mean | None, present: Sequence[bool]) -> None:
+    """Make the mean, or its signs, the gradient of the covered tensors for which any replica had one (`present`)."""
+    sign, targets = c.channel.applier.phi == "sign", c.set_gradients(present)
+    with Transform(c.shards.device, c.channel.codec.products) as made:
+        deliver(c, mean, targets, lambda _, x: x.sign_() if sign else x, made)
+
+
+def replace(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequence[Tensor], mix: float) -> tuple[float, float] | None:
+    """theta = mean, mixed with `mix` of the local theta.
+
+    Args:
+        own: what this replica sent after a delay: then theta += mean - own, and what is in flight counts as corrected; else None.
+        flying: the replica's own part of what is in flight, corrected in place.
+
+    Returns:
+        Squared norms of the change and of the mean, of this lane, where the channel comes after a delta channel.
+    """
+    moved, tensors, after = torch.zeros(2, device=c.shards.device), c.tensors("parameter"), c.channel.after
+
+    def change(window: Window, x: Tensor) -> Tensor:
+        if own is None and not mix and not after:
+            return x
+        now = window.pack(Contiguous(tensors), torch.empty_like(x))
+        if own is not None:
+            correction = x.sub_(window.of(own))
+            for other in flying:
+                window.of(other).add_(correction, alpha=1.0 - mix)
+            x = correction.add_(now)
+        if after:
+            moved.add_(torch.stack([(x - now).square().sum(), x.square().sum()]))
+        return torch.lerp(x, now, mix, out=x) if mix else x
+
+    deliver(c, mean, tensors, change)
+    return (float(moved[0]), float(moved[1])) if mean is not None and after else None
+
+
+def outer(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequence[Tensor], mix: float, number: int | None) -> None:
+    """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones.
+
+    Args:
+        own: this replica's own delta, where the rule applies it (`local_delta`).
+        flying: the deltas whose sum is P.
+        number: of this round of the channel's clock; None: a part of a round, at the end, which has neither rate nor momentum.
+    """
+    tensors = c.tensors("parameter")
+    plain = c.channel.residual != "put_back" and not c.channel.applier.local_delta  # nobody needs the coefficients
+
+    def change(window: Window, x: Tensor) -> Tensor:
+        anchor = _step_anchor(c, window, x, own, number, None if plain else made)
+        if not mix and not flying:
+            return anchor
+        target = less(x.copy_(anchor), window, flying)
+        return torch.lerp(target, window.pack(Contiguous(tensors), torch.empty_like(x)), mix, out=target) if mix else target
+
+    with Transform(c.shards.device, c.channel.codec.products) as made:
+        deliver(c, mean, tensors, change, made if plain else None, wrote=True)
+
+
+def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None, number: int | None, made: Transform | None) -> Tensor:
+    """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window. `made`: transforms the mean; None: it
+    is in the element domain. Without a `number` the anchor becomes anchor - mean, and the momentum stays what it was."""
+    applier, lr = c.channel.applier, rate(window, c.channel.applier, c.channel.codec.sparse)
+    anchor = c.fetch(c.anchor, window)
+    assert anchor is not None
+    if c.channel.residual == "put_back":
+        assert c.accumulator is not None
+        window.of(c.accumulator).add_(x)
+    if applier.local_delta:
+        assert c.accumulator is not None and c.channel.accumulator is not None and own is not None and made is not None
+        momentum = made.inverse_(window.group, x.copy_(window.of(c.accumulator)))
+        local_step(anchor, window.of(own), momentum, c.channel.accumulator.beta, lr)
+    elif number is None:
+        gain = c.channel.accumulator.gain if c.channel.accumulator is not None else 1.0
+        outer_step(anchor, None, x if made is None else made.inverse_(window.group, x), 0.0, False, 1.0 / gain)
+    else:
+        held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
+        outer_step(anchor, held, x if made is None else made.inverse_(window.group, x), mu, applier.nesterov, lr)
+        c.store(c.momentum, window, held)
+    c.store(c.anchor, window, anchor)
+    return anchor
+
+
+def deliver(
+    c: BoundChannel,
+    mean: Mean | None,
+    tensors: Sequence[Tensor | None],
+    change: Callable[[Window, Tensor], Tensor],
+    made: Transform | None = None,
+    wrote: bool = False,
+) -> None:
+    """Write what `change` makes of the mean, a window at a time, into `tensors`; then, if the channel keeps what was `wrote`, note it.
+
+    `change` gets the mean in the element domain if it is `made` so, else as it is; the window's room is its to use up. Without a mean (a
+    copy beyond the lanes) the island's other copies complete the tensors."""
+    if mean is None:
+        c.write(None, tensors)
+        return
+    assert c.layout is not None
+    alone = c.position.copies == 1
+    room = torch.empty(max((w.numel for w in c.windows), default=0) if alone else c.layout.numel, device=c.shards.device)
+    with Contiguous(tensors, back=True) as memory:
+        for w in c.windows:
+            for part, place in _decoded(mean, w, room[: w.numel] if alone else w.of(room), made):
+                x = change(part, place)
+                if alone:
+                    part.unpack(x, memory)
+                    _note(c, part, x, memory, wrote)
+                elif x is not place:
+                    place.copy_(x)
+    if alone:
+        return
+    c.write(room, tensors)
+    with Contiguous(tensors) as memory:
+        for part in (part for w in c.windows for part in w.inner):
+            _note(c, part, part.of(room), memory, wrote)
+
+
+def _decoded(mean: Mean, window: Window, room: Tensor, made: Transform | None) -> Iterator[tuple[Window, Tensor]]:
+    """The parts of a window, each with its elements of the mean in `room` [numel], in the element domain if it is `made` so."""
+    terms = mean.terms(window) if made is not None and made.shortens else None
+    if terms is None:
+        mean.fill(window, room)
+    for part in window.inner:
+        place = room[part.begin - window.begin : part.end - window.begin]
+        if made is not None and terms is not None:
+            first = part.first - window.first
+            places, values = (t[first : first + part.count] for t in terms)
+            made.sparse_inverse(places, values, place)
+        elif made is not None:
+            made.inverse_(part.group, place)
+        yield part, place
+
+
+def _note(c: BoundChannel, window: Window, x: Tensor, tensors: Contiguous, wrote: bool) -> None:
+    """Remember in `written` the anchor and what rounding has added to the parameters, into which `x` was written."""
+    if not wrote or c.written is None:
+        return
+    anchor = c.fetch(c.anchor, window)
+    assert anchor is not None
+    window.pack(tensors, window.of(c.written)).sub_(x).add_(anchor)

@@ -1,0 +1,228 @@
+"""One channel at work on one rank: what it sends, and what comes back. No communication but the completion inside the island.
+
+`state.py` holds what a channel covers and keeps, `apply.py` how a mean acts; this file reads the source, keeps the accumulator and makes
+what leaves.
+
+With a delay several payloads may be under way. A delta is counted from anchor - P, where P is the sum of this replica's deltas that are
+still in flight, and an arriving mean sets the parameters to anchor - P (mixed with the local ones): what was sent once is neither sent
+nor applied again. A delayed mean of parameters corrects what was sent and keeps the steps taken since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.topology import Position
+from ..compression.dct import Transform, transform
+from ..compression.windows import Contiguous, Window
+from ..config.channel import Channel
+from ..hosts.base import Shards
+from . import apply
+from .codec import Section
+from .decode import Mean, Whole
+from .state import BoundChannel, less
+
+
+@dataclass
+class Outgoing:
+    """What one channel sends at one step, on the shards' device: its section of the body, or fp32 vectors.
+
+    `own` is the replica's own source where it is needed later (a delta that stays in flight or is applied locally; delayed parameters);
+    `present` says which tensors had a gradient; `partial` that it was sent inside a round, by `finish()`: its mean is applied plainly.
+    """
+
+    step: int
+    body: Tensor | None = None
+    vectors: list[Tensor] = field(default_factory=list)
+    own: Tensor | None = None
+    present: list[bool] | None = None
+    partial: bool = False
+
+    def to(self, device: torch.device) -> Outgoing:
+        """The same with its tensors on `device`."""
+        body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
+        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
+
+
+class ActiveChannel(BoundChannel):
+    """A bound channel that sends and receives.
+
+    Args:
+        channel, shards, position, lanes, copies, size, home: as for `BoundChannel`.
+        seed: of seeded selections.
+
+    Attributes:
+        section: what it puts into messages; None on a copy beyond the lanes.
+        moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this lane.
+        left_out: 1 where what is to be sent is not finite on some rank of this island, and counts as zeros; a number, or a scalar on the
+            device.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        shards: Shards,
+        position: Position,
+        lanes: int,
+        copies: Any,
+        size: int,
+        seed: int = 0,
+        home: str | None = None,
+    ):
+        super().__init__(channel, shards, position, lanes, copies, size, home)
+        self.section = Section(self.layout, channel, size, seed, shards.device) if self.layout is not None else None
+        self.moved = (0.0, 0.0)
+        self.left_out: float | Tensor = 0.0
+
+    @property
+    def _needs_own(self) -> bool:
+        """Whether what was sent is needed when its mean arrives."""
+        late = self.channel.source == "parameter" and self.channel.clock.delay > 0
+        return late or self.queues or self.channel.applier.local_delta
+
+    # ---- what is sent ----------------------------------------------------------------------------------------------
+
+    def note_gradients(self) -> None:
+        """Remember which tensors have a gradient; with an accumulator, which ever had one."""
+        sticky = self.channel.accumulator is not None
+        self.present = [g is not None or (sticky and p) for g, p in zip(self.tensors("gradient"), self.present, strict=True)]
+
+    def accumulate(self, flying: Sequence[Outgoing] = ()) -> Tensor | None:
+        """Read the source, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under way."""
+        if self.layout is None:
+            return None
+        if self.accumulator is not None and self.channel.accumulator is not None:
+            keep = torch.empty_like(self.accumulator) if self._needs_own else None
+            self._into_accumulator(flying, self.channel.accumulator.beta, self.channel.accumulator.gain, keep)
+            return keep
+        x = torch.empty(self.layout.numel, device=self.shards.device)
+        with Contiguous(self.tensors("parameter" if self.channel.source == "delta" else self.channel.source)) as tensors:
+            for part in (part for w in self.windows for part in w.inner):
+                self._source(part, tensors, flying, part.of(x))
+        return x
+
+    def _into_accumulator(self, flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None) -> None:
+        """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
+        assert self.accumulator is not None
+        delta, products = self.channel.source == "delta", self.channel.codec.products
+        common, rates = self._rates()
+        with (
+            Contiguous(self.tensors("parameter" if delta else self.channel.source)) as tensors,
+            Transform(self.shards.device, products) as made,
+        ):
+            for part in (part for w in self.windows for part in w.inner):
+                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
+                if keep is not None:
+                    part.of(keep).copy_(x)
+                x = part.scale(x, rates) if rates else x
+                made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
+
+    def _rates(self) -> tuple[float, list[float]]:
+        """Where gradients are accumulated times their learning rate: the one of all tensors, or 1 and that of each."""
+        if self.channel.accumulator is None or not self.channel.accumulator.rate:
+            return 1.0, []
+        every = self.shards.rates()
+        rates = [every[i] for i in self.covered]
+        return (rates[0], []) if len(set(rates)) == 1 else (1.0, rates)
+
+    def _source(self, window: Window, tensors: Contiguous, flying: Sequence[Outgoing], out: Tensor) -> Tensor:
+        """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and
+        less what rounding to a low-precision parameter took away when the anchor was last written."""
+        window.pack(tensors, out)
+        if self.channel.source == "delta":
+            before = window.of(self.written) if self.written is not None else self.fetch(self.anchor, window)
+            assert before is not None
+            torch.sub(before, out, out=out)
+            less(out, window, _own(flying))
+        if isinstance(self.left_out, Tensor):
+            return out.masked_fill_(self.left_out.bool(), 0.0)
+        return out.zero_() if self.left_out else out
+
+    def encode(self, step: int, source: Tensor | None) -> Outgoing:
+        """Select, code and take what is sent out of the accumulator (`subtract`, `put_back`). `source` is `accumulate`'s."""
+        out = Outgoing(step, present=list(self.present) if self.channel.before_step else None)
+        if self.layout is None or self.section is None:
+            return out
+        if self.accumulator is not None:
+            whole = not self.channel.codec.sparse and not self.section.gathered
+            work = self.accumulator.clone() if whole else self.accumulator  # it goes on while the vector is under way
+        else:
+            assert source is not None
+            work = transform(self.layout, source.clone() if self._needs_own else source, products=self.channel.codec.products)
+        out.own = source if self._needs_own else None
+        out.body, out.vectors = self.section.encode(work, step)
+        self._take(out, 1.0)
+        return out
+
+    def _take(self, out: Outgoing, sign: float) -> None:
+        """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
+        if self.accumulator is None or self.channel.residual == "keep" or self.section is None:
+            return
+        if out.body is None and not out.vectors:  # sent under another layout (`checkpoint/reshard.py`): there is no code to take back
+            return
+        assert self.channel.accumulator is not None
+        alpha = sign * (1.0 if self.channel.residual == "put_back" else self.channel.accumulator.alpha)
+        self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha)
+
+    def undo(self, out: Outgoing) -> None:
+        """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): it will not be sent any more.
+
+        Only the sent part can come back where the source has moved on (a delay), or is not here (gradients; see `Flow.begun`)."""
+        self._take(out, -1.0)
+        settings = self.channel.accumulator
+        if self.accumulator is None or settings is None or self.layout is None or self.channel.clock.delay or settings.beta == 0:
+            return
+        if self.channel.before_step:
+            return
+        self._into_accumulator((), 1.0 / settings.beta, -settings.gain / settings.beta)
+
+    # ---- what comes back -------------------------------------------------------------------------------------------
+
+    def mean(self, bodies: Sequence[Tensor], means: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
+        """The replicas' mean of what was sent at `step` (transform domain), from sections of bodies or reduced vectors, not decoded yet."""
+        assert self.section is not None
+        if self.section.gathered:
+            found = self.section.received([b.to(self.shards.device, non_blocking=True) for b in bodies], weights, step)
+        else:
+            found = self.section.reduced(means, step)
+        found.device = self.shards.device
+        return found
+
+    def apply(
+        self,
+        mean: Mean | Tensor | None,
+        out: Outgoing,
+        present: Sequence[bool] | None,
+        flying: Sequence[Outgoing] = (),
+        last: bool = False,
+    ) -> None:
+        """Let the mean (transform domain; None on a copy that only receives) act on gradients, anchor, parameters or state.
+
+        Args:
+            out: what this replica sent for it; flying: what the channel still has under way.
+            last: nothing comes after it: nothing local is mixed in.
+        """
+        if isinstance(mean, Tensor):
+            assert self.layout is not None
+            mean = Whole(self.layout, mean)
+        kind, mix = self.channel.applier.kind, 0.0 if last else self.channel.applier.mix
+        if kind == "gradient":
+            assert present is not None
+            apply.as_gradient(self, mean, present)
+        elif kind == "outer":
+            number = None if out.partial else self.channel.clock.round(out.step)
+            apply.outer(self, mean, out.own, _own(flying), mix, number)
+        elif self.channel.source == "parameter":
+            self.moved = apply.replace(self, mean, None if last else out.own, _own(flying), mix) or self.moved
+        else:
+            apply.deliver(self, mean, self.tensors(self.channel.source), lambda _, x: x)
+
+
+def _own(flying: Sequence[Outgoing]) -> list[Tensor]:
+    """The replica's own part of what is under way."""
+    return [out.own for out in flying if out.own is not None]

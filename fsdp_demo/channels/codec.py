@@ -1,0 +1,157 @@
+"""What one channel puts into a message, and how R such parts become one mean: selection, code, bytes. No communication, no state.
+
+Three forms, by codec and number of replicas:
+
+* indexed (top-k): a section of the message's body with values and positions (`compression/sparse.py`).
+* vectors: everything, or the values at positions known to all (`topk.seeded`); reduced by the transport.
+* gathered vectors: codes under 8 bits between few replicas, in the body (`dense.gathers`).
+
+What arrives becomes a mean window by window (`decode.py`), so that no workspace is made for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..compression import dense as vectors
+from ..compression import sparse
+from ..compression.blocks import Layout
+from ..compression.topk import seeded
+from ..compression.windows import EDGE, Group
+from ..config.channel import BLOCK, Channel
+from .decode import Coded, Indexed, Mean, Scattered, Whole
+
+
+class Section:
+    """The part of one channel in the messages of one lane.
+
+    Args:
+        layout: of the channel's workspace.
+        channel: its codec, clock and reducer.
+        size: number of replicas.
+        seed: of seeded selections.
+        device: of the workspaces.
+
+    Attributes:
+        spans: length and code of each of its vectors; empty if indexed.
+        gathered: whether it travels in the body.
+    """
+
+    def __init__(self, layout: Layout, channel: Channel, size: int, seed: int = 0, device: torch.device | str = "cpu"):
+        self.layout, self.channel, self.codec, self.size, self.seed = layout, channel, channel.codec, size, seed
+        self.device = torch.device(device)
+        self.spans: list[tuple[int, str]] = []
+        if self.codec.seeded:
+            chosen = sum(g.count * g.k(self.codec.topk) for g in layout.groups)
+            self.spans = [(chosen, self.codec.code), (layout.num_dense, sparse.dense_code(self.codec))]
+        elif not self.codec.indexed:
+            self.spans = [(layout.numel, self.codec.code)]
+        self._known: tuple[int, dict[Group, Tensor]] | None = None  # number of an exchange and its positions
+        self.gathered = self.codec.indexed or vectors.gathers(self.codec.code, size)
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the positions that are kept from one exchange to the next, where all replicas know them."""
+        if not self.codec.seeded:
+            return 0
+        return sum(8 * g.k(self.codec.topk) * (1 if self.codec.select == "stride" else g.count) for g in self.layout.groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the message's body; 0 for vectors that are reduced."""
+        if self.codec.indexed:
+            return sparse.sparse_bytes(self.layout, self.codec)
+        return vectors.total_bytes(self.spans) if self.gathered else 0
+
+    def encode(self, work: Tensor, step: int) -> tuple[Tensor | None, list[Tensor]]:
+        """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or None and the vectors fp32, which may be
+        the workspace itself."""
+        if self.codec.indexed:
+            return sparse.encode_sparse(self.layout, self.codec, work), []
+        parts = self._vectors(work, step)
+        if not self.gathered:
+            return None, parts
+        return vectors.encode_all(self.spans, parts), []
+
+    def blank(self, body: Tensor) -> bool:
+        """Whether a section of the body (on the host) holds no value but zeros; positions do not count."""
+        if not self.codec.indexed:
+            return not bool(body.any())
+        spans = sparse.spans(self.layout, self.codec)
+        dense = body[spans[-1][2] if spans else 0 :]
+        return not (any(bool(body[begin:middle].any()) for begin, middle, _ in spans) or bool(dense.any()))
+
+    def subtract(self, work: Tensor, body: Tensor | None, parts: Sequence[Tensor], step: int, alpha: float) -> None:
+        """work -= alpha times what the others receive of an own section: the dequantised values, so that rounding stays in `work`."""
+        if body is not None:
+            self._received([body], [1.0], step).add_to(work, -alpha)
+        elif self.codec.seeded:
+            arrived = [vectors.round_trip(code, v, self.size) for v, (_, code) in zip(parts, self.spans, strict=True)]
+            self._scattered(arrived, step).add_to(work, -alpha)
+        else:
+            vectors.add_round_trip(self.spans[0][1], parts[0], self.size, work, -alpha)
+
+    def received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
+        """Weighted mean of the replicas' sections of the body, added in rank order. Replicas of weight 0 are left out.
+
+        Over "senders": sum of w v over those whose value there is not zero, divided by the sum of their w; dense elements always
+        over all replicas.
+        """
+        return self._received([b for b, w in zip(bodies, weights, strict=True) if w], [w for w in weights if w], step)
+
+    def reduced(self, means: Sequence[Tensor], step: int) -> Mean:
+        """Reduced means of the vectors, zero where nothing was sent."""
+        return self._scattered(means, step) if self.codec.seeded else Whole(self.layout, means[0])
+
+    def mean(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
+        """`received` as an fp32 workspace."""
+        return self.received(bodies, weights, step).clone()
+
+    def workspace(self, means: Sequence[Tensor], step: int) -> Tensor:
+        """`reduced` as an fp32 workspace, for vectors that are not seeded the vector itself."""
+        return self.reduced(means, step).clone() if self.codec.seeded else means[0]
+
+    def _received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
+        if self.codec.indexed:
+            return Indexed(self.layout, self.codec, self.channel.reducer, bodies, weights)
+        if not self.codec.seeded:
+            return Coded(self.layout, self.codec.code, bodies, weights)
+        total = [torch.zeros(n, device=bodies[0].device if bodies else "cpu") for n, _ in self.spans]
+        for body, w in zip(bodies, weights, strict=True):
+            at = 0
+            for out, (n, code) in zip(total, self.spans, strict=True):
+                size = vectors.num_bytes(code, n)
+                vectors.add(code, body[at : at + size], out, w)
+                at += size
+        return self._scattered([t.div_(sum(weights)) if weights else t for t in total], step)
+
+    def _scattered(self, parts: Sequence[Tensor], step: int) -> Mean:
+        return Scattered(self.layout, self._positions(step), self.codec.topk, *parts)
+
+    def _positions(self, step: int) -> dict[Group, Tensor]:
+        """For each group of blocks the places in their slots that the exchange of `step` sends, int64 [count, k] on the device."""
+        number = max(self.channel.clock.round(step) - 1, 0)
+        if self._known is None or self._known[0] != number:
+            found = {}
+            for g in self.layout.groups:
+                count = 1 if self.codec.select == "stride" else g.count  # a stride is the same in every block
+                inside = seeded(self.codec.select, g.r * g.s, g.k(self.codec.topk), count, number, self.seed, self.device)
+                place = inside if g.s == EDGE else inside // g.s * EDGE + inside % g.s
+                found[g] = place.expand(g.count, -1)
+            self._known = (number, found)
+        return self._known[1]
+
+    def _vectors(self, work: Tensor, step: int) -> list[Tensor]:
+        if not self.codec.seeded:
+            return [work]
+        positions, at = self._positions(step), 0
+        chosen = torch.empty(self.spans[0][0], device=work.device)
+        for w in self.layout.windows(work.device):
+            if w.group is not None:
+                place = positions[w.group][w.first : w.first + w.count]
+                torch.gather(w.of(work).view(-1, BLOCK), 1, place, out=chosen[at : at + place.numel()].view(place.shape))
+                at += place.numel()
+        return [chosen, self.layout.dense_part(work).clone()]

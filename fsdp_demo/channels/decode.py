@@ -1,0 +1,247 @@
+"""What arrived for a channel, decoded window by window: the replicas' mean in the transform domain, without a workspace of its own.
+
+Every form fills windows of a layout in order (`windows.Window`). Replicas are added in rank order in fp32, so the same bits come out
+everywhere, whatever the size of a window.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..compression import dense as vectors
+from ..compression import sparse
+from ..compression.blocks import CACHED, Layout
+from ..compression.staging import upload
+from ..compression.windows import Group, Window
+from ..config.channel import BLOCK, Codec, Reducer
+
+FEW = 64  # coefficients of a block for which outer products are less work than two products of matrices
+
+
+class Mean:
+    """A mean over the replicas as a function of the window.
+
+    Attributes:
+        layout: of the workspace that it stands for.
+        device: where its windows are made.
+    """
+
+    layout: Layout
+    device: torch.device
+
+    def fill(self, window: Window, out: Tensor) -> Tensor:
+        """Write the window's elements of the mean into `out`, fp32 [numel]."""
+        raise NotImplementedError
+
+    def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
+        """Where few elements of a window of whole, transformed blocks are not zero: places in the block (int64 [n, m]) and values (fp32
+        [n, m]), which are added where a place comes again."""
+        return None
+
+    def add_to(self, work: Tensor, alpha: float) -> None:
+        """work += alpha times the mean, on a whole workspace."""
+        windows = self.layout.windows(self.device)
+        room = torch.empty(max((w.numel for w in windows), default=0), device=self.device)
+        for w in windows:
+            w.of(work).add_(self.fill(w, room[: w.numel]), alpha=alpha)
+
+    def clone(self) -> Tensor:
+        """The whole workspace, a new fp32 tensor."""
+        work = torch.empty(self.layout.numel, device=self.device)
+        for w in self.layout.windows(self.device):
+            self.fill(w, w.of(work))
+        return work
+
+
+class Whole(Mean):
+    """A workspace that is there already, or the mean of a vector that is the whole workspace; it may lie on another device."""
+
+    def __init__(self, layout: Layout, work: Tensor):
+        self.layout, self.work, self.device = layout, work, work.device
+
+    def fill(self, window: Window, out: Tensor) -> Tensor:
+        """See `Mean.fill`."""
+        return out.copy_(window.of(self.work), non_blocking=True)
+
+
+class Indexed(Mean):
+    """Sections of values and positions (`compression/sparse.py`).
+
+    Args:
+        bodies, weights: sections of the replicas that count, in rank order.
+    """
+
+    def __init__(self, layout: Layout, codec: Codec, reducer: Reducer, bodies: Sequence[Tensor], weights: Sequence[float]):
+        self.layout, self.codec, self.reducer, self.bodies, self.weights = layout, codec, reducer, bodies, weights
+        self.device = bodies[0].device if bodies else torch.device("cpu")
+        self._coded = sparse.split(layout, codec, bodies)
+        self._shared = upload(torch.tensor(self.weights), self.device)
+        self._stretches: list[Window] = []
+        self._latest: tuple[Window, Tensor, Tensor] | None = None  # what was decoded last
+        self._dense: Tensor | None = None
+        self._counts: Tensor | None = None  # replicas, or their weights, that sent a place of the window: bytes save much of the time
+
+    def fill(self, window: Window, out: Tensor) -> Tensor:
+        """See `Mean.fill`."""
+        if not self.weights:
+            return out.zero_()
+        if window.group is None:
+            start = self.layout.num_blocks * BLOCK
+            return out.copy_(self._whole()[window.begin - start : window.end - start])
+        places, values = self._decoded(window)
+        blocks, step = out.view(-1, BLOCK), CACHED if out.device.type == "cpu" and places.shape[1] > FEW else window.count
+        for lo in range(0, window.count, step):  # many are jumped to in what the cache of a core holds
+            part = places[lo : lo + step]
+            self._add(blocks[lo : lo + step].zero_(), part, self._shares(part, values[lo : lo + step]))
+        return out
+
+    def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
+        """See `Mean.terms`."""
+        g, size = window.group, len(self.bodies)
+        if g is None or not g.transform or not size or g.r * g.s < BLOCK or size * g.k(self.codec.topk) > FEW:
+            return None
+        places, values = self._decoded(window)
+        return places, self._shares(places, values)
+
+    def _decoded(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Places (int64) and values (fp32) of all replicas, [n, R k]: those of a block in rank order."""
+        place, found = self._decode(window)
+        return place.transpose(0, 1).flatten(1), found.transpose(0, 1).flatten(1)
+
+    def _shares(self, places: Tensor, values: Tensor) -> Tensor:
+        """What each of the values [n, R k] adds to the mean: its replica's weight over the weights of all that count at its place."""
+        size, equal = len(self.weights), all(w == 1.0 for w in self.weights)
+        if size == 1:
+            return values
+        weights = self._shared.repeat_interleave(values.shape[1] // size)
+        if self.reducer.kind != "senders":
+            return values * (weights / sum(self.weights))
+        few = equal and size < 256  # then bytes do: a quarter of the memory to jump about in
+        if self._counts is None or len(self._counts) < len(values):
+            self._counts = torch.empty(len(values), BLOCK, dtype=torch.uint8 if few else torch.float32, device=values.device)
+        counts, sent = self._counts[: len(values)].zero_(), values != 0
+        self._add(counts, places, sent.view(torch.uint8) if few else sent * weights)
+        count = counts.gather(1, places)
+        if few:
+            return values / count.clamp_min_(1)
+        return (values * weights).div_(count.masked_fill_(count == 0, 1.0))
+
+    def _add(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
+        """blocks [n, 4096] += values [n, R k] at their places, in rank order.
+
+        A CPU adds what is in a row one after the other. Elsewhere what is added at once has no order, so replicas are added one at a time.
+        """
+        if blocks.device.type == "cpu":
+            blocks.scatter_add_(1, places, values)
+            return
+        k = places.shape[1] // len(self.weights)
+        for p, v in zip(places.split(k, 1), values.split(k, 1), strict=True):
+            blocks.scatter_add_(1, p, v)
+
+    def add_to(self, work: Tensor, alpha: float) -> None:
+        """See `Mean.add_to`; only what was sent is touched."""
+        if len(self.bodies) != 1 or self.weights != [1.0] or self.reducer.clip != "none":
+            super().add_to(work, alpha)
+            return
+        for s in self.layout.stretches(self.device, self.codec.topk):
+            place, found = self._decode(s)
+            s.of(work).view(-1, BLOCK).scatter_add_(1, place[0], found[0] * alpha)
+        self.layout.dense_part(work).add_(sparse.decode_dense(self.layout, self.codec, self.bodies[0]), alpha=alpha)
+
+    def _decode(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Places and values [R, n, k] of a window, from the stretch that it lies in."""
+        if self._latest is None or not self._latest[0].begin <= window.begin < self._latest[0].end:
+            self._latest = None  # its memory is that of the next
+            self._stretches = self._stretches or self.layout.stretches(self.device, self.codec.topk, len(self.bodies))
+            stretch = self._stretches[bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1]
+            assert stretch.group is not None
+            place, found = sparse.decode_window(stretch, self._coded[stretch.group], self.codec)
+            self._latest = stretch, place, _clipped(found) if self.reducer.clip == "median_norm" else found
+        stretch, place, found = self._latest
+        first = window.first - stretch.first
+        return place[:, first : first + window.count], found[:, first : first + window.count]
+
+    def _whole(self) -> Tensor:
+        """The mean of what is sent whole, over all replicas."""
+        if self._dense is None:
+            self._dense = torch.zeros(self.layout.num_dense, device=self.device)
+            for body, w in zip(self.bodies, self.weights, strict=True):
+                self._dense.add_(sparse.decode_dense(self.layout, self.codec, body), alpha=w)
+            self._dense.div_(sum(self.weights))
+        return self._dense
+
+
+class Coded(Mean):
+    """Whole vectors in a code, gathered (`compression/dense.py`)."""
+
+    def __init__(self, layout: Layout, code: str, bodies: Sequence[Tensor], weights: Sequence[float]):
+        self.layout, self.code, self.bodies, self.weights = layout, code, bodies, weights
+        self.device = bodies[0].device if bodies else torch.device("cpu")
+
+    def fill(self, window: Window, out: Tensor) -> Tensor:
+        """See `Mean.fill`."""
+        out.zero_()
+        for body, w in zip(self.bodies, self.weights, strict=True):
+            vectors.add_part(self.code, body, self.layout.numel, window.begin, out, w)
+        return out.div_(sum(self.weights)) if self.weights else out
+
+    def add_to(self, work: Tensor, alpha: float) -> None:
+        """See `Mean.add_to`."""
+        if len(self.bodies) == 1 and self.weights == [1.0]:
+            vectors.add(self.code, self.bodies[0], work, alpha)
+        else:
+            super().add_to(work, alpha)
+
+
+class Scattered(Mean):
+    """Values at positions that are known, and the dense elements.
+
+    Args:
+        positions: of each group, places in the slots, int64 [count, k], on the device of the workspaces.
+        topk: of the codec.
+        chosen, dense: fp32; they may lie on the host instead.
+    """
+
+    def __init__(self, layout: Layout, positions: dict[Group, Tensor], topk: int, chosen: Tensor, dense: Tensor):
+        self.layout, self._positions, self._chosen, self._dense, self.device = layout, positions, chosen, dense, chosen.device
+        self._starts, at = {}, 0
+        for g in layout.groups:
+            self._starts[g] = at
+            at += g.count * g.k(topk)
+
+    def fill(self, window: Window, out: Tensor) -> Tensor:
+        """See `Mean.fill`."""
+        if window.group is None:
+            start = self.layout.num_blocks * BLOCK
+            return out.copy_(self._dense[window.begin - start : window.end - start], non_blocking=True)
+        place, values = self._of(window)
+        out.zero_().view(-1, BLOCK).scatter_(1, place, values)
+        return out
+
+    def add_to(self, work: Tensor, alpha: float) -> None:
+        """See `Mean.add_to`; only what was sent is touched."""
+        for w in self.layout.windows(work.device):
+            if w.group is not None:
+                place, values = self._of(w)
+                w.of(work).view(-1, BLOCK).scatter_add_(1, place, values * alpha)
+        self.layout.dense_part(work).add_(self._dense, alpha=alpha)
+
+    def _of(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Places and values [count, k] of a window's blocks."""
+        assert window.group is not None
+        place = self._positions[window.group][window.first : window.first + window.count]
+        start = self._starts[window.group] + window.first * place.shape[1]
+        return place, self._chosen[start : start + place.numel()].view(place.shape).to(place.device, non_blocking=True)
+
+
+def _clipped(found: Tensor) -> Tensor:
+    """Scale each replica's values of a block [R, n, k] by min(1, median / norm), the median being that of the replicas' norms of that block
+    (the mean of the middle two of an even number)."""
+    norms = found.norm(dim=2)
+    ordered = norms.sort(0).values
+    median = (ordered[(len(found) - 1) // 2] + ordered[len(found) // 2]) / 2
+    return found * torch.where(norms > median, median / norms, 1.0)[:, :, None]

@@ -1,0 +1,189 @@
+"""A channel on one rank: which tensors it covers, how they lie in workspaces, and what it keeps between exchanges. It sends nothing.
+
+Everything a channel keeps lives in workspaces of its lane (see `compression/blocks.py`): the accumulator in the transform domain, where
+a = beta a + gain T(source) and "subtract what was sent" are exact because the DCT is orthonormal and linear; anchor and outer
+momentum in the element domain, on the device or in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.topology import Position
+from ..compression.blocks import Layout
+from ..compression.windows import Window
+from ..config.channel import Channel
+from ..config.patterns import covers, kind
+from ..hosts.base import Shards
+
+
+class BoundChannel:
+    """A `Channel` bound to the shards of one rank.
+
+    Args:
+        channel: what to do.
+        shards: all local tensors; the channel covers those that its patterns name and that are not frozen.
+        position, lanes: this rank's place; a copy beyond the lanes keeps no state and only receives.
+        copies: process group of the ranks of this island that hold the same shard (None: the default group).
+        size: number of replicas.
+        home: where anchor and outer momentum are kept; None: with the shards.
+
+    Attributes:
+        covered: indices of its tensors in `shards`; present: which of them have a gradient (`ActiveChannel.note_gradients`).
+        layouts: of all lanes; layout, windows: of this lane (None and none on a copy beyond the lanes).
+        accumulator, anchor, momentum: workspaces of this lane, None where the channel keeps none.
+        written: the anchor and what rounding has added to the parameters; None where they are fp32.
+    """
+
+    def __init__(self, channel: Channel, shards: Shards, position: Position, lanes: int, copies: Any, size: int, home: str | None = None):
+        self.channel, self.shards, self.position, self.lanes, self.copies, self.size = channel, shards, position, lanes, copies, size
+        self._home = torch.device(home) if home is not None else shards.device
+        self.covered = [i for i, s in enumerate(shards.shards) if not s.frozen and covers(channel, s.name)]
+        if channel.source.startswith("state:"):
+            self._with_state()
+        chosen = [shards.shards[i] for i in self.covered]
+        kinds = [kind(channel, s.name) for s in chosen]
+        self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
+        self.lane = position.copy if position.copy < lanes else None
+        self.layout = self.layouts[self.lane] if self.lane is not None else None
+        self.windows = self.layout.windows(shards.device) if self.layout is not None else []
+        self.accumulator: Tensor | None = None
+        self.anchor: Tensor | None = None
+        self.written: Tensor | None = None
+        self.momentum: Tensor | None = None
+        self.present = [False] * len(self.covered)
+        self._low_precision = any(s.dtype != torch.float32 for s in chosen)
+        if self._low_precision and self.queues:
+            raise ValueError(
+                f"channel {channel.name!r}: clock.delay={channel.clock.delay}, not below clock.period={channel.clock.period}, needs fp32 "
+                "parameters: load the model with dtype=torch.float32, or shorten the delay"
+            )
+
+    @property
+    def queues(self) -> bool:
+        """Whether a delta is sent while earlier ones are under way."""
+        return self.channel.source == "delta" and self.channel.clock.delay >= self.channel.clock.period
+
+    def _with_state(self) -> None:
+        """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments exist for the rest."""
+        found = self.shards.read(self.channel.source)
+        self.covered = [i for i in self.covered if found[i] is not None]
+        if not self.covered:
+            name, kept = self.channel.source.removeprefix("state:"), ", ".join(self.shards.states()) or "none yet"
+            raise ValueError(
+                f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no covered parameter has it (found: {kept}): "
+                "name a state of this optimizer, or, if it makes its state at its first step, take one before attach"
+            )
+
+    def start(self) -> None:
+        """Make the state: zero accumulator and momentum, anchor at the parameters as they are now."""
+        if self.layout is None:
+            return
+        if self.channel.accumulator is not None:
+            self.accumulator = self.layout.new(self.shards.device)
+        if self.channel.source == "delta":
+            self.anchor = self._keep(self.pack("parameter"))
+            self.written = self.pack("parameter") if self._low_precision else None
+            if self.channel.applier.momentum:
+                self.momentum = self._keep(self.layout.new(self.shards.device))
+
+    def _keep(self, work: Tensor | None) -> Tensor | None:
+        """Move a workspace to where anchors and outer momentum live."""
+        if work is None or work.device == self._home:
+            return work
+        host = torch.empty(work.shape, dtype=work.dtype, device=self._home, pin_memory=True)
+        return host.copy_(work)
+
+    def fetch(self, kept: Tensor | None, window: Window) -> Tensor | None:
+        """A window of anchor or momentum on the device of the shards: a view, or a copy that `store` writes back."""
+        return None if kept is None else window.of(kept).to(self.shards.device, non_blocking=True)
+
+    def store(self, kept: Tensor | None, window: Window, work: Tensor | None) -> None:
+        """Bring what `fetch` gave, changed since, to where it is kept."""
+        if kept is not None and work is not None and self._home != self.shards.device:
+            window.of(kept).copy_(work, non_blocking=True)
+
+    def tensors(self, source: str) -> list[Tensor | None]:
+        """The covered local tensors of a source, as `Shards.read` gives them."""
+        every = self.shards.read(source)
+        return [every[i] for i in self.covered]
+
+    def pack(self, source: str) -> Tensor | None:
+        """A new workspace of this lane with a source in it, fp32, element domain; None on a copy beyond the lanes."""
+        if self.layout is None:
+            return None
+        return self.layout.pack(self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
+
+    def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
+        """Write a workspace of this lane into `tensors`; where copies share the work, one all-gather inside the island completes it."""
+        if self.position.copies == 1:
+            assert self.layout is not None and work is not None
+            self.layout.unpack(work, tensors)
+            return
+        size = max(layout.numel for layout in self.layouts)
+        part = torch.zeros(size, device=self.shards.device)
+        if work is not None:
+            part[: work.numel()] = work
+        parts = [torch.empty_like(part) for _ in range(self.position.copies)]
+        dist.all_gather(parts, part, group=self.copies)
+        for layout, received in zip(self.layouts, parts, strict=False):
+            layout.unpack(received[: layout.numel], tensors)
+
+    def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Local gradients of the covered tensors: created where wanted, removed elsewhere; other tensors are not touched."""
+        every: list[bool | None] = [None] * len(self.shards.shards)
+        for i, want in zip(self.covered, wanted, strict=True):
+            every[i] = want
+        grads = self.shards.gradients(every)
+        return [grads[i] for i in self.covered]
+
+    def show_anchor(self) -> None:
+        """Write the anchor into the parameters."""
+        anchor = None if self.anchor is None else self.anchor.to(self.shards.device)
+        self.write(anchor, self.tensors("parameter"))
+
+    def anchor_here(self) -> None:
+        """Let the parameters as they are now be the anchor."""
+        if self.anchor is not None:
+            now = self.pack("parameter")
+            assert now is not None
+            self.anchor.copy_(now, non_blocking=True)
+        self.written = self.pack("parameter") if self.written is not None else None
+
+    def state(self) -> dict[str, Any]:
+        """What is kept between exchanges: workspaces by name (references, not copies) and the gradients ever seen."""
+        if self._home != self.shards.device:
+            torch.get_device_module(self.shards.device).synchronize(self.shards.device)  # copies to the host may still be under way
+        kept = {"accumulator": self.accumulator, "anchor": self.anchor, "momentum": self.momentum, "written": self.written}
+        return {**{k: v for k, v in kept.items() if v is not None}, "present": list(self.present)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
+        mine = self.state()
+        if set(mine) != set(state):
+            raise ValueError(
+                f"channel {self.channel.name!r}: saved state has {sorted(state)}, this configuration keeps {sorted(mine)}: resume with the "
+                "preset it was saved with"
+            )
+        for key, value in state.items():
+            if key == "present":
+                self.present = list(value)
+            elif value.shape != mine[key].shape:
+                raise ValueError(
+                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume "
+                    "with the same number of islands and ranks"
+                )
+            else:
+                mine[key].copy_(value)
+
+
+def less(work: Tensor, window: Window, flying: Sequence[Tensor]) -> Tensor:
+    """A window minus the own deltas in flight (workspaces), in place."""
+    for own in flying:
+        work.sub_(window.of(own))
+    return work

@@ -1,0 +1,12 @@
+"""State on disk: save, agree on what to load, load it with other numbers of islands or shards.
+
+May import `exchange` and all below it.
+"""
+
+from __future__ import annotations
+
+from .exchange_state import Saved, Snapshot, describe, open_exchange, save_exchange, snapshot
+from .files import crc32
+from .manager import Checkpoints
+
+__all__ = ["Checkpoints", "Saved", "Snapshot", "crc32", "describe", "open_exchange", "save_exchange", "snapshot"]

@@ -1,0 +1,150 @@
+"""From which state each island goes on: a pure function of what all of them hold, so that all come to the same answer.
+
+Islands go on together from states between the same exchanges: equal steps, or unlike steps at which the same messages were applied last
+(`applied` in the heads of the exchange's parts). What replicas share, anchors and outer momenta, is equal there, and between two exchanges
+each island's path is its own. One that has lost the answer to a message holds that message, and sends it once more. States of earlier
+releases do not say what was applied: of these only equal steps count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import NeedsDecision
+from .files import read_head
+
+
+@dataclass(frozen=True, order=True)
+class Held:
+    """A state that a replica can go on from.
+
+    Attributes:
+        step: optimizer steps done.
+        kind: "checkpoint" or "emergency".
+        applied: between which exchanges it lies, as JSON; "" where that is not known, or the number of islands was another.
+        owner: the island that saved it; -1 where that is not known, or the number of islands was another.
+    """
+
+    step: int
+    kind: str = "checkpoint"
+    applied: str = ""
+    owner: int = -1
+
+    def fits(self, applied: str) -> bool:
+        """Whether it may lie between the same exchanges as another state of the same step."""
+        return not applied or not self.applied or self.applied == applied
+
+
+def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tuple[str, int]:
+    """(applied, owner) as the heads in a folder `exchange` say, for `Held`; ("", -1) where there is no part.
+
+    Args:
+        ranks: of whom to read the parts; None: of all that are there.
+
+    Raises:
+        ValueError: a part is torn or missing, or ranks stand between unlike exchanges.
+    """
+    paths = sorted(exchange.glob("rank*.json")) if ranks is None else [exchange / f"rank{r}.json" for r in ranks]
+    try:
+        heads = [read_head(path)[0] for path in paths]
+    except OSError as error:
+        raise ValueError(f"{exchange} cannot be read: {error}") from None
+    places = {(_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
+    if len({applied for applied, _ in places}) > 1:
+        raise ValueError(f"{exchange}: ranks stand between unlike exchanges: {', '.join(sorted(a for a, _ in places))}")
+    return (next(iter(places))[0], min(owner for _, owner in places)) if places else ("", -1)
+
+
+def _applied(head: dict[str, Any]) -> str:
+    """Between which exchanges a part was saved; empty where the head is of a release that does not say it."""
+    applied = head.get("applied")
+    return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
+
+
+def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
+    """The newest states, one of each list, that lie between the same exchanges; None if there are none."""
+    found = alike(held)
+    for applied in {h.applied for h in held[0] if h.applied} if held else ():
+        mine = [[h for h in each if h.applied == applied] for each in held]
+        if all(mine):
+            found.append([max(each, key=_rank) for each in mine])
+    return max(found, key=lambda states: (min(h.step for h in states), sum(h.step for h in states)), default=None)
+
+
+def alike(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
+    """All choices of states, one of each list, of one step and between the same exchanges."""
+    found = []
+    for step in set.intersection(*({h.step for h in each} for each in held)) if held else ():
+        here = [[h for h in each if h.step == step] for each in held]
+        for applied in sorted({h.applied for each in here for h in each}, reverse=True):
+            fitting = [[h for h in each if h.fits(applied)] for each in here]
+            known = {h.applied for each in fitting for h in each if h.applied}
+            if all(fitting) and len(known) < 2:
+                found.append([max(each, key=_rank) for each in fitting])
+                break
+    return found
+
+
+def _rank(held: Held) -> tuple[int, bool]:
+    return held.step, held.kind == "checkpoint"
+
+
+def choose(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> list[Held | None] | None:
+    """The state from which each island goes on; None for one that takes over from the others. None in all where nobody holds any.
+
+    Args:
+        names: of the islands, for the error.
+        held: what each holds.
+        how: "common": what all hold. "auto": else islands that hold none take over from the others. "take_over": else all that do not hold
+            the newest of them.
+
+    Raises:
+        NeedsDecision: a person must choose; or the folders of islands are swapped.
+    """
+    holders = [each for each in held if each]
+    if not holders:
+        return None
+    chosen: list[Held | None] | None = None
+    if len(holders) == len(held) or how != "common":
+        states = together(holders)
+        rest = iter(states or ())
+        chosen = [next(rest) if each else None for each in held] if states else None
+    if chosen is None and how == "take_over":
+        newest = max((h for each in holders for h in each), key=_rank)
+        chosen = [max((h for h in each if h.step == newest.step and h.fits(newest.applied)), key=_rank, default=None) for each in held]
+    if chosen is None:
+        raise NeedsDecision(_choices(names, held, how))
+    if how != "take_over":
+        _check_owners(names, chosen)
+    return chosen
+
+
+def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> str:
+    pairs = list(zip(names, held, strict=True))
+    have = "; ".join(f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}" for name, each in pairs)
+    newest, name = max((max(each, key=_rank).step, name) for name, each in pairs if each)
+    shared = set.intersection(*({h.step for h in each} for each in held))
+    parted = " (at equal steps they have applied unlike exchanges)" if shared else ""
+    lacking = "" if how == "auto" or all(held) else "; or let those that hold none take over from the others (--resume auto)"
+    return (
+        f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder there{lacking}; or let all go on from "
+        f"step {newest} of {name}, where what others have done alone is lost (take_over=True; recipes/pretrain.py: --take-over; Trainer: "
+        "name it by its path); or start anew in another folder"
+    )
+
+
+def _check_owners(names: Sequence[str], chosen: Sequence[Held | None]) -> None:
+    """Folders that change hands between islands mix up data and accumulators; a copy of one island's folder is a way to take over."""
+    owners = [h.owner if h is not None else -1 for h in chosen]
+    swapped = [i for i, owner in enumerate(owners) if owner not in (-1, i)]
+    known = [owner for owner in owners if owner != -1]
+    if swapped and len(set(known)) == len(known):
+        who = ", ".join(f"{names[i]} (ISLAND_RANK={i}) finds what island {owners[i]} saved" for i in swapped)
+        raise NeedsDecision(
+            f"folders of islands are swapped: {who}. Give each island the ISLAND_RANK or the folder that it had, or take over on purpose "
+            "(take_over=True; recipes/pretrain.py: --take-over)"
+        )

@@ -1,0 +1,217 @@
+"""The exchange's state on disk, one part (`files.py`) per rank: `FOLDER/rank<r>.json` and `FOLDER/rank<r>.safetensors`.
+
+The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and how the model lay.
+
+Format 1. Format 0 was `FOLDER/rank<r>.pt`, of the first releases under the Trainer; it loads for the same islands and ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..exchange.exchange import Exchange
+from .files import FRESH, OTHER, copied, read_head, write_part
+from .reshard import convert
+from .saved import PartSet, load_format0
+
+PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "lanes")  # of a head: with equal ones a state is taken as it is
+
+
+def describe(exchange: Exchange) -> dict[str, Any]:
+    """The head of this rank's part: everything but format, package and file."""
+    topology, place = exchange.topology, exchange.channels[0].position
+    return {
+        "step": exchange.step,
+        "preset": exchange.config.preset,
+        "config": exchange.config.to_dict(),
+        "digest": exchange.config.digest(),
+        "kind": topology.kind,
+        "island": topology.island,
+        "islands": topology.islands,
+        "name": topology.name,
+        "run": topology.run,
+        "rank": topology.rank,
+        "world": topology.world,
+        **vars(place),
+        "lanes": exchange.channels[0].lanes,
+        "torch": torch.__version__,
+        "applied": exchange.applied,
+        "parameters": [
+            {
+                "name": s.name,
+                "global_shape": s.global_shape,
+                "shape": s.shape,
+                "offset": s.offset,
+                "dtype": str(s.dtype)[len("torch.") :],
+                "frozen": s.frozen,
+            }
+            for s in exchange.shards.shards
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of one rank's state in host memory, to be written while training goes on."""
+
+    head: dict[str, Any]
+    tree: Any
+
+    def write(self, folder: Path) -> None:
+        """As `save_exchange`."""
+        write_part(folder, f"rank{self.head['rank']}", self.head, self.tree)
+
+
+def snapshot(exchange: Exchange) -> Snapshot:
+    """Copy this rank's state (what is in flight is waited for). No collectives."""
+    return Snapshot(describe(exchange), copied(exchange.state_dict()))
+
+
+def save_exchange(folder: Path, exchange: Exchange) -> None:
+    """Write this rank's part of an exchange's state into `folder`, one folder per replica. No collectives.
+
+    What is in flight is waited for and saved with it, to be applied at its own step.
+    """
+    Snapshot(describe(exchange), exchange.state_dict()).write(Path(folder))
+
+
+class Saved(PartSet):
+    """Parts that an exchange can go on from: `attach(state=open_exchange(folder))`."""
+
+    def state_for(self, exchange: Exchange) -> dict[str, Any]:
+        """The state of `exchange`'s rank: as it was saved if it stands where it stood, else converted to its numbers.
+
+        Raises:
+            ValueError: another preset or model; parts that are missing or damaged; format 0 with other numbers.
+        """
+        mine = self.check(exchange)
+        island, rank = mine["island"], mine["rank"]
+        head = next((h for h in self.heads if (h["island"], h["rank"]) == (island, rank)), None)
+        if head is not None and all(head.get(k) in (mine[k], None) for k in PLACE) and _stretches(head) in (_stretches(mine), None):
+            return self.state(rank, island)
+        first = self.heads[0]
+        if first["format"] == 0:
+            raise ValueError(
+                f"{self.where()} has format 0, which loads only on the same islands and ranks (saved: island {first['island']} of "
+                f"{first['islands']}): resume it so once and save again, {FRESH}"
+            )
+        if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "lanes")) and island in self.islands:
+            self.head(rank, island)  # the numbers are those of this run: the part itself is missing
+        return convert(self, exchange)
+
+    def check(self, exchange: Exchange) -> dict[str, Any]:
+        """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own rank, were it saved now.
+
+        Raises:
+            ValueError: another preset or model, or parameters cut in a way that cannot be joined and cut anew.
+        """
+        mine = describe(exchange)
+        self._check_kin(mine)
+        self._check_stretches(mine)
+        return mine
+
+    def _check_stretches(self, mine: Mapping[str, Any]) -> None:
+        """Stretches of flattened tensors (ZeRO) are taken over by who holds the same ones."""
+        heads = [h for h in self.heads if "parameters" in h]
+        if not any(p.get("offset") is not None for h in [*heads, mine] for p in h["parameters"]):
+            return
+        alike = [h for h in heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])]
+        if heads and (not alike or any(_stretches(h) != _stretches(mine) for h in alike)):
+            first = heads[0]
+            form = ["by ZeRO" if any(p.get("offset") is not None for p in h["parameters"]) else "along dim 0" for h in (first, mine)]
+            raise ValueError(
+                f"{self.where()}: the saved ranks hold other stretches of the parameters ({first['shards']} shards, cut {form[0]}) than "
+                f"those of this run ({mine['shards']} shards, cut {form[1]}), and parts that ZeRO has cut are not cut anew: resume with as "
+                f"many ranks per replica, the same ZeRO stage and parameter groups, {FRESH}"
+            )
+
+    def _check_kin(self, mine: Mapping[str, Any]) -> None:
+        """Refuse another preset, and another model."""
+        for h in self.heads:
+            if h["format"] == 0:
+                continue
+            if h["preset"] != mine["preset"]:
+                raise ValueError(
+                    f"{self.where()} was saved by preset {h['preset']!r}, this run has {mine['preset']!r}: give the same preset, {FRESH}"
+                )
+            theirs, ours = ({p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine))
+            if theirs != ours:
+                name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
+                there, here = (x.get(name, "absent") for x in (theirs, ours))
+                raise ValueError(
+                    f"{self.where()} belongs to another model: {name} is {there} there, {here} here ({len(theirs)} tensors there, "
+                    f"{len(ours)} here): give the model it was saved with, {FRESH}"
+                )
+
+
+def open_exchange(*folders: Path | str) -> Saved:
+    """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a mesh).
+
+    Raises:
+        ValueError: no parts; parts that are half-written, damaged, of a newer format, or of different steps.
+    """
+    places: list[Path] = []
+    for folder in map(Path, folders):
+        found = [folder, *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else [])]
+        places += [f for f in found if f.is_dir() and any(_NAME.fullmatch(p.name) for p in f.iterdir())]
+    paths = [p for f in places for p in _parts(f)]
+    if not paths:
+        where = ", ".join(map(str, folders))
+        half = sorted(p.name for f in map(Path, folders) if f.is_dir() for p in f.glob("rank*"))
+        what = f"only unfinished files ({', '.join(half[:4])})" if half else "no part of an exchange's state (rank0.json, ...)"
+        raise ValueError(f"{where} holds {what}: it was saved without an exchange, or the save was cut off; {OTHER}, {FRESH}")
+    new = [(p, read_head(p)[0]) for p in paths if p.suffix == ".json"]
+    for path, head in new:
+        if "island" not in head or "digest" not in head:
+            raise ValueError(f"{path} is no part of an exchange's state: name the folder `exchange` beside it; {OTHER}, {FRESH}")
+    return _saved(tuple(places), new + _format0(p for p in paths if p.suffix == ".pt"))
+
+
+def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) -> Saved:
+    """Order the parts; they must be of one checkpoint."""
+    where = ", ".join(map(str, folders))
+    heads = sorted((h for _, h in parts), key=lambda h: (h["island"], h["rank"]))
+    paths = {(h["island"], h["rank"]): p for p, h in parts}
+    if len(paths) < len(parts):
+        twice = sorted({k for k in paths if sum((h["island"], h["rank"]) == k for h in heads) > 1})
+        raise ValueError(f"{where}: (island, rank) {twice[:4]} are there more than once: name the folders of one checkpoint")
+    steps = sorted({h["step"] for h in heads})
+    if len(steps) > 1:
+        raise ValueError(f"{where}: parts of different steps {steps}: name the folders of one checkpoint")
+    return Saved(folders, heads, paths)
+
+
+_NAME = re.compile(r"rank(\d+)\.(json|pt)")
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Parts by rank; a json is preferred to the same rank's .pt of the old format."""
+    by_rank: dict[int, Path] = {}
+    for path in sorted(folder.iterdir(), reverse=True):  # .pt before .json
+        if match := _NAME.fullmatch(path.name):
+            by_rank[int(match[1])] = path
+    return list(by_rank.values())
+
+
+def _format0(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Parts of format 0 with what is known of a head. In a mesh the files of all islands lie together, numbered over the world."""
+    contents = sorted(((int(p.stem.removeprefix("rank")), p, load_format0(p)) for p in paths), key=lambda found: found[0])
+    places = [content["island"] for _, _, content in contents]
+    out = []
+    for i, (number, path, content) in enumerate(contents):
+        island, state = places[i], content["state"]
+        rank = number if len(set(places)) == 1 else places[:i].count(island)
+        known = {"island": island, "islands": content["islands"], "rank": rank, "world": max(places.count(island), rank + 1)}
+        out.append((path, {"format": 0, "step": state["step"], "digest": state["digest"], "preset": None, **known}))
+    return out
+
+
+def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]] | None:
+    """Local shape of each tensor, and where it begins in the whole one (None: cut along dim 0, or whole)."""
+    return [(tuple(p["shape"]), p.get("offset")) for p in head["parameters"]] if "parameters" in head else None

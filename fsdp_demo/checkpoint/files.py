@@ -1,0 +1,186 @@
+"""A tree of tensors and JSON values on disk: two files, no pickle.
+
+`FOLDER/NAME.safetensors` holds the tensors, `FOLDER/NAME.json` the tree with `{"tensor": KEY}` in their places, and a head. Each is written
+under a temporary name, synced and renamed, the json last: a json whose tensor file has the size it names is a whole part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..version import __version__
+
+FORMAT = 1
+PIECE = 8 << 20  # bytes per read of a checksum
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
+OTHER = "resume from another checkpoint"
+FRESH = (
+    "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: --fresh-exchange; Trainer: "
+    "ExchangeCallback(..., fresh=True))"
+)
+
+
+def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any, before_last: Callable[[], Any] = lambda: None) -> None:
+    """Write `folder/name.safetensors` and then `folder/name.json`. No collectives.
+
+    Args:
+        before_last: called before the json, with which the part counts; what it raises leaves the part unfinished.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    state = _detach(tree, "", tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.safetensors"
+    in_one_piece(path, lambda part: save_file(_unshared(tensors), part))
+    file = {"name": path.name, "bytes": path.stat().st_size, "crc32": crc32(path)}
+    text = json.dumps({"head": {**head, "format": FORMAT, "package": __version__, "file": file}, "state": state}, allow_nan=False)
+    sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "part": text})  # the text as it was: no parser may change a digit of it
+    before_last()
+    in_one_piece(folder / f"{name}.json", lambda part: part.write_text(sealed, encoding="utf-8"))
+    sync_folder(folder)
+
+
+def read_head(path: Path) -> tuple[dict[str, Any], Any]:
+    """Head and tree (without tensors) of a part's json; the tensor file must be there in its size.
+
+    Raises:
+        ValueError: torn, of another format, or without its tensors.
+    """
+    try:
+        sealed = json.loads(path.read_text(encoding="utf-8"))
+        text, crc = sealed["part"], sealed["crc32"]
+        part = json.loads(text)
+        head, version = part["head"], part["head"].get("format")
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
+    if version != FORMAT:
+        raise ValueError(
+            f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is {__version__}, which reads "
+            f"format {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
+        )
+    if crc != zlib.crc32(text.encode()):
+        raise ValueError(f"{path} is damaged, its checksum does not fit: {OTHER}, {FRESH}")
+    beside, file = path.with_suffix(".safetensors"), head["file"]
+    found = beside.stat().st_size if beside.exists() else None
+    if found != file["bytes"]:
+        what = "is missing" if found is None else f"has {found} bytes"
+        raise ValueError(f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, {FRESH}")
+    return head, part["state"]
+
+
+def read_part(path: Path) -> tuple[dict[str, Any], Any]:
+    """Head and tree of a part, with its tensors (CPU); `path` is that of the json.
+
+    Raises:
+        ValueError: see `read_head`; or the tensors do not fit their checksum.
+    """
+    from safetensors.torch import load_file
+
+    head, state = read_head(path)
+    beside = path.with_suffix(".safetensors")
+    found, named = crc32(beside), head["file"]["crc32"]
+    if found != named:
+        raise ValueError(f"{beside} is damaged: checksum {found:08x}, {path.name} names {named:08x}; {OTHER}, {FRESH}")
+    return head, _attach(state, load_file(beside))
+
+
+def copied(node: Any) -> Any:
+    """A tree whose tensors are copies in host memory."""
+    if isinstance(node, Tensor):
+        return node.detach().to("cpu", copy=True)
+    if isinstance(node, Mapping):
+        return {k: copied(v) for k, v in node.items()}
+    return [copied(v) for v in node] if isinstance(node, list | tuple) else node
+
+
+def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree with tensors replaced by their keys, collected in `tensors`. Floats that JSON lacks become {"number": TEXT}."""
+    if isinstance(node, Tensor):
+        while key in tensors:  # {"a": {"b": t}, "a.b": t}
+            key += "'"
+        tensors[key] = node.detach()
+        return {"tensor": key}
+    if isinstance(node, Mapping):
+        assert all(isinstance(k, str) for k in node), f"{key}: only strings are keys in JSON"
+        return {k: _detach(v, f"{key}.{k}" if key else k, tensors) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [_detach(v, f"{key}.{i}" if key else str(i), tensors) for i, v in enumerate(node)]
+    if isinstance(node, float) and not math.isfinite(node):
+        return {"number": repr(node)}
+    assert node is None or isinstance(node, bool | int | float | str), f"{key}: {type(node).__name__} has no place in a checkpoint"
+    return node
+
+
+def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `_detach`."""
+    if isinstance(node, dict):
+        if len(node) == 1:
+            ((kind, value),) = node.items()
+            if kind == "tensor" and isinstance(value, str):
+                return tensors[value]
+            if kind == "number" and isinstance(value, str):
+                return float(value)
+        return {k: _attach(v, tensors) for k, v in node.items()}
+    return [_attach(v, tensors) for v in node] if isinstance(node, list) else node
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, on the CPU, each with memory of its own, as safetensors wants them."""
+    out: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for key, t in tensors.items():
+        t = t.cpu().contiguous()
+        if t.untyped_storage().data_ptr() in seen:
+            t = t.clone()
+        seen.add(t.untyped_storage().data_ptr())
+        out[key] = t
+    return out
+
+
+def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a temporary file, sync it and give it its name: a reader sees the old file or the whole new one."""
+    part = path.with_name(path.name + ".part")
+    write(part)
+    with open(part, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def as_disk_error(error: Exception) -> Exception:
+    """An OSError for what writers raise on a full disk, whichever class it has; all else as it is.
+
+    safetensors says "I/O error ... (os error 28)", `torch.save` "enforce fail at inline_container.cc" or "PytorchStreamWriter failed".
+    """
+    text = str(error)
+    theirs = type(error).__name__ == "SafetensorError" and "os error" in text
+    torchs = isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text)
+    return OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def crc32(path: Path, sync: bool = False) -> int:
+    """CRC-32 of a file's bytes; `sync` also makes them durable."""
+    value = 0
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        while piece := file.read(PIECE):
+            value = zlib.crc32(piece, value)
+    return value

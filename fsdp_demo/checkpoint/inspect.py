@@ -1,0 +1,279 @@
+"""`fsdp-demo inspect CHECKPOINT`: what lies in a checkpoint's exchange states, told from their heads; tensors are checked, not loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.load import preset
+from ..config.presets import presets
+from ..config.schema import ExchangeConfig
+from .exchange_state import Saved, open_exchange
+from .files import UNREADABLE, crc32, read_head
+from .folders import MANIFEST
+
+DEPTH = 4  # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
+_CHECKPOINT = re.compile(r"(?:checkpoint|emergency)-(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint: its folder, and the folder in it (or itself) where the ranks' exchange states lie."""
+
+    folder: Path
+    exchange: Path
+
+    def open(self) -> Saved:
+        """Read the heads. Raises ValueError for what is missing, torn, foreign or of another version."""
+        return open_exchange(self.exchange)
+
+
+def find(root: Path) -> list[Found]:
+    """All checkpoints at or below `root`, those of one island together, by step; among them what ranks saved on their way out.
+
+    Raises:
+        ValueError: there is no such folder, or none in it.
+    """
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such folder; name a checkpoint-N, or a run's folder that holds some")
+    if root.name == "exchange" or not _is_checkpoint(root) and any(root.glob("rank*.json")):
+        return [Found(root.parent if root.name == "exchange" else root, root)]
+    folders = [root] if _is_checkpoint(root) else sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
+    if not folders:
+        raise ValueError(
+            f"{root} holds no checkpoint: looked for folders named checkpoint-N or with exchange/rank0.json, {DEPTH} levels deep"
+        )
+    return [Found(folder, _exchange_in(folder)) for folder in folders]
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    for child in folder.iterdir() if depth else ():
+        if child.is_dir() and _is_checkpoint(child):
+            yield child
+        elif child.is_dir() and not child.name.startswith("."):
+            yield from _below(child, depth - 1)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the exchange's parts in it."""
+    return _CHECKPOINT.fullmatch(folder.name) is not None or (folder / "exchange").is_dir() and any((folder / "exchange").glob("rank*"))
+
+
+def _exchange_in(folder: Path) -> Path:
+    return folder / "exchange" if (folder / "exchange").is_dir() else folder
+
+
+def _step(folder: Path) -> int:
+    found = re.search(r"(\d+)$", folder.name)
+    return int(found[1]) if found else -1
+
+
+def above(folder: Path, run: Path) -> list[Path]:
+    """Where the files of a run lie that belong to one of its checkpoints: the checkpoint, and the folders from there up to the run's."""
+    last = run.parent if folder == run else run
+    return [place for place in (folder, *folder.parents) if place == folder or place == last or last in place.parents]
+
+
+def settings(config: ExchangeConfig) -> dict[str, Any]:
+    """Dotted paths in which a configuration differs from its preset; all of them if there is no such preset."""
+    here = _flat(config.to_dict())
+    there = _flat(preset(config.preset).to_dict()) if config.preset in presets() else {}
+    return {key: value for key, value in here.items() if key not in there or there[key] != value}
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Channels by their names, all else by their keys."""
+    if isinstance(data, dict):
+        parts = [(key, value) for key, value in data.items() if not (key == "name" and prefix)]
+    elif isinstance(data, list) and data and isinstance(data[0], dict):
+        return {k: v for item in data for k, v in _flat(item, f"{item['name']}.").items()}
+    else:
+        return {prefix.rstrip("."): data}
+    return {k: v for key, value in parts for k, v in _flat(value, "" if key == "channels" else f"{prefix}{key}.").items()}
+
+
+def describe(found: Found) -> dict[str, Any]:
+    """What one checkpoint holds, as JSON values.
+
+    Raises:
+        ValueError: a head cannot be read.
+    """
+    saved = found.open()
+    first, problems = saved.heads[0], [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
+    out: dict[str, Any] = {"folder": str(found.folder), "complete": not problems, "problems": problems, "step": saved.step}
+    out |= {"preset": first["preset"], "islands": first["islands"], "holds": _holders(saved)}
+    out["versions"] = {"format": first["format"], "fsdp_demo": first.get("package"), "torch": first.get("torch")}
+    out["bytes"] = sum(f.stat().st_size for path in saved.paths.values() for f in {path, path.with_suffix(".safetensors")} if f.exists())
+    if first["format"] == 0:  # says nothing else
+        return out
+    config = ExchangeConfig.from_dict(first["config"])
+    out |= {"method": config.describe(), "settings": settings(config), "digest": f"{config.digest():016x}", "run": first["run"]}
+    out |= {"topology": first["kind"], "shards": first["shards"], "copies": first["copies"]}
+    for name, frozen in (("parameters", False), ("frozen", True)):
+        whole = {p["name"]: p["global_shape"] for p in first["parameters"] if p["frozen"] == frozen}  # ZeRO has a tensor in several shards
+        out[name] = sum(map(math.prod, whole.values()))
+    out |= {"tokens": 0, "states": {}, "in_flight": []}
+    for path in saved.paths.values():
+        _add_part(out, path)
+    beside = [path for folder in saved.folders for path in folder.glob("local*.json")]  # a mesh's replicas, see trainer_state.py
+    wanted = {path.with_suffix(".safetensors"): read_head(path)[0]["file"] for path in (*saved.paths.values(), *beside)}
+    problems += _damage(wanted | _manifest(found.folder, problems))
+    out["complete"] = not problems
+    return out
+
+
+def _holders(saved: Saved) -> dict[str, Any]:
+    """Number and name of the islands of which parts are here."""
+    return {str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads}
+
+
+def _add_part(out: dict[str, Any], path: Path) -> None:
+    """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
+    tree = read_head(path)[1]
+    tensors = _tensor_sizes(path.with_suffix(".safetensors"))
+    out["tokens"] += int(tree["tokens"][0])
+    for channel, kept in tree["channels"].items():
+        sums = out["states"].setdefault(channel, {})
+        for name, value in kept.items():
+            for key in _keys(value):
+                sums[name] = sums.get(name, 0) + tensors.get(key, 0)
+    for i, flight in enumerate(tree["in_flight"]):
+        if i == len(out["in_flight"]):
+            out["in_flight"].append({"step": flight["step"], "channels": flight["members"], "bytes": 0})
+        out["in_flight"][i]["bytes"] += sum(tensors.get(key, 0) for key in _keys(flight))
+
+
+def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:
+    """Size and checksum (None in the Trainer's) of each file that the manifest of a checkpoint names; nothing where there is none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return {}
+    try:
+        return {folder / name: {"bytes": f["bytes"], "crc32": f["crc32"]} for name, f in json.loads(path.read_text())["files"].items()}
+    except UNREADABLE as error:
+        problems.append(f"{path} is damaged ({error!r:.80})")
+        return {}
+
+
+def _damage(files: dict[Path, dict[str, Any]]) -> Iterator[str]:
+    """What is wrong with files of known size and checksum."""
+    for path, wanted in sorted(files.items()):
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif path.stat().st_size != wanted["bytes"]:
+            yield f"{path} has {path.stat().st_size} bytes, not {wanted['bytes']}"
+        elif wanted["crc32"] is not None and crc32(path) != wanted["crc32"]:
+            yield f"{path} is damaged, its checksum does not fit"
+
+
+def _keys(tree: Any) -> Iterator[str]:
+    """The tensor keys that a tree names."""
+    if isinstance(tree, dict) and set(tree) == {"tensor"}:
+        yield tree["tensor"]
+    elif isinstance(tree, (dict, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _keys(value)
+
+
+def _tensor_sizes(path: Path) -> dict[str, int]:
+    """Bytes of each tensor in a safetensors file: 8 bytes with the length of a JSON header, then that header."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return {key: value["data_offsets"][1] - value["data_offsets"][0] for key, value in header.items() if key != "__metadata__"}
+    except (OSError, MemoryError, OverflowError, *UNREADABLE):
+        return {}  # `_damage` says it
+
+
+def size(count: float) -> str:
+    """Bytes for people: `12.3 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """`0, 2 and 3`."""
+    words = [str(n) for n in sorted(numbers)]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def counted(number: int, word: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def ranks(head: dict[str, Any]) -> str:
+    """How an island's ranks hold the model."""
+    shards, copies = int(head["shards"]), int(head["copies"])
+    share = counted(shards, "shard") if copies == 1 or shards > 1 else "the whole model on each"
+    return f"{counted(shards * copies, 'rank')}, {share}" + (f" on {copies} of them each" if copies > 1 and shards > 1 else "")
+
+
+def text(info: dict[str, Any]) -> str:
+    """`describe`'s answer for people."""
+    if "step" not in info:
+        return f"{info['folder']}\n  NOT READABLE: {info['problems'][0]}"
+    here = ", ".join(f"{number} ({name})" for number, name in info["holds"].items())
+    rows = [("step", str(info["step"])), ("islands", f"{info['islands']}, here {here}")]
+    if "method" in info:
+        rows += _details(info)
+    else:
+        rows.append(("preset", "not recorded in format 0"))
+    rows += [
+        ("size", f"{size(info['bytes'])} of exchange states"),
+        ("versions", ", ".join(f"{name} {value}" for name, value in info["versions"].items() if value is not None)),
+        ("complete", "yes" if info["complete"] else "NO: " + "; ".join(info["problems"])),
+    ]
+    return "\n".join([info["folder"], *(f"  {label:18}{value}" for label, value in rows)])
+
+
+def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
+    changed = ", ".join(f"{key}={value}" for key, value in info["settings"].items())
+    frozen = f", and {info['frozen']:,} frozen" if info["frozen"] else ""
+    rows = [
+        ("each island", f"{ranks(info)}; {info['topology']}, run {info['run']!r}"),
+        ("method", info["method"]),
+        ("settings", changed or "those of the preset"),
+        ("parameters", f"{info['parameters']:,}{frozen}"),
+    ]
+    rows += [("tokens", f"{info['tokens']:,}, noted by the ranks here")] if info["tokens"] else []
+    for channel, kept in info["states"].items():
+        rows.append((f"state {channel}", ", ".join(f"{name} {size(count)}" for name, count in kept.items()) or "none between exchanges"))
+    for flight in info["in_flight"]:
+        rows.append(("in flight", f"sent in step {flight['step']} by {', '.join(flight['channels'])}: {size(flight['bytes'])}"))
+    return rows
+
+
+def common(found: Sequence[dict[str, Any]]) -> list[int]:
+    """The steps that all islands of a run hold whole."""
+    out: dict[int, set[str]] = {}
+    for info in found:
+        if info["complete"]:
+            out.setdefault(info["step"], set()).update(info["holds"])
+    islands = max((info["islands"] for info in found if "step" in info), default=0)
+    return sorted(step for step, holders in out.items() if len(holders) == islands)
+
+
+def inspect(root: str | Path) -> list[dict[str, Any]]:
+    """`describe` of every checkpoint at or below `root`; one that cannot be read has `complete` False, `problems`, and no step.
+
+    Raises:
+        ValueError: no checkpoint is there, or the only one cannot be read.
+    """
+    found, out = find(Path(root)), []
+    for one in found:
+        try:
+            out.append(describe(one))
+        except ValueError as error:
+            if len(found) == 1:
+                raise
+            out.append({"folder": str(one.folder), "complete": False, "problems": [str(error)]})
+    return out

@@ -1,0 +1,59 @@
+"""One rank's part of a replica as a tree of tensors: local parameters and states of the inner optimizers. No collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..hosts.base import local_part
+from ..hosts.optimizers import materialise
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, torch.Tensor]]:
+    """From the optimizers, not from the model: under FSDP2 the model shows unsharded parameters between forward and backward."""
+    return [(o, p) for o in optimizers for group in o.param_groups for p in group["params"]]
+
+
+def replica_tree(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """References to the live local tensors: `parameters`, and for each of them its states by name in `optimizer`."""
+    pairs = _parameters(optimizers)
+    states = [{k: local_part(v) if isinstance(v, torch.Tensor) else v for k, v in o.state.get(p, {}).items()} for o, p in pairs]
+    return {"parameters": [local_part(p) for _, p in pairs], "optimizer": states}
+
+
+@torch.no_grad()
+def fill_replica(optimizers: Sequence[torch.optim.Optimizer], tree: dict[str, Any], where: str) -> None:
+    """Put the values of a `replica_tree` into the live tensors.
+
+    Args:
+        where: the file it came from, for the error.
+
+    Raises:
+        ValueError: it belongs to another model or number of ranks.
+    """
+    pairs = _parameters(optimizers)
+    if [local_part(p).shape for _, p in pairs] != [saved.shape for saved in tree["parameters"]]:
+        raise ValueError(f"{where} was saved by another model or number of ranks: give the same, or resume from a checkpoint that fits any")
+    for optimizer in optimizers:
+        materialise(optimizer)
+    for (optimizer, p), saved, kept in zip(pairs, tree["parameters"], tree["optimizer"], strict=True):
+        local_part(p).copy_(saved)
+        for key, value in kept.items():
+            live = optimizer.state[p].get(key)
+            if not isinstance(live, torch.Tensor):  # made at the first step only: by SGD with dampening, RMSprop ...
+                live = optimizer.state[p][key] = _room(optimizer, p, key, value)
+            if isinstance(live, torch.Tensor):
+                local_part(live).copy_(value)
+
+
+def _room(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, value: Any) -> Any:
+    """Where a saved state of `p` that is not there yet goes: laid out and sharded as its parameter, a step counter where torch keeps it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == local_part(p).shape and key != "step":
+        return torch.zeros_like(p, dtype=value.dtype, requires_grad=False)
+    group = next(g for g in optimizer.param_groups if any(p is q for q in g["params"]))
+    there = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty_like(value, device=p.device if there else "cpu")

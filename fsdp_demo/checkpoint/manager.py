@@ -1,0 +1,328 @@
+"""A loop's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by all islands.
+
+Layout, below a folder of the replica's own (`folders.py`):
+
+    checkpoint-<step>/          what `write` put there, and manifest.json: version, step, every file with its size and checksum
+    .checkpoint-<step>.part/    a save under way, or one that was cut off: never read
+    emergency-<step>/           what single ranks saved on their way out (`guard`), without asking each other
+    .aside/<life>/              what is newer than the step that a later life went on from
+    .life.json                  whose folder this is (`fence.py`)
+
+Nothing here sends more than names of steps between islands: they lie in the store, under keys of this run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..comm.topology import Topology
+from ..errors import NeedsDecision, NotFinite, Superseded
+from . import folders
+from .choice import Held, alike, choose
+from .fence import Fence
+from .files import as_disk_error, sync_folder
+from .folders import MANIFEST, misfits
+from .ranks import Ranks
+from .registry import Board
+from .shelf import Shelf
+
+__all__ = ["MANIFEST", "Checkpoints", "misfits"]
+
+log = logging.getLogger("fsdp_demo")
+
+LAST_FAILURE = 3
+"""Saves that may fail one after the other; this one raises."""
+
+Write = Callable[[Path], Callable[[], Any] | None]
+
+
+class Checkpoints(Shelf):
+    """Checkpoints of this replica, for a training loop. All ranks of all islands make one before `attach`, at the same point.
+
+    Args:
+        root: folder of this island, seen by all its ranks. In a mesh, where all replicas share it, each gets `root/replica<i>`.
+        topology: as for `attach`.
+        keep: how many to keep; never fewer than all that follow the newest step which every island is known to hold.
+        group: process group of the replica's ranks over CPU tensors; default one of its own.
+        emergency_root: a second folder for what ranks save on their way out, where the first cannot be written; default ISLAND_EMERGENCY.
+            Several runs and islands may share it.
+
+    Attributes:
+        group: that group (None: a single rank), for `torch.distributed.checkpoint`.
+        ranks: the words between the ranks of this replica, over that group.
+        common: the newest step that all islands are known to hold.
+        failed_saves: saves of this life that could not be made.
+    """
+
+    def __init__(self, root: Path | str, topology: Topology, keep: int = 2, group: Any = None, emergency_root: Path | str | None = None):
+        if keep < 1:
+            raise ValueError(f"keep={keep}: allowed is 1 or more")
+        own = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
+        if group is None and topology.world > 1:
+            members = dist.get_process_group_ranks(topology.group) if topology.group is not None else None
+            group = dist.new_group(members, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=members is not None)
+        second = emergency_root or os.environ.get("ISLAND_EMERGENCY")
+        super().__init__(own, topology, Ranks(group, topology.rank, topology.world), Path(second) if second else None)
+        self.group, self.keep, self.common = group, keep, -1
+        self.failed_saves = self._in_a_row = 0
+        self._fence, self._board = Fence(self.roots, topology.run), Board(topology)
+        self._made: set[int] = set()
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, write: Write, wait: bool = True) -> None:
+        """Make the checkpoint of `step`. All ranks of the replica call it together; islands need not.
+
+        A save that fails on any rank, since a file cannot be written (OSError) or values are not finite, is a warning and counted in
+        `failed_saves`; the half is removed and training goes on. The third one in a row raises.
+
+        Args:
+            write: `write(folder)` on every rank puts this rank's files below `folder`; it may return a function that does the rest, which
+                runs in a thread if `wait` is False. Before collectives of its own it lets all ranks come to a point where none has failed
+                (`ranks.together`).
+            wait: False lets training go on; the checkpoint appears when all ranks have written. The one before is waited for.
+
+        Raises:
+            PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is sealed, `guard` saves what is left.
+            OSError, NotFinite: the third save in a row that failed.
+            RuntimeError: any other error of a rank (its own is raised there). The half is not picked up.
+            Superseded: the folder belongs to a later life.
+        """
+        self.wait()
+        part = self.root / f".checkpoint-{step}.part"
+        rest: Callable[[], Any] | None = None
+        error = self._start(part)
+        try:
+            rest = write(part) if error is None else None
+        except Exception as e:  # the other ranks wait for this one's vote
+            error = e
+        if wait:
+            self._complete(step, part, rest, error)
+            return
+        self._worker = self._worker or ThreadPoolExecutor(1, "checkpoint")
+        self._pending = self._worker.submit(self._complete, step, part, rest, error)
+
+    def _start(self, part: Path) -> Exception | None:
+        """Make an empty folder; where rank 0 cannot, all ranks get the error. All else is raised on all."""
+
+        def make() -> None:
+            self._own()
+            if self.topology.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+
+        try:
+            self.ranks.together(make, str(part))
+        except OSError as error:
+            return error
+        return None
+
+    def save_alone(self, step: int, write: Callable[[Path, Callable[[], None]], Any]) -> Path:
+        """What this rank saves on its way out (for `guard`), without asking the others; returns the folder.
+
+        Args:
+            write: `write(folder, check)` writes this rank's part, `FOLDER/rank<rank>.json` last, and calls `check()` right before that.
+
+        Raises:
+            OSError: it cannot be written, nor in `emergency_root`.
+            Superseded: the folder belongs to a later life.
+        """
+        problem: OSError | None = None
+        for root in self.roots:
+            self._fence.check()
+            folder = root / f"emergency-{step}"
+            try:
+                write(folder, self._fence.check)
+                return folder
+            except Exception as error:
+                why = as_disk_error(error)
+                if not isinstance(why, OSError):
+                    raise
+                log.error("%s cannot be written: %s", folder, why)
+                problem = why
+        assert problem is not None
+        raise problem
+
+    def wait(self) -> None:
+        """Wait for a save that is under way; raises what it ran into."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread and the connection."""
+        try:
+            self.wait()
+        finally:
+            if self._worker is not None:
+                self._worker.shutdown()
+            self._worker = None
+            self._board.close()
+
+    def forget_emergencies(self) -> None:
+        """Remove what ranks have left on the way: the run came to its end. All ranks of the replica come together."""
+        self.ranks.any(False)
+        for root in self.roots:
+            for step in folders.steps(root, "emergency"):
+                if self.topology.rank == 0:
+                    folders.remove(root / f"emergency-{step}")
+            if self.topology.rank == 0 and self._made:
+                folders.forget_asides(root)
+        self.ranks.any(False)
+
+    def _complete(self, step: int, part: Path, rest: Callable[[], Any] | None, error: Exception | None) -> None:
+        """Finish writing, vote, seal, rename, rotate: the same on all ranks, in order."""
+        rank, world = self.topology.rank, self.topology.world
+        try:
+            if error is None and rest is not None:
+                rest()
+        except Exception as e:
+            error = e
+        try:
+            self.ranks.settle(error, f"checkpoint of step {step}")
+            self.ranks.together(lambda: folders.sum_up(part, rank, world), str(part))
+            self.ranks.together(lambda: self._seal(step, part) if rank == 0 else None, str(part))
+        except (OSError, NotFinite) as why:
+            self._failed(step, part, why)
+            return
+        self._in_a_row = 0
+        self._made.add(step)
+        if rank == 0:
+            self._rotate()
+
+    def _failed(self, step: int, part: Path, why: Exception) -> None:
+        """Of any rank: all come here."""
+        self.ranks.together(self._fence.check, str(part))  # a later life removes what this one was writing
+        self.failed_saves, self._in_a_row = self.failed_saves + 1, self._in_a_row + 1
+        if self.topology.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)  # a disk that is full needs the room
+        if self._in_a_row >= LAST_FAILURE:
+            raise why
+        log.warning(
+            "%s: checkpoint of step %d not saved (%s); training goes on, failure %d in a row of the %d that end it",
+            self.topology.name,
+            step,
+            why,
+            self._in_a_row,
+            LAST_FAILURE,
+        )
+
+    def _seal(self, step: int, part: Path) -> None:
+        """Write the manifest and give the folder its name."""
+        old = self.path(step).with_name(f".checkpoint-{step}.old")  # one of this step from before a resume, or damaged
+        self._fence.check()
+        folders.seal(part, step, self.topology.world)
+        try:
+            self._fence.check()
+        except Superseded:  # whole by now: the next start would give it the name
+            (part / MANIFEST).unlink(missing_ok=True)
+            raise
+        if self.path(step).exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.path(step), old)
+        os.replace(part, self.path(step))
+        sync_folder(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _rotate(self) -> None:
+        """On rank 0: remove all but the newest `keep` before the newest step that all islands hold. The list is published before anything
+        goes. What cannot be asked or removed stays: nothing here may end a training."""
+        mine = [self.regular(s) for s in self.complete()]
+        try:
+            said = self._board.exchange([[h.step, h.applied] for h in mine])
+            held = [[Held(int(step), applied=str(applied)) for step, applied in each or ()] for each in said]
+            self.common = max((states[0].step for states in alike(held)), default=self.common)
+            self._fence.check()
+            self._remove_before(self.common, [h.step for h in mine])
+        except (RuntimeError, OSError, ValueError, TypeError) as error:  # PeerLost is a RuntimeError
+            log.warning("%s: no old checkpoint is removed: %s", self.topology.name, (str(error).splitlines() or [""])[0])
+
+    def _remove_before(self, common: int, mine: list[int]) -> None:
+        for step in [s for s in mine[: -self.keep] if s < common]:
+            folders.remove(self.path(step))
+        for root in self.roots:
+            for step in [s for s in folders.steps(root, "emergency") if s < common]:
+                folders.remove(root / f"emergency-{step}")
+            if common in self._made:  # this life has got somewhere: what it has left behind is not needed any more
+                folders.forget_asides(root)
+
+    # ---- what all islands hold -----------------------------------------------------------------------------------------
+
+    def agreed(self, resume: bool | str = True, take_over: bool = False) -> int | None:
+        """The step from which this island resumes: the newest states that lie between the same exchanges on all islands (`choice.py`).
+        All ranks of all islands call it, before `attach`.
+
+        Nothing is deleted: what is newer is put aside, and held again at the next start if this one does not get to a common checkpoint.
+
+        Args:
+            resume: False: this is a new run, in folders that hold none. "auto": as True; where nothing is held by all, islands that hold
+                none take over from the others.
+            take_over: islands without the newest common step take over from those that have it; what was theirs alone is lost. Where no
+                step is common, the newest that any island holds. Give it on all islands.
+
+        Returns:
+            None where no island holds any. This island may lack the step that is returned, and then takes over: see `holds`. Islands may
+            go on from unlike steps.
+
+        Raises:
+            NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new run where an old one has left
+                checkpoints; folders of islands that are swapped.
+            PeerLost: islands that did not come in time.
+        """
+        if resume not in (True, False, "auto"):
+            raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
+        self.ranks.from_first(self.adopt)
+        held, me = self.held(), self.topology
+        if held and not resume:
+            steps = sorted({h.step for h in held})
+            raise NeedsDecision(
+                f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or give another folder, or remove this one"
+            )
+        wish = {"held": [list(vars(h).values()) for h in held], "resume": resume, "take_over": take_over, "name": me.name}
+        everyone = self.ranks.from_first(lambda: self._board.meet(wish))
+        for key in ("resume", "take_over"):
+            if len({str(w.get(key)) for w in everyone}) > 1:
+                both = ", ".join(f"{w.get('name')}: {w.get(key)}" for w in everyone)
+                raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
+        try:
+            every = [[Held(*h) for h in w["held"]] for w in everyone]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"an island has left a note of another form ({error!r:.80}): use one release everywhere") from None
+        how = "take_over" if take_over else "auto" if resume == "auto" else "common"
+        chosen = choose([str(w["name"]) for w in everyone], every, how)
+        self._begin()
+        return None if chosen is None else self._go_on(chosen)
+
+    def _go_on(self, chosen: list[Held | None]) -> int:
+        """Put aside what is newer than what this island goes on from."""
+        self.chosen = mine = chosen[self.topology.island]
+        step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
+        self.common = step if mine is not None and mine.kind == "checkpoint" and len({h and h.step for h in chosen}) == 1 else -1
+        if mine is None and self.topology.rank == 0:
+            log.warning("%s: %s holds nothing of step %d: it takes over from the other islands", self.topology.name, self.root, step)
+        life = f"{self.topology.run}-{self._fence.token}".replace(os.sep, "_")
+        self.ranks.from_first(lambda: [folders.put_aside(root, step, life) for root in self.roots])
+        return step
+
+    def _begin(self) -> None:
+        """This life owns the folder from now on."""
+        token = self.ranks.from_first(lambda: secrets.token_hex(6))
+        self.ranks.together(lambda: self._fence.begin(token, writes=self.topology.rank == 0), str(self.root))
+
+    def _own(self) -> None:
+        """At a save: begin, if nothing has been agreed on before."""
+        if not self._fence.token:
+            self._begin()
+        self._fence.check()

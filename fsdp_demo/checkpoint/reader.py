@@ -1,0 +1,141 @@
+"""The saved parts of an exchange, as one: which island, shard and lane holds what, and how its messages read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ..channels.codec import Section
+from ..comm.header import Header
+from ..config.fragments import expand
+from ..config.patterns import covers, kind
+from ..config.schema import ExchangeConfig
+from ..exchange.in_flight import replica_weights, unpack_bits
+from .files import read_head
+from .relayout import Rows, Side
+from .saved import PartSet
+
+Flying = tuple[int, tuple[str, ...], tuple[str, ...]]  # a message under way: step, members, those that have not applied it
+
+
+class Book:
+    """The saved parts by island, shard and copy.
+
+    Args:
+        covered: channel -> names of the tensors it covers; by default as its patterns say (an optimizer state has fewer where the
+            optimizer keeps it for some parameters only).
+
+    Attributes:
+        islands: those of which every part is here; others are left out, with a warning.
+        size, shards, lanes: how many islands saved it, and the shards and lanes of each.
+        flights: what was under way and has arrived in every part.
+
+    Raises:
+        ValueError: no complete island, parts that are not of one run, or a channel or tensor that was not there.
+    """
+
+    def __init__(self, saved: PartSet, covered: dict[str, list[str]] | None = None):
+        self.saved, first = saved, saved.heads[0]
+        for key in ("islands", "shards", "lanes", "digest", "step"):
+            found = sorted({h[key] for h in saved.heads})
+            if len(found) > 1:
+                raise ValueError(f"parts with {key} = {found} are not of one run: name the folders of one checkpoint, one per island")
+        self.size, self.shards, self.lanes = int(first["islands"]), int(first["shards"]), int(first["lanes"])
+        self.heads = {(h["island"], h["shard"], h["copy"]): h for h in saved.heads}
+        wanted = [(s, c) for s in range(self.shards) for c in range(self.lanes)]
+        self.islands = [i for i in saved.islands if all((i, s, c) in self.heads for s, c in wanted)]
+        if not self.islands:
+            here = ", ".join(map(str, sorted(self.heads)))
+            raise ValueError(f"no island is complete: one has {self.shards} shards x {self.lanes}, (island, shard, copy) found are {here}")
+        self.trees = {k: read_head(saved.paths[h["island"], h["rank"]])[1] for k, h in self.heads.items() if k[0] in self.islands}
+        self.config = ExchangeConfig.from_dict(first["config"])
+        self.parameters = [self.heads[self.islands[0], s, 0]["parameters"] for s in range(self.shards)]
+        names = list(dict.fromkeys(p["name"] for p in self.parameters[0] if not p["frozen"]))
+        self.channels = {c.name: c for c in expand(self.config, names)}
+        self.covered = covered or {c.name: [n for n in names if covers(c, n)] for c in self.channels.values()}
+        if set(self.channels) != set(self.covered):
+            raise ValueError(f"saved channels are {sorted(self.channels)}, this configuration has {sorted(self.covered)}")
+        absent = sorted({n for mine in self.covered.values() for n in mine} - set(names))
+        if absent:
+            some = ", ".join(absent[:4])
+            raise ValueError(f"{some} ({len(absent)} tensors) was not trained when this was saved: resume with the same model")
+        every = [[flying(f) for f in self.trees[i, s, c]["in_flight"] if f["arrived"]] for i in self.islands for s, c in wanted]
+        self.flights = [f for f in every[0] if all(f in other for other in every)]
+        self._sides: dict[tuple[str, int, int], Side] = {}
+
+    def rows(self, name: str, shard: int) -> Rows:
+        """Which rows of the whole tensor a saved shard holds; of a tensor that all shards hold, the first one has them."""
+        lying = [next(p for p in here if p["name"] == name) for here in self.parameters]
+        parts, whole = [tuple(p["shape"]) for p in lying], tuple(lying[0]["global_shape"])
+        if all(p == whole for p in parts):
+            return (0, length(whole)) if shard == 0 else (0, 0)
+        ends = [sum(p[0] for p in parts[:s]) for s in range(self.shards + 1)]
+        if ends[-1] != whole[0] or any(p[1:] != whole[1:] for p in parts if p[0]):
+            raise ValueError(f"{name} of shape {whole} was saved in parts {parts}: only shards along dim 0 can be joined")
+        return ends[shard], ends[shard + 1]
+
+    def side(self, channel: str, shard: int, lane: int) -> Side:
+        """A channel's tensors as one saved rank holds them."""
+        if (channel, shard, lane) not in self._sides:
+            covered = set(self.covered[channel])
+            here = [p for p in self.parameters[shard] if p["name"] in covered]
+            names, shapes = [p["name"] for p in here], [tuple(p["shape"]) for p in here]
+            kinds, rows = [kind(self.channels[channel], n) for n in names], [self._rows(p, shard) for p in here]
+            self._sides[channel, shard, lane] = Side(names, shapes, kinds, rows, lane, self.lanes)
+        return self._sides[channel, shard, lane]
+
+    def _rows(self, p: Mapping[str, Any], shard: int) -> Rows:
+        """Of one tensor as a saved shard lists it: its rows, or the elements of a stretch that ZeRO has cut."""
+        if p.get("offset") is None:
+            return self.rows(p["name"], shard)
+        return p["offset"], p["offset"] + prod(p["shape"])
+
+    def section(self, channel: str, shard: int, lane: int) -> Section:
+        """What the channel had put into that rank's messages."""
+        return Section(self.side(channel, shard, lane).layout, self.channels[channel], self.size, self.config.seed)
+
+    def open(self, island: int, shard: int, lane: int) -> dict[str, Any]:
+        """The tree of one part, what had not arrived everywhere taken back into its accumulators."""
+        state = self.saved.state(self.heads[island, shard, lane]["rank"], island)
+        for f in state["in_flight"]:
+            for name, out in f["parts"].items() if flying(f) not in self.flights else ():
+                c, work = self.channels[name], state["channels"][name].get("accumulator")
+                if work is not None and c.accumulator is not None and c.residual != "keep" and (out["body"] is not None or out["vectors"]):
+                    alpha = 1.0 if c.residual == "put_back" else c.accumulator.alpha
+                    self.section(name, shard, lane).subtract(work, out["body"], out["vectors"], out["step"], -alpha)
+        return state
+
+    def decode(self, flight: Mapping[str, Any], name: str, shard: int, lane: int) -> tuple[Tensor, list[bool] | None]:
+        """A channel's mean in a message that arrived on this rank, and which tensors any replica had a gradient for (see
+        `Mailbox._section`)."""
+        arrived, present = flight["arrived"], flight["parts"][name]["present"]
+        if name in arrived.get("decoded", {}):
+            return arrived["decoded"][name], present
+        members = [m for m in self.channels if m in flight["members"]]
+        before, sections = members[: members.index(name)], {m: self.section(m, shard, lane) for m in members}
+        bits = {m: len(self.side(m, shard, lane).names) if self.channels[m].before_step else 0 for m in members}
+        count, at = sum(bits.values()), sum(bits[m] for m in before)
+        prefix = (count + 7) // 8
+        if present is not None:
+            sets = [unpack_bits(body[:prefix], count)[at : at + bits[name]] for body in arrived["bodies"]]
+            present = [any(some) for some in zip(*sets, strict=True)]
+        mine = sections[name]
+        if mine.gathered:
+            begin = prefix + sum(sections[m].num_bytes for m in before)
+            weights = replica_weights(self.channels[name], [Header(**h) for h in arrived["headers"]])
+            return mine.mean([b[begin : begin + mine.num_bytes] for b in arrived["bodies"]], weights, flight["step"]), present
+        begin = sum(len(sections[m].spans) for m in before if not sections[m].gathered)
+        return mine.workspace(arrived["means"][begin : begin + len(mine.spans)], flight["step"]), present
+
+
+def flying(f: Mapping[str, Any]) -> Flying:
+    """What a message under way is known by."""
+    return int(f["step"]), tuple(f["members"]), tuple(sorted(f["parts"]))
+
+
+def length(shape: Sequence[int]) -> int:
+    """Rows of a tensor; a scalar is one."""
+    return shape[0] if shape else 1

@@ -1,0 +1,136 @@
+"""Small notes that the islands leave each other in the store: who holds which checkpoints. No data of the training.
+
+Every question to the store has a deadline. While training goes on it is short, and a store that has been silent once is asked again only
+when a connection stands: opening it is left to a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from contextlib import contextmanager
+from typing import Any
+
+from ..comm.store_client import Asker
+from ..comm.topology import Topology
+from ..errors import PeerLost, StoreSilent
+
+PATIENCE = 3.0
+"""Seconds that a question may take while training waits for it."""
+
+_made = 0  # how many this process has made: each has keys of its own
+
+
+class Board:
+    """The notes of one rank per island. Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""
+
+    def __init__(self, topology: Topology):
+        global _made
+        _made += 1
+        self.topology, self._number = topology, _made
+        self._asker: Asker | None = None
+        self._opening: Future[Asker] | None = None
+        self._silent = False
+
+    def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """Leave a note and wait for those of all islands; in order of the islands.
+
+        Raises:
+            ValueError: the run id was used before.
+            PeerLost: no store, one that does not answer, or islands that did not come in time.
+        """
+        t = self.topology
+        if t.islands == 1:
+            return [note]
+        with self._asking(t.timeout, opening=t.question) as store:
+            return self._meet(store, note)
+
+    def _meet(self, store: Asker, note: dict[str, Any]) -> list[dict[str, Any]]:
+        t = self.topology
+        if store.add(f"start/{t.island}", 1) > 1:
+            raise ValueError(
+                f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island}: set a different ISLAND_RANK on each "
+                "island, or a new ISLAND_RUN on all"
+            )
+        store.set(f"note/{t.island}", json.dumps(note))
+        deadline, keys = time.monotonic() + t.timeout, [f"note/{i}" for i in range(t.islands)]
+        while missing := [i for i, key in enumerate(keys) if not store.check([key])]:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"waited {t.timeout:g} s for islands {missing} to say which checkpoints they hold: check that they run, and their "
+                    "ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
+                )
+            time.sleep(0.02)
+        notes = [store.note(key, f"island {i}") for i, key in enumerate(keys)]
+        for i, found in enumerate(notes):
+            if not isinstance(found, dict):
+                raise ValueError(f"island {i} has left a note in the store that is no object ({found!r:.40}): use one release everywhere")
+        return notes
+
+    def exchange(self, held: Any) -> list[Any]:
+        """Say what this island holds, and hear what the others have said last; nothing yet is None. In order of the islands.
+
+        Raises:
+            StoreSilent: no answer within `PATIENCE` seconds, or at once where the store has been silent before.
+        """
+        t = self.topology
+        if t.islands == 1:
+            return [held]
+        with self._asking(PATIENCE) as store:
+            store.set(f"held/{t.island}", json.dumps(held))
+            keys = [f"held/{i}" for i in range(t.islands)]
+            said = [store.note(key, f"island {i}") if store.check([key]) else None for i, key in enumerate(keys)]
+        return [held if i == t.island else value for i, value in enumerate(said)]
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._asker = self._opening = None
+
+    @contextmanager
+    def _asking(self, deadline: float, opening: float = 0.0) -> Iterator[Asker]:
+        """The store, whose questions may take `deadline` seconds; given up when it is silent. A connection may take `opening` seconds more:
+        at the start its own error says what to do."""
+        if self._asker is None:
+            self._asker = self._connect(deadline + opening)
+        self._asker.deadline = deadline
+        try:
+            yield self._asker
+        except StoreSilent:
+            self._asker, self._silent = None, True
+            raise
+
+    def _connect(self, deadline: float) -> Asker:
+        where = self.topology.endpoint or "the world of this mesh"
+        self._opening = self._opening or _in_thread(self._open)
+        try:
+            store = self._opening.result(0 if self._silent else deadline)
+        except Late:  # the thread goes on: what it opens is there for a later question
+            self._silent = True
+            raise StoreSilent(f"the store at {where} does not answer within {deadline:g} s") from None
+        except BaseException:
+            self._opening = None
+            raise
+        self._opening, self._silent = None, False
+        return store
+
+    def _open(self) -> Asker:
+        return self.topology.open_store().under(f"{self.topology.prefix()}/checkpoints{self._number}")
+
+
+def _in_thread(work: Any) -> Future[Any]:
+    """Not an executor's thread: it must not hold an interpreter that wants to end."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # handed to who waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return done
+

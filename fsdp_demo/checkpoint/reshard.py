@@ -1,0 +1,311 @@
+"""A saved exchange taken over by another number of islands, shards or copies: `convert` makes one rank's state from the parts of all.
+
+Islands. `shares` says how much of each saved island goes into a new one; the mean over the islands stays. Whoever loads the model mixes
+parameters and inner optimizer states by the same shares (`average`), else a delta channel sees a jump.
+
+* Accumulators are mixed, which keeps their mean over the replicas. Where the mean is over senders, an island that is added starts with
+  zeros instead (dense tensors excepted, whose mean is over all): what the saved islands hold is divided by its senders as before, and
+  nothing is sent twice, which copies of a mean would be (on a small model losses stayed nearer to the uninterrupted ones than from the
+  mean). Of fewer islands they stay mixed: a sum would apply what they have in common as often as there were islands. The jump is
+  reported: with senders only one of mean and sum can stay.
+* Anchors and outer momenta that all replicas share are copied, those of their own (`local_delta`) mixed.
+* What is under way is decoded as it was saved; the mean is cut anew like every other tensor and lands at its own step. A delta that was
+  dropped would be counted again beside what the accumulator kept of it; one applied early wants the parameters rewound, which are not
+  here. Only what has not arrived in every part is dropped: the accumulator takes back what it had sent; a delta without one is still in
+  the parameters, behind their anchor, and goes out with the next exchange; a plain gradient is lost.
+* `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the earliest.
+
+Shards: see `relayout.py`. What ZeRO has cut (`Shard.offset`) is taken as it lies: the saved ranks must hold the same stretches. Saved parts
+are opened one after the other: in memory are one of them, the new part and one tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm.topology import Position
+from ..config.patterns import kind
+from ..hosts.base import Shard
+from .reader import Book, Flying, flying, length
+from .relayout import Recut, Rows, Side
+from .saved import PartSet
+
+if TYPE_CHECKING:
+    from ..channels.channel import ActiveChannel
+    from ..exchange.exchange import Exchange
+
+log = logging.getLogger("fsdp_demo")
+
+
+# -- islands ----------------------------------------------------------------------------------------------------------------
+
+
+def shares(saved: Sequence[int], islands: int) -> list[dict[int, float]]:
+    """What each of `islands` new islands takes of the saved ones (their numbers): weights whose sum is 1, and whose mean over the new
+    islands is equal for all saved ones.
+
+    Where islands are added, the saved ones keep their own and those get the mean of all; of fewer islands each gets an equal stretch of
+    the saved ones.
+
+    Example:
+        >>> from fsdp_demo.checkpoint.reshard import shares
+        >>> shares([0, 1], 3)
+        [{0: 1.0}, {1: 1.0}, {0: 0.5, 1: 0.5}]
+        >>> shares([0, 1], 1)
+        [{0: 0.5, 1: 0.5}]
+    """
+    n = len(saved)
+    if islands >= n:
+        own = _own(saved, islands)
+        return [{own[i]: 1.0} if i in own else dict.fromkeys(saved, 1 / n) for i in range(islands)]
+    # new island i covers [i n, (i + 1) n) of a line on which the saved island in place k has [k islands, (k + 1) islands)
+    common = [[min((i + 1) * n, (k + 1) * islands) - max(i * n, k * islands) for k in range(n)] for i in range(islands)]
+    return [{j: c / n for j, c in zip(saved, row, strict=True) if c > 0} for row in common]
+
+
+def _own(saved: Sequence[int], islands: int) -> dict[int, int]:
+    """New island -> the saved one it continues: its own number if that is there, else one whose number is gone."""
+    if islands < len(saved):
+        return {}
+    own = {i: i for i in saved if i < islands}
+    free = (i for i in range(islands) if i not in own)
+    return own | {next(free): j for j in saved if j not in own}
+
+
+def average(states: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Weighted mean of trees of tensors and plain values: state dicts of a model or of an inner optimizer, one per saved island.
+
+    Floating tensors are added in fp32 and keep their dtype; "step" becomes the largest; everything else must be equal.
+
+    Raises:
+        ValueError: the trees do not have the same form, or differ in what has no mean.
+    """
+    used = [(s, w) for s, w in zip(states, weights, strict=True) if w]
+    return used[0][0] if len(used) == 1 else _average([s for s, _ in used], [w for _, w in used], "")
+
+
+def _average(nodes: Sequence[Any], weights: Sequence[float], where: str) -> Any:
+    first = nodes[0]
+    if isinstance(first, Mapping):
+        if any(set(n) != set(first) for n in nodes):
+            raise ValueError(f"states have different keys at {where or 'the top'}: islands must hold the same model and optimizer")
+        return {k: _average([n[k] for n in nodes], weights, f"{where}.{k}" if where else str(k)) for k in first}
+    if isinstance(first, list | tuple):
+        if any(len(n) != len(first) for n in nodes):
+            raise ValueError(f"states have different lengths at {where}: islands must hold the same model and optimizer")
+        return type(first)(_average(list(n), weights, f"{where}.{i}") for i, n in enumerate(zip(*nodes, strict=True)))
+    if where.rpartition(".")[2] == "step":
+        return max(nodes, key=float)
+    if isinstance(first, Tensor) and first.is_floating_point():
+        total = first.float() * weights[0]
+        for n, w in zip(nodes[1:], weights[1:], strict=True):
+            total += n.float() * w
+        return total.to(first.dtype)
+    same = all(torch.equal(n, first) for n in nodes) if isinstance(first, Tensor) else all(n == first for n in nodes)
+    if not same:
+        raise ValueError(f"{where} differs between the islands and has no mean: load it from one of them")
+    return first
+
+
+# -- what is made of it -----------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """One channel's state on the new rank, gathered from saved parts.
+
+    Args:
+        active: the channel there.
+        weights: share of each saved island; the first of them gives what all have in common.
+        fresh: this island was not there when the state was saved.
+    """
+
+    def __init__(self, active: ActiveChannel, book: Book, weights: dict[int, float], fresh: bool):
+        self.active, self.book, self.weights, self.channel = active, book, weights, active.channel
+        self.name, self._first = active.channel.name, next(iter(weights))
+        self._empty = fresh and self.channel.reducer.kind == "senders"
+        self._keys = set(active.state()) - {"present"}
+        self.target = _target(active) if active.lane is not None else None
+        self._kept: dict[str, Recut] = {}
+        self._means: dict[Flying, Recut] = {}
+        self._own: dict[Flying, Recut] = {}
+        self._present: set[str] = set()
+        self._arrived_present: dict[Flying, list[str] | None] = {}
+
+    def add(self, state: Mapping[str, Any], island: int, shard: int, lane: int) -> None:
+        """Take what this rank needs from one saved part.
+
+        Raises:
+            ValueError: the part keeps other workspaces than this configuration.
+        """
+        kept, source, weight = state["channels"][self.name], self.book.side(self.name, shard, lane), self.weights[island]
+        self._present |= {n for n, p in zip(source.names, kept["present"], strict=True) if p}
+        if self.target is not None and set(kept) - {"present"} != self._keys:
+            raise ValueError(
+                f"channel {self.name!r}: saved state has {sorted(set(kept) - {'present'})}, this configuration keeps {sorted(self._keys)}: "
+                "resume with the preset it was saved with"
+            )
+        for key in self._keys if self.target is not None else ():
+            common = key in ("anchor", "momentum") and self.channel.shared
+            self._take(self._kept, key, key == "accumulator", source, kept[key], float(island == self._first) if common else weight)
+        for f in state["in_flight"]:
+            if flying(f) in self.book.flights and self.name in f["parts"]:
+                self._add_flight(f, source, island, shard, lane)
+
+    def _add_flight(self, f: Mapping[str, Any], source: Side, island: int, shard: int, lane: int) -> None:
+        key, own = flying(f), f["parts"][self.name]["own"]
+        if own is not None:
+            self._take(self._own, key, False, source, own, self.weights[island])
+        if island == self._first:
+            mean, present = self.book.decode(f, self.name, shard, lane)
+            self._take(self._means, key, True, source, mean, 1.0)
+            self._arrived_present[key] = None if present is None else [n for n, p in zip(source.names, present, strict=True) if p]
+
+    def _take(self, into: dict[Any, Recut], key: Any, coefficients: bool, source: Side, work: Tensor, weight: float) -> None:
+        if self.target is not None and weight:
+            into.setdefault(key, Recut(self.target, coefficients)).add(source, work, weight)
+
+    def state(self) -> dict[str, Any]:
+        """As `ActiveChannel.state` gives it."""
+        out: dict[str, Any] = {key: made.result() for key, made in self._kept.items()}
+        if self._empty and "accumulator" in out and self.target is not None:
+            self.target.layout.blocks(out["accumulator"]).zero_()
+        return {**out, "present": [n in self._present for n in self.book.covered[self.name]]}
+
+    def flight(self, key: Flying) -> tuple[dict[str, Any], Tensor | None]:
+        """Its part of a message under way, and the mean that has arrived for it (None on a rank without a lane)."""
+        held = self._arrived_present[key]
+        present = None if held is None else [n in held for n in self.book.covered[self.name]]
+        own, mean = self._own.get(key), self._means.get(key)
+        part = {"step": key[0], "body": None, "vectors": [], "own": own.result() if own is not None else None, "present": present}
+        return part, mean.result() if mean is not None else None
+
+
+def _target(active: ActiveChannel) -> Side:
+    """A channel's tensors on this rank."""
+    chosen = [active.shards.shards[i] for i in active.covered]
+    assert active.lane is not None
+    names, kinds = [s.name for s in chosen], [kind(active.channel, s.name) for s in chosen]
+    return Side(names, [s.shape for s in chosen], kinds, [_rows(s, active.position) for s in chosen], active.lane, active.lanes)
+
+
+def _rows(shard: Shard, place: Position) -> Rows:
+    """Which rows of the whole tensor this rank holds: torch.chunk's, or all. Of a stretch that ZeRO has cut, which elements."""
+    whole, local = shard.global_shape, shard.shape
+    if shard.offset is not None:
+        return shard.offset, shard.offset + prod(local)
+    if local == whole:
+        return 0, length(whole)
+    each = -(-whole[0] // place.shards)
+    lo = min(place.shard * each, whole[0])
+    hi = min(lo + each, whole[0])
+    if len(local) != len(whole) or local[0] != hi - lo or (hi > lo and local[1:] != whole[1:]):
+        raise ValueError(
+            f"{shard.name} of shape {whole} lies here as {local}, shard {place.shard} of {place.shards}: a saved state can be cut along "
+            "dim 0 only, in FSDP2's equal parts"
+        )
+    return lo, hi
+
+
+def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
+    """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands, shards or copies. No collectives.
+
+    Args:
+        saved: heads of the parts of all islands (of the one or few that are left, where others are lost); `Saved.check` lets them pass.
+        exchange: freshly attached to the model as it was at `saved.step`, its channels started.
+
+    Raises:
+        ValueError: parts are missing, or the state belongs to another model or preset.
+    """
+    active, islands = exchange.channels, exchange.topology.islands
+    covered = {c.channel.name: [c.shards.shards[i].name for i in c.covered] for c in active}
+    book, place = Book(saved, covered), active[0].position
+    weights = shares(book.islands, islands)[exchange.topology.island]
+    own = _own(book.islands, islands)
+    fresh = islands > len(book.islands) and exchange.topology.island not in own
+    parts = [Part(c, book, weights, fresh) for c in active]
+    headers: dict[Flying, Any] = {}
+    for shard, lane in _sources(book, parts, place):
+        for island in weights:
+            state = book.open(island, shard, lane)
+            headers |= {flying(f): f["arrived"]["headers"] for f in state["in_flight"] if flying(f) in book.flights and f["arrived"]}
+            for p in parts:
+                p.add(state, island, shard, lane)
+            del state
+    if place.shard == place.copy == 0:
+        _report(book, exchange)
+    first = next(iter(book.trees.values()))
+    return {
+        "step": saved.step,
+        "digest": book.config.digest(),
+        "last": _last(book),
+        "applied": dict(first.get("applied", {})),
+        "begun": int(first.get("begun", -1)),
+        "tokens": _tokens(book, weights, first=place.shard == place.copy == 0),
+        "channels": {p.name: p.state() for p in parts},
+        "in_flight": [_message(key, headers[key], parts) for key in book.flights],
+    }
+
+
+def _sources(book: Book, parts: Sequence[Part], place: Position) -> list[tuple[int, int]]:
+    """(shard, lane) of the saved parts that hold elements of this rank: its own where they lie as they lay."""
+    targets = [(p.name, p.target) for p in parts if p.target is not None]
+    if not targets:
+        return [(0, 0)]
+    mine = (place.shard, place.copy)
+    if place.shards == book.shards and place.copy < book.lanes and all(t == book.side(name, *mine) for name, t in targets):
+        return [mine]
+    out = []
+    for s in range(book.shards):
+        wanted = [(r, book.rows(n, s)) for _, t in targets for n, r in zip(t.names, t.rows, strict=True)]
+        if any(max(a, c) < min(b, d) for (a, b), (c, d) in wanted):
+            out += [(s, lane) for lane in range(book.lanes)]
+    return out or [(0, 0)]
+
+
+def _message(key: Flying, headers: Any, parts: Sequence[Part]) -> dict[str, Any]:
+    """One message under way, as `Mailbox.state` gives it."""
+    made = {p.name: p.flight(key) for p in parts if p.name in key[2]}
+    decoded = {name: mean for name, (_, mean) in made.items() if mean is not None}
+    arrived = {"headers": headers, "bodies": [], "means": [], "decoded": decoded} if decoded else None
+    return {"step": key[0], "members": list(key[1]), "parts": {n: part for n, (part, _) in made.items()}, "arrived": arrived}
+
+
+def _last(book: Book) -> dict[str, int]:
+    """When each channel last sent what was not lost."""
+    gone = {n for tree in book.trees.values() for f in tree["in_flight"] if flying(f) not in book.flights for n in f["parts"]}
+    return {n: -1 if n in gone else min(int(tree["last"][n]) for tree in book.trees.values()) for n in book.channels}
+
+
+def _tokens(book: Book, weights: Mapping[int, float], first: bool) -> list[Any]:
+    """Tokens of this rank, and of the island up to the last exchange of each channel."""
+    total, weighed = 0.0, dict.fromkeys((n for tree in book.trees.values() for n in tree["tokens"][1]), 0.0)
+    for island, w in weights.items():
+        trees = [tree for (i, _, _), tree in book.trees.items() if i == island]
+        total += w * sum(tree["tokens"][0] for tree in trees)
+        for name in weighed:
+            weighed[name] += w * trees[0]["tokens"][1].get(name, 0.0)
+    return [round(total) if first else 0, weighed]
+
+
+def _report(book: Book, exchange: Exchange) -> None:
+    """What was taken over, and what could not stay as it was."""
+    place, islands, saved = exchange.channels[0].position, exchange.topology.islands, len(book.islands)
+    form = f"{islands} x {place.shards} shards x {place.copies} copies"
+    log.info("state of %d islands x %d shards x %d lanes taken over by %s", book.size, book.shards, book.lanes, form)
+    if saved < book.size:
+        log.warning("the state was saved by %d islands, complete are %s: what the others held is lost", book.size, book.islands)
+    lost = sorted({f["step"] for t in book.trees.values() for f in t["in_flight"] if flying(f) not in book.flights})
+    if lost:
+        log.warning("payloads of steps %s had not arrived in every part when the state was saved: dropped", lost)
+    for c in (c.channel for c in exchange.channels):
+        if c.accumulator is not None and c.reducer.kind == "senders" and saved != islands:
+            share = 1 - min(saved, islands) / max(saved, islands)
+            what = "their mean over the islands falls by %.0f %%, their sum stays (islands that are added start with zeros)"
+            what = what if islands > saved else "their sum over the islands falls by %.0f %%, their mean stays"
+            log.warning("channel %r divides by senders: accumulators of %d islands go to %d, " + what, c.name, saved, islands, 100 * share)

@@ -1,0 +1,118 @@
+"""What islands agree on before the first step: one run specification, equal parameters, one step to start from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import WireError
+from .digests import digest
+from .header import DIGESTS, HEADER, NORM, SETUP, room
+from .peers import Line
+
+log = logging.getLogger("fsdp_demo")
+
+LONGEST = 16 << 20  # bytes of a text that an island may send
+
+ADVISORY = ("torch", "device", "processor")  # islands may differ here: warned, not refused
+
+
+def gather_json(line: Line, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
+    """`value` of every replica (JSON, never pickle: nothing a peer sends is executed). Two messages: lengths, texts.
+
+    Raises:
+        WireError: an island claims a text of more than LONGEST bytes, or sends one that is no JSON. Nothing is made room for before.
+    """
+    text = json.dumps(value).encode()
+    if len(text) > LONGEST:
+        raise ValueError(f"a value of {len(text)} bytes as JSON, for all islands: allowed are {LONGEST}")
+    lengths = line.all_gather(torch.tensor([len(text)]).view(torch.uint8), kind, step)
+    sizes = [int(t.view(torch.int64)) for t in lengths]
+    for j, size in enumerate(sizes):
+        if not 0 < size <= LONGEST:
+            raise WireError(f"{line.label(j)} claims a text of {size} bytes: allowed are 1 to {LONGEST}")
+    message = room(len(text))
+    message[HEADER.size :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    bodies = line.swap(line.header(kind, step), [message] * line.size, sizes, setup=True)[1]
+    return [_parse(line, j, body) for j, body in enumerate(bodies)]
+
+
+def _parse(line: Line, j: int, body: Tensor) -> Any:
+    try:
+        return json.loads(bytes(body.tolist()))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise WireError(f"{line.label(j)} sent {body.numel()} bytes that are no JSON ({error!r:.80})") from None
+
+
+def agree(line: Line, found: Mapping[str, Any]) -> bool:
+    """Compare `found` (flat, JSON values) with those of all replicas. Numbers of optimizers are compared where both sides have them.
+
+    Returns:
+        Whether an island differs from this one in what may differ (`ADVISORY`); that is logged in one line.
+
+    Raises:
+        ValueError: on every replica, naming each field that differs with the values of both sides.
+    """
+    everyone = gather_json(line, dict(found))
+    mine, unlike = everyone[line.rank], []
+    for j, theirs in enumerate(everyone):
+        keys = [k for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k)) if mine.get(k) != theirs.get(k)]
+        keys = [k for k in keys if not (k.startswith("optimizer") and (k not in mine or k not in theirs))]
+        unlike += [f"{line.names[j]} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY]
+        hard = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY]
+        if hard:
+            raise ValueError(unequal(line, j, "; ".join(hard[:6])))
+    if unlike:
+        log.warning("%s: replicas may differ in the last bit", "; ".join(unlike))
+    return bool(unlike)
+
+
+def unequal(line: Line, j: int, what: str) -> str:
+    """The sentence that this island and island j do not run the same."""
+    return f"island {j} ({line.names[j]}) runs something else than {line.names[line.rank]}: {what}"
+
+
+def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:
+    """Give every replica the donor's `work` (fp32 workspace), in place, sending nothing where digests already agree.
+
+    Args:
+        keep: this replica keeps its own even if it differs.
+
+    Returns:
+        True if `work` changed here.
+    """
+    wish = b"keep" if keep else b"take"
+    marks = [bytes(t.tolist()) for t in line.all_gather(torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8))]
+    needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
+    mine = line.rank
+    size, empty = work.numel() * work.element_size(), room(0)
+    data = empty
+    if mine == donor and any(needs):
+        data = room(size)
+        data[HEADER.size :] = work.detach().cpu().view(torch.uint8)
+    outgoing = [data if mine == donor and needs[j] else empty for j in range(line.size)]
+    sizes = [size if j == donor and needs[mine] else 0 for j in range(line.size)]
+    incoming = line.swap(line.header(SETUP), outgoing, sizes, setup=True)[1]
+    if needs[mine]:
+        work.copy_(incoming[donor].view(work.dtype))
+    return needs[mine]
+
+
+def mean_of(line: Line, step: int, value: float) -> float:
+    """Mean over the replicas of a number of this step, those left out whose number is not finite: 8 bytes and a header to each."""
+    mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+    found = [float(m.clone().view(torch.float64)) for m in line.all_gather(mine, NORM, step, setup=False)]
+    finite = [v for v in found if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def all_equal(line: Line, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
+    """Whether `mark` (`digests.digest` of some tensors) is the same on all replicas."""
+    marks = line.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
+    return all(torch.equal(m, marks[0]) for m in marks)

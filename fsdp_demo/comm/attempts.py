@@ -1,0 +1,234 @@
+"""Attempts: one run id serves several starts on one store, one after the other, as a supervisor makes them that restarts what has died.
+
+Keys of a run in the store:
+
+    <run>/attempt             number of the attempt that islands join now
+    <run>/<n>/slot/<island>   who plays this island in attempt n: compare_set, the first wins
+    <run>/<n>/beat/<island>   counts up every second while that process lives
+    <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
+    <run>/<n>/finished        island that came to the end of the run
+
+The first that comes after an attempt has ended opens the next; the others join it. A process takes part in one attempt of a run for its
+life; its exchanges have keys of their own below it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ..errors import PeerLost
+from .store_client import Asker
+
+log = logging.getLogger("fsdp_demo")
+
+BEAT = 1.0  # seconds
+BEATS = 3.5
+"""How many beats a newcomer listens for, before it takes its predecessor for dead."""
+
+PATIENCE = 5.0  # seconds that whoever stops waits for the store
+
+_lock = threading.RLock()
+_pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its id: a fork has none
+
+
+class Place(Protocol):
+    """What is asked of a `Topology`: which island of which run this is, and how the store is reached."""
+
+    run: str
+    island: int
+    endpoint: str
+    rank: int
+    world: int
+    timeout: float
+
+    @property
+    def question(self) -> float:
+        """Seconds that a question to the store may take."""
+        ...
+
+    def open_store(self, limit: float | None = None) -> Asker:
+        """Connect to the store."""
+        ...
+
+
+def join(topology: Place, store: Asker | None = None) -> Pulse:
+    """The attempt in which this process takes part; decided by rank 0 of the island at the first call, and told to the others.
+
+    Args:
+        store: a connection that may be used for it.
+
+    Raises:
+        ValueError: the run has finished, or a process that lives plays the same island.
+        PeerLost: no store; on other ranks: rank 0 did not say in time.
+    """
+    known = os.getpid(), topology.endpoint, topology.run, topology.island
+    with _lock:
+        if known not in _pulses:
+            number = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
+            _pulses[known] = Pulse(topology, f"{topology.run}/{number}", beats=topology.rank == 0, store=store)
+        elif topology.world > 1 and topology.rank == 0:  # who joins later than rank 0 reads it there
+            _from_first(topology, lambda: int(_pulses[known].prefix.rpartition("/")[2]))
+        return _pulses[known]
+
+
+def _from_first(topology: Place, decide: Callable[[], int]) -> int:
+    """What `decide` gives on rank 0, on all ranks of the island, through the store of their own world; an error there is raised on all."""
+    if topology.world == 1:
+        return decide()
+    own = Asker(dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout)
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's ranks may find the store of those before them
+    key = f"fsdp_demo/attempt/{life}/{topology.endpoint}/{topology.run}"
+    if topology.rank:
+        return _told(own, key, topology.timeout + 60)
+    try:
+        number = decide()
+    except (ValueError, PeerLost) as error:
+        own.set(key, json.dumps([-1, isinstance(error, PeerLost), str(error)]))
+        raise
+    own.set(key, json.dumps([number, False, ""]))
+    return number
+
+
+def _told(own: Asker, key: str, seconds: float) -> int:
+    end = time.monotonic() + seconds
+    while not own.check([key]):
+        if time.monotonic() > end:
+            raise PeerLost(f"rank 0 of this island did not say within {seconds:g} s which attempt of the run it joins: it may have died")
+        time.sleep(0.05)
+    number, lost, text = own.note(key, "rank 0")
+    if number < 0:
+        raise PeerLost(text) if lost else ValueError(text)
+    return int(number)
+
+
+def _take(topology: Place, store: Asker) -> int:
+    """Take this island's place in the attempt that has not ended, opening one if needed."""
+    t, me = topology, secrets.token_hex(8)
+    once = f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the store {t.endpoint}"
+    while True:
+        text = store.compare_set(f"{t.run}/attempt", "", "0")
+        if not (text.isascii() and text.isdigit()):
+            raise ValueError(f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set a new ISLAND_RUN")
+        at = store.under(f"{t.run}/{text}")
+        if by := at.peek("finished"):
+            raise ValueError(f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all islands")
+        if at.peek("ended"):
+            store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
+            continue
+        if at.compare_set(f"slot/{t.island}", "", me) == me:
+            at.add(f"beat/{t.island}", 1)
+            return int(text)
+        if _lives(at, t.island):
+            raise ValueError(f"{once}, which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands")
+        log.info("island %d was started before and is gone: attempt %s of run %r has ended", t.island, text, t.run)
+        at.compare_set("ended", "", str(t.island))
+
+
+def _lives(at: Asker, island: int) -> bool:
+    """Whether the beat of an island moves."""
+    first, end = at.add(f"beat/{island}", 0), time.monotonic() + BEATS * BEAT
+    while time.monotonic() < end and not at.peek("ended"):
+        time.sleep(BEAT / 5)
+        if at.add(f"beat/{island}", 0) != first:
+            return True
+    return False
+
+
+Job = Callable[[Asker], Any]
+
+
+class Pulse:
+    """One daemon thread of a process that takes part in an attempt: it beats and does what it is given, on `store`'s connection or its own.
+
+    A store that does not answer is said once; it is tried again, ever more rarely.
+
+    Attributes:
+        prefix: `run/attempt`, which stands before every key.
+        deadline: seconds that a caller should wait for a job.
+    """
+
+    def __init__(self, topology: Place, prefix: str, beats: bool = False, store: Asker | None = None):
+        self.prefix, self.deadline = prefix, min(topology.question, PATIENCE)
+        self._open = lambda: topology.open_store(topology.question).under(prefix)
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
+        self._each: list[Job] = [lambda at: at.add(f"beat/{topology.island}", 1)] if beats else []
+        self._at = None if store is None else Asker(store.store, topology.endpoint, topology.question).under(prefix)
+        self._pause, self.silent = BEAT, False
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a daemon thread inside torch when the interpreter ends can abort the process
+
+    def every(self, job: Job) -> None:
+        """Do `job` once a second from now on."""
+        self._each.append(job)
+
+    def no_more(self, job: Job) -> None:
+        """Undo `every`."""
+        if job in self._each:
+            self._each.remove(job)
+
+    def ask(self, job: Job, seconds: float) -> bool:
+        """Do `job` at once, and wait for it at most so long; whether it was done."""
+        done: Future[Any] = Future()
+        self._jobs.put((job, done))
+        try:
+            done.result(max(seconds, 0.0))
+        except Exception:  # logged where it happened, but the wait's own
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End the thread, unless a silent store holds it."""
+        atexit.unregister(self.stop)
+        self._jobs.put(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            try:
+                task = self._jobs.get(timeout=max(due - time.monotonic(), 0.0))
+            except queue.Empty:
+                for job in list(self._each):
+                    if self._do(job) is not None and self.silent:
+                        break  # each would wait for it anew
+                due = time.monotonic() + self._pause
+                continue
+            if task is None:
+                return
+            job, done = task
+            if (failure := self._do(job)) is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+
+    def _do(self, job: Job) -> Exception | None:
+        """Do one job; the error that it ended with has been logged."""
+        try:
+            self._at = self._at or self._open()
+            job(self._at)
+        except PeerLost as error:
+            if not self.silent:
+                log.warning("%s; training goes on, without word from the other islands' stops", str(error).partition(": start there")[0])
+            self._at, self.silent = None, True
+            self._pause = min(max(2 * self._pause, 10.0), 600.0)
+            return error
+        except Exception as error:  # of a callback, or a value that somebody else wrote
+            log.warning("presence: %s", error)
+            return error
+        if self.silent:
+            log.info("the store answers again")
+        self._pause, self.silent = BEAT, False
+        return None

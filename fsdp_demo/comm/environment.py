@@ -1,0 +1,146 @@
+"""The variables ISLAND_* that a user sets for an island: read, checked and named in one place."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+
+from ..config.parsing import nearest
+
+log = logging.getLogger("fsdp_demo")
+
+LONGEST = 10_000_000
+"""Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""
+
+VARIABLES = {
+    "ISLAND_RANK": "which island this is, from 0",
+    "ISLAND_COUNT": "number of islands",
+    "ISLAND_ENDPOINT": "host:port of the store",
+    "ISLAND_RUN": "run id",
+    "ISLAND_NAME": "name for logs and paths",
+    "ISLAND_ADDRESS": "address at which the other islands reach this one",
+    "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
+    "ISLAND_STOP": "seconds that islands which stop wait for each other",
+    "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
+    "ISLAND_LINK": "rate and round trip of a rehearsal",
+    "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
+    "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
+}
+"""All variables of this package, and what they say."""
+
+
+def patience(env: Mapping[str, str] | None = None) -> float:
+    """ISLAND_TIMEOUT in seconds, default 600.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    env = os.environ if env is None else env
+    try:
+        value = number(env, "ISLAND_TIMEOUT", 600.0)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= LONGEST:
+        raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be a number of seconds, more than 0 and at most {LONGEST}")
+    return value
+
+
+def stop_timeout(env: Mapping[str, str]) -> float:
+    """ISLAND_STOP in seconds, default 10.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    value = number(env, "ISLAND_STOP", 10.0)
+    if not 0 <= value <= LONGEST:
+        raise ValueError(f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}")
+    return value
+
+
+def name(env: Mapping[str, str], default: str) -> str:
+    """ISLAND_NAME, which names folders.
+
+    Raises:
+        ValueError: it has other letters than a folder should.
+    """
+    text = env.get("ISLAND_NAME") or default
+    if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
+        raise ValueError(f"ISLAND_NAME={text!r} names folders: allowed are letters, digits, '_', '-' and '.', not first a '-' or '.'")
+    return text
+
+
+def endpoint(env: Mapping[str, str]) -> str:
+    """ISLAND_ENDPOINT, host:port of the store.
+
+    Raises:
+        ValueError: it is not set, or no host and port.
+    """
+    text = env.get("ISLAND_ENDPOINT", "").strip()
+    if not text:
+        raise ValueError(
+            f"ISLAND_ENDPOINT is not set, but ISLAND_COUNT={env['ISLAND_COUNT']}: it must be host:port of the store, as `fsdp-demo store` "
+            "prints it"
+        )
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
+        raise ValueError(f"ISLAND_ENDPOINT={text!r} must be host:port of the store, as `fsdp-demo store` prints it")
+    return text
+
+
+_ELSEWHERE = {"WORLD": "COUNT", "WORLD_SIZE": "COUNT", "SIZE": "COUNT", "ID": "RANK", "INDEX": "RANK", "STORE": "ENDPOINT"}
+_said: set[str] = set()  # warnings that a process gives once
+
+
+def warn_of_unknown(env: Mapping[str, str]) -> None:
+    """Name every variable that looks like ours and is not."""
+    for name in sorted(env):
+        if re.match("ISLANDS?_", name) and name not in VARIABLES and name not in _said:
+            _said.add(name)
+            log.warning("%s is no variable of fsdp_demo%s (known: %s)", name, _meant(name), ", ".join(VARIABLES))
+
+
+def _meant(name: str) -> str:
+    """The nearest right name; what launchers call rank and world size is not spelt alike."""
+    tail = name.partition("_")[2]
+    tails = [known.partition("_")[2] for known in VARIABLES]
+    return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
+
+
+def say_single(on_purpose: bool, rank: int) -> None:
+    """That there is nobody to exchange with, once; a warning where nobody has said so."""
+    if on_purpose:
+        log.info("one replica, nobody to exchange with")
+    elif "single" not in _said and rank == 0:
+        _said.add("single")
+        log.warning("one replica: ISLAND_COUNT is not set, so there is no other island (ISLAND_COUNT=1 says that this is meant)")
+
+
+def number(env: Mapping[str, str], name: str, default: float) -> float:
+    """A variable as a number; `default` where it is not set or empty.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = env.get(name, "").strip()
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={text!r} must be a number")
+    return value
+
+
+def whole(env: Mapping[str, str], name: str, default: int) -> int:
+    """A variable as a whole number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = number(env, name, default)
+    if value != int(value):
+        raise ValueError(f"{name}={env[name]!r} must be a whole number")
+    return int(value)

@@ -1,0 +1,206 @@
+"""Moving bytes between the ranks that hold the same shard on every island.
+
+A `Line` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in
+pieces, so that the timeout measures silence and not size. A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not
+used: among 8 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On long links a line has
+several connections, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does not fill them. Two transports
+are built on it: `Line.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank order by the channel), and
+`collectives.reduce`. Both run in the thread of `worker.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost, WireError
+from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
+from .link import Link
+from .meter import Meter
+
+log = logging.getLogger("fsdp_demo")
+
+PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
+STREAMS = 8  # connections to one peer at most
+STREAM_RTT = 0.0125
+"""Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of them gain nothing, at 100 ms eight take
+32 MB over in 0.6 of the time of one."""
+TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
+
+
+class Line:
+    """The ranks that hold the same shard on every island, one per island.
+
+    Args:
+        group: a process group with `send` and `recv` over CPU tensors (gloo), or None for a single replica.
+        rank, size: this island and the number of islands in the group.
+        names: the islands' names, for errors.
+        timeout: seconds of silence after which a peer counts as lost.
+        link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
+
+    Attributes:
+        more: further groups of the same ranks, each with connections of its own (`widen`).
+        digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
+        self.group, self.rank, self.size, self.names = group, rank, size, list(names)
+        self.more: list[Any] = []
+        self.timeout, self.link, self.share = timeout, link, share
+        self.meter = Meter()
+        self.digest, self.ending = 0, False
+        self.alike = self.something = False
+        self._tag = 0
+
+    def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
+        """The header of a message of this rank, but for its number."""
+        return Header(self.digest, step, kind=kind, **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending})
+
+    def swap(
+        self, header: Header, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False
+    ) -> tuple[list[Header], list[Tensor]]:
+        """Send outgoing[j] to rank j and return what each rank j sent here; one's own is handed back.
+
+        Args:
+            header: of what is sent; the same kind, step and digest must come from everybody.
+            outgoing: messages with room for a header (`header.room`), which is written here; on the CPU, contiguous. One may go to several.
+            sizes: bytes of the bodies that are expected.
+
+        Returns:
+            Headers and bodies, in rank order.
+
+        Raises:
+            PeerLost: which island, and after what. Mismatch: an island does something else. WireError: a message is damaged.
+        """
+        self._tag += 1
+        mine = replace(header, number=self._tag)
+        for message in {id(t): t for j, t in enumerate(outgoing) if j != self.rank}.values():
+            fill(message, mine)
+        # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more than there is room for.
+        pieces = [-(-(HEADER.size + n) // PIECE) if j != self.rank else 0 for j, n in enumerate(sizes)]
+        rooms = [torch.empty(n * PIECE, dtype=torch.uint8) for n in pieces]
+        for space, n in zip(rooms, sizes, strict=True):  # gloo accepts a shorter message: what an earlier one left must not complete it
+            space[: HEADER.size].zero_()
+            space[max(HEADER.size + n - 32, HEADER.size) : HEADER.size + n].fill_(0xA5)
+        headers, crcs = [mine] * self.size, [0] * self.size
+        works = self._post(outgoing, rooms)
+        try:
+            for j, first, work in works:
+                self._wait(j, work)
+                if first:
+                    headers[j], crcs[j] = open_head(rooms[j], mine, sizes[j], self.label(j))
+        except WireError:
+            self._let_go(works)
+            raise
+        incoming = [r[HEADER.size : HEADER.size + n] for r, n in zip(rooms, sizes, strict=True)]
+        incoming[self.rank] = outgoing[self.rank][HEADER.size :]
+        for j in range(self.size):
+            if j != self.rank:
+                check_body(incoming[j], crcs[j], headers[j], self.label(j))
+        sent = sum(t.numel() for j, t in enumerate(outgoing) if j != self.rank)
+        received = sum(HEADER.size + n for j, n in enumerate(sizes) if j != self.rank)
+        self._count(sent, received, setup)
+        return headers, incoming
+
+    def _wait(self, j: int, work: Any) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise self._lost(j, error) from error
+
+    def _let_go(self, works: list[tuple[int, bool, Any]]) -> None:
+        """A peer does something else: give it a second to hear from us what we do, so that it can say so, too."""
+        until = time.monotonic() + 1.0
+        for _, first, work in works:
+            if not first and not work.is_completed() and (left := until - time.monotonic()) > 0:
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=left))
+
+    def _post(self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor]) -> list[tuple[int, bool, Any]]:
+        """Hand all pieces to the groups, in turns; (peer, whether it is the first that comes from there, work) of each, first pieces first.
+
+        All receives are posted first: gloo bargains once more about a send whose receiver is not ready (8 MB at 100 Mbit/s and 100 ms took
+        1.2 to 1.7 seconds the other way round, and takes 0.78 so, which is what rate and round trip allow)."""
+        groups, others = [self.group, *self.more], [j for j in range(self.size) if j != self.rank]
+        works, j = [], self.rank
+        try:
+            for j in others:
+                works += [(j, i == 0, groups[i % len(groups)].recv([part], j, self._tag)) for i, part in enumerate(rooms[j].split(PIECE))]
+            for j in others:
+                works += [(j, False, groups[i % len(groups)].send([part], j, self._tag)) for i, part in enumerate(outgoing[j].split(PIECE))]
+        except RuntimeError as error:
+            raise self._lost(j, error) from error
+        return sorted(works, key=lambda entry: not entry[1])
+
+    def _count(self, sent: int, received: int, setup: bool) -> None:
+        if self.size == 1:
+            return
+        if setup:
+            self.meter.setup_bytes += sent
+            return
+        self.meter.count(sent, received)
+        if self.link is not None:  # both directions at once, shared by the island's ranks
+            rate = self.link.bits_per_second
+            wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
+            time.sleep(self.link.rtt + wire)
+
+    def _lost(self, j: int, error: RuntimeError) -> PeerLost:
+        reason = str(error).splitlines()[0][:160]
+        return PeerLost(f"{self.label(j)} is gone or was silent for {self.timeout:g} s: {reason}")
+
+    def all_gather(self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True) -> list[Tensor]:
+        """`data` (uint8, equal length everywhere) of every rank, in rank order."""
+        return self.gather(self.header(kind, step), data, setup)[1]
+
+    def gather(self, header: Header, data: Tensor, setup: bool = False) -> tuple[list[Header], list[Tensor]]:
+        """`all_gather` with the headers."""
+        message = room(data.numel())
+        message[HEADER.size :] = data
+        return self.swap(header, [message] * self.size, [data.numel()] * self.size, setup)
+
+    def widen(self, connect: Callable[[int], Any]) -> None:
+        """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
+
+        The round trip is measured, and all ranks of the line take the longest that one of them has seen.
+
+        Raises:
+            PeerLost: see `swap`.
+        """
+        if self.size == 1:
+            return
+        seen = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.all_gather(torch.zeros(1, dtype=torch.uint8))
+            seen.append(time.perf_counter() - start)
+        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
+        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+        count = streams(rtt)
+        self.more = [connect(k) for k in range(1, count)]
+        if self.more:
+            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
+
+    def label(self, j: int) -> str:
+        """How errors name the island of rank j."""
+        return f"island {j} ({self.names[j]})"
+
+    def release(self) -> None:
+        """Drop the process groups; a live one at interpreter exit can abort the process."""
+        self.group, self.more = None, []
+
+
+def streams(rtt: float) -> int:
+    """Connections to each peer for a round trip of `rtt` seconds.
+
+    >>> [streams(seconds) for seconds in (0.001, 0.02, 0.05, 0.1, 0.3)]
+    [1, 1, 4, 8, 8]
+    """
+    return min(max(int(rtt / STREAM_RTT + 0.1), 1), STREAMS)

@@ -1,0 +1,298 @@
+"""Who holds my shard elsewhere, and how to reach them.
+
+A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of the ranks of its island that hold this
+very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different
+numbers of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
+
+* `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and a
+  bare gloo group that no framework inside the island can see.
+* `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import PeerLost, StoreSilent
+from . import attempts, environment
+from .address import route_to
+from .link import Link
+from .peers import Line
+from .store_client import Asker, connect, first_line, within
+
+ANSWER = 15.0
+"""Seconds that a question to the store may take once the islands have met. Its one thread asks the name server for every address that
+connects, and a name server that does not answer holds it for 5 s each time (seen)."""
+
+_epochs: Counter[tuple[str, str]] = Counter()  # how often this process joined a run: every attach gets keys of its own
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's place inside its island: shard of `shards`, copy of `copies`."""
+
+    shards: int = 1
+    shard: int = 0
+    copies: int = 1
+    copy: int = 0
+
+
+@dataclass
+class Topology:
+    """Where this rank stands and how its line is reached.
+
+    Attributes:
+        kind: "islands", "mesh" or "single".
+        island, islands: index of this replica, and how many there are.
+        name: for logs and paths. run: id of this run, part of every key in the store.
+        timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
+        stop_timeout: seconds that an island which stops waits for the others to tell when they do.
+        rank, world: this rank inside the island and the island's size.
+        group: process group of the island (None: the default group, or a single rank).
+
+    Example:
+        >>> from fsdp_demo import Topology
+        >>> Topology.from_env({}).islands
+        1
+    """
+
+    kind: str = "single"
+    island: int = 0
+    islands: int = 1
+    name: str = "island0"
+    run: str = "run"
+    endpoint: str = ""
+    address: str = ""
+    timeout: float = 600.0
+    rank: int = 0
+    world: int = 1
+    group: Any = None
+    line_group: Any = None
+    stop_timeout: float = 10.0
+    _store: Asker | None = field(default=None, repr=False)
+    _prefix: str = field(default="", repr=False)
+    _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
+        """Read the variables ISLAND_* (`environment.VARIABLES`); one that is not known is warned of.
+
+        Without ISLAND_COUNT (or with 1): a single replica.
+
+        Raises:
+            ValueError: a variable is missing or out of range; the message says which and what is allowed.
+        """
+        env = os.environ if env is None else env
+        environment.warn_of_unknown(env)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        islands, island = environment.whole(env, "ISLAND_COUNT", 1), environment.whole(env, "ISLAND_RANK", 0)
+        name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
+        common: dict[str, Any] = {"name": name, "run": run}
+        common |= {"timeout": environment.patience(env), "stop_timeout": environment.stop_timeout(env)}
+        if islands < 1 or not 0 <= island < islands:
+            raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
+        if islands == 1:
+            return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
+        endpoint = environment.endpoint(env)
+        common["address"] = env.get("ISLAND_ADDRESS", "")
+        return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, replicate: str = "", timeout: float = 600.0) -> Topology:
+        """One world with a 2-D (replicate, shard) or 1-D (replicate) DeviceMesh; FSDP2 must have been given the shard axis alone.
+
+        Args:
+            mesh: `torch.distributed.device_mesh.DeviceMesh`.
+            replicate: name of the replicate axis; default "dp_replicate" or "replicate", else the first.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        if mesh.ndim > 2 or (replicate and replicate not in names):
+            wanted = f"the replicate axis {replicate!r}" if replicate else "the replicate axis first"
+            raise ValueError(f"mesh with axes {names or mesh.ndim} does not fit: expected a 1-D or 2-D mesh with {wanted}")
+        axis = next((names.index(n) for n in (replicate, "dp_replicate", "replicate") if n in names), 0)
+        line, inner = mesh.get_group(axis), mesh.get_group(1 - axis) if mesh.ndim == 2 else None
+        rank, world = (dist.get_rank(inner), dist.get_world_size(inner)) if inner is not None else (0, 1)
+        line = _gloo_lines(mesh, axis) if dist.get_backend(line) != "gloo" else line
+        island = mesh.get_local_rank(axis)
+        place = {"rank": rank, "world": world, "group": inner, "line_group": line}
+        return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
+
+    @classmethod
+    def from_group(cls, group: Any, timeout: float = 600.0) -> Topology:
+        """One gloo process group that joins the ranks with the same shard, one per replica; each rank counts as a whole island."""
+        return cls("mesh", group.rank(), group.size(), f"island{group.rank()}", timeout=timeout, line_group=group)
+
+    def join(self, position: Position) -> tuple[Line | None, int]:
+        """Meet the other islands: the line of this rank (None for a copy beyond the lanes) and the number of lanes.
+
+        Raises:
+            ValueError: a used run id, or islands whose shards do not agree.
+            PeerLost: peers did not come in time; lists who came and who is missing.
+        """
+        if self.kind == "single":
+            environment.say_single(self._meant, self.rank)
+            return Line(None, 0, 1, [self.name], self.timeout), position.copies
+        link = Link.from_env()
+        if self.kind == "mesh":
+            names = [f"island{i}" for i in range(self.islands)]
+            return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
+        try:
+            store = self._connect()
+            infos = self._meet(store, position)
+        except StoreSilent as error:
+            raise self._cured(error) from None
+        store.deadline = self.question
+        lanes = min(info["copies"] for info in infos)
+        if position.copy >= lanes:
+            return None, lanes
+        open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store)
+        names = [i["name"] for i in infos]
+        line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
+        try:
+            line.widen(open_group)
+        except BaseException:
+            line.release()  # a live group at interpreter exit can abort the process
+            raise
+        return line, lanes
+
+    def _cured(self, error: StoreSilent) -> StoreSilent:
+        """The same for who has not met the others yet, where it is an error."""
+        if "fsdp-demo store" in str(error):
+            return error
+        return StoreSilent(
+            f"{error}: see whether `fsdp-demo store` still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
+            "then start all islands again"
+        )
+
+    def _connector(self, prefix: str, store: Asker) -> Callable[[int], Any]:
+        """open_group(k): group k = 0, 1, ... of this line, with connections of its own; one thread serves them all."""
+        where = self.address or route_to(self.endpoint)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout, options._threads = timedelta(seconds=self.timeout), 1
+
+        def open_group(k: int) -> Any:
+            try:
+                options._devices = options._devices or [dist.ProcessGroupGloo.create_device(hostname=where)]
+                keys = dist.PrefixStore(f"{prefix}/{k}", store.store)
+                # gloo asks the store without a limit of its own
+                return within(self.timeout + self.question, lambda: dist.ProcessGroupGloo(keys, self.island, self.islands, options))
+            except TimeoutError:
+                raise self._cured(StoreSilent(f"the store at {self.endpoint} does not answer within {self.timeout:g} s")) from None
+            except RuntimeError as error:
+                reason = first_line(error)
+                raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {reason}") from error
+
+        return open_group
+
+    @property
+    def question(self) -> float:
+        """Seconds that one question to the store may take."""
+        return min(self.timeout, ANSWER)
+
+    def open_store(self, limit: float | None = None) -> Asker:
+        """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the world. Each question has a deadline.
+
+        Args:
+            limit: seconds until it must stand; default `timeout`.
+
+        Raises:
+            StoreSilent: nobody answers there by then.
+        """
+        if self.kind == "mesh":
+            return Asker(dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question)
+        return connect(self.endpoint, self.timeout if limit is None else limit, self.question, self.timeout)
+
+    def prefix(self) -> str:
+        """What keys in the store begin with: the run, and for islands the attempt, which is agreed at the first call (`attempts.join`).
+
+        Raises:
+            ValueError: the run has finished, or a process that lives plays the same island.
+            PeerLost: no store.
+        """
+        return attempts.join(self).prefix if self.kind == "islands" else self.run
+
+    def meeting(self) -> str:
+        """What the keys begin with that belong to this meeting of the islands (`join`); before it, or without one, those of the attempt."""
+        return self._prefix or self.prefix()
+
+    def _connect(self) -> Asker:
+        self._store = store = self.open_store()
+        store.deadline = self.timeout
+        epoch = _epochs[self.endpoint, self.run]
+        attempt = attempts.join(self, store).prefix
+        if epoch and store.peek(f"{attempt}/finished"):
+            store.set(f"{attempt}/finished", "")  # by an exchange of this process, which now has another one
+        self._prefix = f"{attempt}/{epoch}"
+        _epochs[self.endpoint, self.run] += 1
+        return store
+
+    def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
+        """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
+        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
+        mine = {"name": self.name, "host": socket.gethostname(), **layout}
+        key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
+        store.set(key.format(self.island), json.dumps(mine))
+        infos = self._gather(store, {name: type(value) for name, value in mine.items()})
+        ordered = [infos[i] for i in range(self.islands)]
+        same = [i for i, other in enumerate(ordered) if other["name"] == self.name]
+        if len(same) > 1:
+            raise ValueError(f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each other's files: give each its own")
+        for i, other in enumerate(ordered):
+            if other["shards"] != position.shards:
+                raise ValueError(
+                    f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "
+                    f"{position.shards} shards x {position.copies} copies: the number of shards must agree (copies may differ)"
+                )
+        return ordered
+
+    def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:
+        """The announcements of all islands, as they come."""
+        first = f"{self._prefix}/join/{{}}/0.0"
+        infos: dict[int, dict[str, Any]] = {}
+        deadline, look = time.monotonic() + self.timeout, time.monotonic()
+        while True:
+            for i in range(self.islands):
+                if i not in infos and store.check([first.format(i)]):
+                    infos[i] = other = store.note(first.format(i), f"island {i}", fields)
+                    if other["count"] != self.islands:  # at once: the larger number would wait for islands that nobody starts
+                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
+                        raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
+            missing = [str(i) for i in range(self.islands) if i not in infos]
+            if not missing:
+                return infos
+            now = time.monotonic()
+            if now > deadline:
+                came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
+                raise PeerLost(
+                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
+                    f"{', '.join(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+                )
+            if now >= look:
+                look = now + 1.0
+                if by := store.peek(f"{self.prefix()}/ended"):
+                    waited = f"{self.name} waited for islands {', '.join(missing)}"
+                    raise PeerLost(f"{waited}, when island {by} left the attempt {self.prefix()}: start this island again to join the next")
+            time.sleep(0.02)
+
+    def release(self) -> None:
+        """Drop the connection to the store."""
+        self._store = None
+
+
+def _gloo_lines(mesh: Any, axis: int) -> Any:
+    """A gloo group along the replicate axis of a mesh on another backend (every rank makes all of them, in one order)."""
+    mine, ranks = None, mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+    for line in ranks:
+        group = dist.new_group(line, backend="gloo")
+        mine = group if dist.get_rank() in line else mine
+    return mine

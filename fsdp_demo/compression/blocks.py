@@ -1,0 +1,270 @@
+"""Packing local shards into one workspace of blocks, and back.
+
+A workspace is one flat fp32 vector: `num_blocks` slots of 4096 elements (64 x 64, row-major), then `num_dense` elements.
+Which tensor goes where depends on names and local shapes only, so that the same shard has the same layout on every island:
+
+* 64 x 64 blocks over the local rows and columns where both are >= 64 and padding stays <= 1.1x. Blocks at the right and lower edge
+  keep the 64 x 64 slot but fill only r x s of it; their transform is the r-point (s-point) one, so padding stays zero in both domains.
+* else flat blocks of 4096 consecutive elements seen as 64 x 64; the tail is one (m // 64) x 64 edge block, the last m % 64 elements dense.
+* tensors under 4096 elements, and those named in `dense`, are dense: sent whole, no transform.
+
+Where several ranks of an island hold the same tensors, `lanes` deals the blocks to them: lane l of L holds every group's blocks
+[n l / L, n (l + 1) / L) and the same share of the dense elements.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..config.channel import BLOCK
+from .windows import EDGE, Box, Contiguous, Group, Window
+
+MAX_PADDING = 1.1
+WINDOW, WINDOW_GPU = 512, 2048  # blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 4
+CODED_GPU = 1 << 20  # coefficients coded at once where every kernel has to be launched: 8 MiB of places
+CACHED = 64  # blocks, 1 MiB: what a CPU transforms at once, so that what is written in between stays in the cache of a core
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Region:
+    """y x `x` blocks of r x s elements of one tensor.
+
+    The upper left corner is (row, col) of the tensor seen with `cols` columns: those of its matrix view, or 64 where blocks are flat.
+    """
+
+    tensor: int
+    row: int
+    col: int
+    y: int
+    x: int
+    r: int
+    s: int
+    transform: bool
+    cols: int
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return self.y * self.x
+
+    def cut(self, lo: int, hi: int) -> Iterator[Box]:
+        """Where blocks lo..hi (row-major) lie, in at most three boxes: the end of a row of blocks, whole rows, the start of one."""
+        at, r, s, cols = lo, self.r, self.s, self.cols
+        while at < hi:
+            y, x = divmod(at, self.x)
+            whole_rows = (hi - at) // self.x if x == 0 else 0
+            end = at + whole_rows * self.x if whole_rows else min(hi, (y + 1) * self.x)
+            shape = (whole_rows or 1, self.x if whole_rows else end - at, r, s)
+            yield Box(self.tensor, (self.row + y * r) * cols + self.col + x * s, shape, (r * cols, s, cols, 1), at - lo, end - lo)
+            at = end
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks lo..hi (row-major) of a region, in workspace slots start, start + 1, ..."""
+
+    region: Region
+    lo: int
+    hi: int
+    start: int
+
+
+@dataclass(frozen=True)
+class DensePiece:
+    """Elements lo..hi of one flattened tensor, at dense positions start, start + 1, ..."""
+
+    tensor: int
+    lo: int
+    hi: int
+    start: int
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The 2-D form of a local shape: [-1, last] for more than two dims with last >= 64, else [first, -1]."""
+    numel = 1
+    for n in shape:
+        numel *= n
+    if not shape or numel == 0:
+        return (0, 0) if numel == 0 else (1, 1)
+    if len(shape) > 2 and shape[-1] >= EDGE:
+        return numel // shape[-1], shape[-1]
+    return shape[0], numel // shape[0]
+
+
+def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Region], int]:
+    """The block regions of one tensor and the flat element from which on it is dense."""
+    rows, cols = matrix_shape(shape)
+    numel = rows * cols
+    if numel < BLOCK:
+        return [], 0
+    y, x, r, s = rows // EDGE, cols // EDGE, rows % EDGE, cols % EDGE
+    padded = ceil(rows / EDGE) * ceil(cols / EDGE) * BLOCK
+    if rows >= EDGE and cols >= EDGE and padded <= MAX_PADDING * numel and transform:
+        found = [
+            Region(index, row, col, ny, nx, nr, ns, transform, cols)
+            for row, ny, nr in ((0, y, EDGE), (y * EDGE, 1, r))
+            for col, nx, ns in ((0, x, EDGE), (x * EDGE, 1, s))
+            if ny * nx * nr * ns
+        ]
+        return found, numel
+    whole, tail = numel // BLOCK, numel % BLOCK // EDGE
+    found = [Region(index, 0, 0, whole, 1, EDGE, EDGE, transform, EDGE)]
+    if tail:
+        found.append(Region(index, whole * EDGE, 0, 1, 1, tail, EDGE, transform, EDGE))
+    return found, (whole * EDGE + tail) * EDGE
+
+
+class Layout:
+    """Where every element of a list of local tensors lives in the workspace of one lane.
+
+    Args:
+        shapes: local shape of each tensor.
+        blocked: per tensor: "transform" (blocks, transformed), "plain" (flat blocks of 4096, not transformed) or "dense".
+        lane, lanes: which share of the blocks this is.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], blocked: Sequence[str], lane: int = 0, lanes: int = 1):
+        groups: dict[tuple[bool, int, int], list[Region]] = {}
+        dense: list[tuple[int, int, int]] = []
+        for i, (shape, kind) in enumerate(zip(shapes, blocked, strict=True)):
+            rows, cols = matrix_shape(shape)
+            regions, rest = ([], 0) if kind == "dense" else _regions(i, shape, kind == "transform")
+            for region in regions:
+                groups.setdefault((region.transform, region.r, region.s), []).append(region)
+            if rest < rows * cols:
+                dense.append((i, rest, rows * cols))
+        self.pieces: list[Piece] = []
+        self.groups: list[Group] = []
+        slot = 0
+        for number, ((transform, r, s), regions) in enumerate(sorted(groups.items(), reverse=True)):
+            first = slot
+            turn = lanes - 1 - lane if number % 2 else lane  # else the last lane gets every group's remainder
+            for region, lo, hi in _share(regions, [g.count for g in regions], turn, lanes):
+                self.pieces.append(Piece(region, lo, hi, slot))
+                slot += hi - lo
+            if slot > first:
+                self.groups.append(Group(r, s, transform, first, slot - first))
+        self.dense: list[DensePiece] = []
+        at = 0
+        for (i, begin, _), lo, hi in _share(dense, [end - begin for _, begin, end in dense], lane, lanes):
+            self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
+            at += hi - lo
+        self.num_blocks, self.num_dense = slot, at
+        self._windows: dict[bool, list[Window]] = {}  # by whether they are for a CPU
+
+    @property
+    def numel(self) -> int:
+        """Length of the workspace in elements."""
+        return self.num_blocks * BLOCK + self.num_dense
+
+    def blocks(self, work: Tensor) -> Tensor:
+        """View [num_blocks, 4096] of a workspace."""
+        return work[: self.num_blocks * BLOCK].view(-1, BLOCK)
+
+    def dense_part(self, work: Tensor) -> Tensor:
+        """View [num_dense] of a workspace."""
+        return work[self.num_blocks * BLOCK :]
+
+    def only(self, tensor: int) -> Layout:
+        """The same workspace with one tensor alone in it, as number 0."""
+        alone = copy(self)
+        alone.pieces = [replace(p, region=replace(p.region, tensor=0)) for p in self.pieces if p.region.tensor == tensor]
+        alone.dense = [replace(d, tensor=0) for d in self.dense if d.tensor == tensor]
+        alone._windows = {}
+        return alone
+
+    def windows(self, device: torch.device | str) -> list[Window]:
+        """The workspace in stretches that are worked on at once on `device`, each in parts that are packed and transformed at once."""
+        cpu = torch.device(device).type == "cpu"
+        if cpu not in self._windows:
+            self._windows[cpu] = self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
+        return self._windows[cpu]
+
+    def stretches(self, device: torch.device | str, topk: int, size: int = 1) -> list[Window]:
+        """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded at once; their parts are `windows`.
+
+        On a CPU each is a window, so that what is coded stays in the cache; elsewhere they are long, for the sake of few kernels."""
+        out: list[Window] = []
+        for g in self.groups:
+            windows = [w for w in self.windows(device) if w.group is g]
+            many = 1 if torch.device(device).type == "cpu" else max(1, CODED_GPU // (WINDOW_GPU * size * g.k(topk)))
+            for i in range(0, len(windows), many):
+                parts = tuple(windows[i : i + many])
+                out.append(Window(g, parts[0].begin, parts[-1].end, parts=parts))
+        return out
+
+    def _cut(self, size: int, part: int) -> list[Window]:
+        """Windows of up to `size` blocks in parts of up to `part`."""
+        out, base = [], self.num_blocks * BLOCK
+        for g in self.groups:
+            for lo in range(g.start, g.stop, size):
+                hi = min(lo + size, g.stop)
+                inner = tuple(self._window(g, a, min(a + part, hi)) for a in range(lo, hi, part))
+                out.append(Window(g, lo * BLOCK, hi * BLOCK, parts=inner))
+        for lo in range(0, self.num_dense, size * BLOCK):
+            hi = min(lo + size * BLOCK, self.num_dense)
+            rows = []
+            for d in self.dense[bisect_right(self.dense, lo, key=_end) : bisect_left(self.dense, hi, key=_start)]:
+                a, b = max(lo, d.start), min(hi, _end(d))
+                if a < b:
+                    rows.append((d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo))
+            out.append(Window(None, base + lo, base + hi, rows=tuple(rows)))
+        return out
+
+    def _window(self, group: Group, lo: int, hi: int) -> Window:
+        """Slots lo..hi of a group."""
+        boxes = []
+        for p in self.pieces[bisect_right(self.pieces, lo, key=_end) : bisect_left(self.pieces, hi, key=_start)]:
+            a, b = max(lo, p.start), min(hi, _end(p))
+            if a < b:
+                cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
+                boxes += [replace(box, lo=box.lo + a - lo, hi=box.hi + a - lo) for box in cut]
+        return Window(group, lo * BLOCK, hi * BLOCK, tuple(boxes))
+
+    def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
+        """Copy this lane's share of `tensors` (any float dtype; None counts as zeros) into the fp32 workspace `out`."""
+        with Contiguous(tensors) as memory:
+            for w in self.windows(out.device):
+                for part in w.inner:
+                    part.pack(memory, part.of(out))
+        return out
+
+    def unpack(self, work: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Write this lane's share of workspace `work` into `tensors` in place (None is left out), casting to their dtype."""
+        with Contiguous(tensors, back=True) as memory:
+            for w in self.windows(work.device):
+                for part in w.inner:
+                    part.unpack(part.of(work), memory)
+
+    def new(self, device: torch.device | str) -> Tensor:
+        """A workspace of zeros on `device`, fp32."""
+        return torch.zeros(self.numel, dtype=torch.float32, device=device)
+
+
+def _start(piece: Piece | DensePiece) -> int:
+    return piece.start
+
+
+def _end(piece: Piece | DensePiece) -> int:
+    return piece.start + piece.hi - piece.lo
+
+
+def _share(items: Sequence[T], sizes: Sequence[int], lane: int, lanes: int) -> Iterator[tuple[T, int, int]]:
+    """Yield (item, lo, hi) for the part of each item that falls into lane's share of the concatenation of all."""
+    total = sum(sizes)
+    begin, end, at = total * lane // lanes, total * (lane + 1) // lanes, 0
+    for item, size in zip(items, sizes, strict=True):
+        lo, hi = max(begin - at, 0), min(end - at, size)
+        if lo < hi:
+            yield item, lo, hi
+        at += size

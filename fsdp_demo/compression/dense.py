@@ -1,0 +1,120 @@
+"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `values`; how they are cut into parts for a reduce.
+
+Codes under 8 bits are never summed in their own code: either all codes reach everybody (`gathers`), or the parts travel in the code, are
+added in fp32, and the mean comes back in int8 (`mean_code`), so that the coarse rounding happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config.channel import BLOCK
+from . import quantize
+
+WHOLE = ("fp32", "bf16")  # codes without a scale: a vector may be cut anywhere
+STEP = 256  # rows of 4096 that are coded at once where a whole vector would be a second one
+LOW = ("int4", "fp4_e3m0", "fp4_e2m1", "2bit")  # codes under 8 bits
+
+
+def mean_code(code: str) -> str:
+    """The code in which the mean of vectors coded by `code` comes back."""
+    return "int8" if code in LOW else code
+
+
+def gathers(code: str, size: int) -> bool:
+    """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b + 1) (R - 1) / R, so R <= (b + 1) / b for
+    b bytes per value; only for codes under 8 bits, where a reduce would round twice."""
+    return code in LOW and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
+
+
+def num_bytes(code: str, n: int) -> int:
+    """Bytes of a coded vector of n values."""
+    rows, rest = divmod(n, BLOCK)
+    return quantize.num_bytes(code, rows, BLOCK) + (quantize.num_bytes(code, 1, rest) if rest else 0)
+
+
+def encode(code: str, v: Tensor) -> Tensor:
+    """Code a vector fp32 [n] as uint8 [num_bytes]."""
+    rows, rest = divmod(v.numel(), BLOCK)
+    parts = [quantize.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
+    return torch.cat([*parts, quantize.encode(code, v[rows * BLOCK :].view(1, rest))]) if rest else parts[0]
+
+
+def decode(code: str, data: Tensor, n: int) -> Tensor:
+    """The inverse of `encode`: fp32 [n]."""
+    out = torch.empty(n, device=data.device)
+    _into(out, code, data, None)
+    return out
+
+
+def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:
+    """target += alpha times the decoded vector, without one more vector of its length; fp32 [n]."""
+    _into(target, code, data, alpha)
+
+
+def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha: float) -> None:
+    """target += alpha times the elements from `begin` on of a coded vector of n values; both ends are multiples of 4096, or that of the
+    vector."""
+    rows, size = target.numel() // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
+    if rows:
+        split = [quantize.split_bytes(code, data[:size], n // BLOCK, BLOCK)]
+        found = quantize.decode_rows(code, split, n // BLOCK, BLOCK, begin // BLOCK, rows)
+        target[: rows * BLOCK].add_(found.view(-1), alpha=alpha)
+    rest = target.numel() - rows * BLOCK
+    if rest:
+        target[rows * BLOCK :].add_(quantize.decode(code, data[size:], 1, rest).view(-1), alpha=alpha)
+
+
+def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Tensor:
+    """Several vectors (values, code) as bytes one after the other, without a second copy of them."""
+    data, at = torch.empty(total_bytes(spans), dtype=torch.uint8, device=parts[0].device), 0
+    for (n, code), v in zip(spans, parts, strict=True):
+        rows, size = n // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
+        for lo in range(0, rows, STEP):
+            some = v[lo * BLOCK : min(lo + STEP, rows) * BLOCK].view(-1, BLOCK)
+            quantize.encode_rows(code, some, data[at : at + size], rows, lo)
+        if n % BLOCK:
+            rest = quantize.encode(code, v[rows * BLOCK :].view(1, -1))
+            data[at + size : at + size + len(rest)] = rest
+        at += num_bytes(code, n)
+    return data
+
+
+def add_round_trip(code: str, v: Tensor, size: int, target: Tensor, alpha: float) -> None:
+    """target += alpha times `round_trip`, a stretch at a time."""
+    at = cuts(v.numel(), code, size)
+    for a, b in zip(at, at[1:], strict=False):
+        for lo in range(a, b, STEP * BLOCK):
+            hi = min(lo + STEP * BLOCK, b)
+            add(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
+
+
+def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:
+    rows, rest = divmod(out.numel(), BLOCK)
+    size = quantize.num_bytes(code, rows, BLOCK)
+    quantize.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
+    if rest:
+        quantize.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
+
+
+def cuts(n: int, code: str, size: int) -> list[int]:
+    """Where a vector of n values is cut into `size` parts: R + 1 bounds; where scales are shared, between rows of 4096."""
+    unit = 1 if code in WHOLE else BLOCK
+    units = -(-n // unit)
+    return [min(units * j // size * unit, n) for j in range(size + 1)]
+
+
+def round_trip(code: str, v: Tensor, size: int) -> Tensor:
+    """What the others receive of one's own vector: coded and decoded in the parts a reduce among `size` replicas sends (fp32 [n])."""
+    at, out = cuts(v.numel(), code, size), torch.empty_like(v)
+    for a, b in zip(at, at[1:], strict=False):
+        _into(out[a:b], code, encode(code, v[a:b]), None)
+    return out
+
+
+def total_bytes(spans: Sequence[tuple[int, str]]) -> int:
+    """Bytes of several coded vectors (values, code) one after the other."""
+    return sum(num_bytes(code, n) for n, code in spans)

@@ -1,0 +1,126 @@
+"""Which coefficients of a block are sent: the largest, or those that all replicas compute from the number of the exchange."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from ..config.channel import BLOCK
+from .staging import upload
+
+CPU = torch.device("cpu")
+LEVELS = ((16, (64, 8)), (128, (16, 4)))  # up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
+
+
+def top_k(a: Tensor, k: int) -> Tensor:
+    """Positions of the k largest magnitudes of each row, ascending; ties go to the lower position, NaN is the largest.
+
+    Args:
+        a: [n, m] fp32.
+        k: 1 <= k <= m.
+
+    Returns:
+        int64 [n, k], the same on every device. Elsewhere than on a CPU nothing that depends on the data decides what is done, so that
+        no device has to be waited for.
+    """
+    n, m = a.shape
+    if k >= m:
+        return torch.arange(m, device=a.device).expand(n, m)
+    if a.device.type != "cpu":
+        return _grouped(a, k) if m == BLOCK and k <= 64 else _exact(a, k)
+    for most, rows in LEVELS:
+        if m == BLOCK and k <= most and a.is_contiguous():
+            return _descend(a, k, *rows)
+    return _exact(a, k)
+
+
+def _bits(a: Tensor) -> Tensor:
+    """Magnitudes as int32, in the same order."""
+    return a.view(torch.int32) & 0x7FFFFFFF
+
+
+def _keys(magnitude: Tensor, index: Tensor) -> Tensor:
+    """Distinct int64: the larger the magnitude (int32), then the lower the index, the larger the key."""
+    return torch.bitwise_left_shift(magnitude.long(), 12).add_(4095).sub_(index)
+
+
+def _chosen(keys: Tensor, k: int) -> Tensor:
+    """Indices, ascending, of the k largest keys of each row."""
+    return (4095 - (torch.topk(keys, k, dim=1, sorted=False).values & 4095)).sort(1).values
+
+
+def _exact(a: Tensor, k: int) -> Tensor:
+    """Top k of rows of any length up to 4096, by keys."""
+    return _chosen(_keys(_bits(a.contiguous()), torch.arange(a.shape[1], device=a.device)), k)
+
+
+def _grouped(a: Tensor, k: int) -> Tensor:
+    """Top k of blocks: they lie in the k groups of 16 rows of a column with the largest keys."""
+    n, index = len(a), torch.arange(BLOCK, device=a.device)
+    keys = _keys(_bits(a.contiguous()), index).view(n, 4, 16, 64)
+    found = 4095 - (torch.topk(keys.amax(2).view(n, 256), k, dim=1, sorted=False).values & 4095)  # an element of each group
+    first = found // 1024 * 1024 + found % 64
+    place = (first[:, :, None] + index[:1024:64]).view(n, -1)
+    return _chosen(keys.view(n, BLOCK).gather(1, place), k)
+
+
+def _descend(a: Tensor, k: int, coarse: int, fine: int) -> Tensor:
+    """Top k of contiguous blocks on a CPU, by maxima of `coarse` rows of a column, of the `fine` rows in the k best of those, and of the
+    elements in the k best of these.
+
+    Groups run down columns because element-wise maxima of rows vectorise. Where just k maxima reach the k-th largest, all that is as
+    large as any of the top k lies in their groups; in rows with ties there (rare, but for blocks of zeros) all elements are sorted.
+    """
+    n, per, step = len(a), coarse // fine, min(len(a), 64)  # so few that their magnitudes stay in the cache
+    small, large = a.new_empty(n, 64 // fine, 64, dtype=torch.int32), a.new_empty(n, 64 // coarse, 64, dtype=torch.int32)
+    memory = a.new_empty(step, BLOCK, dtype=torch.int32)
+    for lo in range(0, n, step):
+        some, out = a[lo : lo + step], small[lo : lo + step]
+        magnitude = torch.bitwise_and(some.view(torch.int32), 0x7FFFFFFF, out=memory[: len(some)])
+        torch.amax(magnitude.view(-1, 64 // fine, fine, 64), 2, out=out)
+        torch.amax(out.view(-1, 64 // coarse, per, 64), 2, out=large[lo : lo + step])
+    group, tied = _best(large.view(n, -1), k)
+    place = _members(group, per)
+    best, also = _best(small.view(n, -1).gather(1, place), k)
+    place = _members(place.gather(1, best), fine)
+    index = _chosen(_keys(_bits(a.gather(1, place)), place), k)
+    for rows in (tied, also):
+        if rows is not None:
+            index[rows] = _exact(a[rows], k)
+    return index
+
+
+def _members(group: Tensor, count: int) -> Tensor:
+    """Where the `count` rows of each group lie one level further down, int64 [n, k * count]; a level has 64 columns."""
+    first = (group & ~63).mul_(count).add_(group & 63)
+    return (first[:, :, None] + torch.arange(0, 64 * count, 64)).view(len(group), -1)
+
+
+def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """Indices of the k largest of each row, and which rows have more than k that reach the k-th largest; None if there are none."""
+    values, index = torch.topk(maxima, k, dim=1, sorted=False)
+    reach = maxima >= values.amin(1, keepdim=True)
+    return index, None if int(reach.count_nonzero()) == index.numel() else reach.sum(1) > k
+
+
+def seeded(select: str, size: int, k: int, count: int, number: int, seed: int, device: torch.device = CPU) -> Tensor:
+    """Positions that "random" and "stride" send in exchange `number` = 0, 1, ... of `count` blocks of `size` coefficients, k of each.
+
+    int64 [count, k] on `device`, a pure function of the other arguments. ceil(size / k) consecutive exchanges from a multiple of that
+    number on are a pass, which sends every coefficient of every block at least once (the published Striding repeats the same ones where k
+    divides the size; drawing anew each time, as the published Random does, misses a share of exp(-1) of them in a pass).
+
+    random: one permutation per pass, of which each exchange takes the next k; every block's is shifted by an offset of its own.
+    stride: floor(j size / k) + i for the i-th exchange of a pass.
+    """
+    length = ceil(size / k)
+    pass_, turn = divmod(number, length)
+    steps = torch.arange(k)
+    if select == "stride":
+        return upload((steps * size // k + turn) % size, device).expand(count, k)
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + pass_) * 4099 + size) % 2**63)
+    order = torch.randperm(size, generator=generator)
+    shift = torch.randint(size, (count, 1), generator=generator)
+    return (upload(order[(turn * k + steps) % size], device) + upload(shift, device)) % size

@@ -1,0 +1,4 @@
+"""What a method is: channels, presets, rules, parsing. Nothing here touches a tensor.
+
+Imports nothing of the package but `errors`.
+"""

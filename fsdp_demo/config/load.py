@@ -1,0 +1,90 @@
+"""From a name or a file, and changes, to a configuration: what `attach("diloco", period=50)`, `--exchange` and `--set` go through."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, get_type_hints
+
+import yaml
+
+from .parsing import nearest, one_of, typed
+from .presets import presets
+from .schema import ExchangeConfig
+
+TOP = ("clip", "clip_over", "inner", "lr", "max_in_flight", "outer_state", "seed")
+
+
+def preset(name: str, **changes: Any) -> ExchangeConfig:
+    """The configuration of a published method, with changes.
+
+    Args:
+        name: one of `presets()`.
+        changes: keywords of the preset's function, top-level fields (`clip`, `clip_over`, `inner`, `max_in_flight`, `outer_state`,
+            `seed`, and `lr`, the inner rate, where the function has no `lr` of its own), or dotted paths.
+
+    Raises:
+        ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> preset("diloco", period=100).channels[0].clock.period
+        100
+        >>> preset("demo", **{"codec.topk": 16}).channels[0].codec.topk
+        16
+    """
+    known = presets()
+    one_of("preset", name, tuple(known))
+    takes = inspect.signature(known[name]).parameters
+    hints = get_type_hints(known[name])
+    # `inner` as a list is the field of the configuration, as a word it is the form of the method (FlexDeMo's AdamW form).
+    own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes and not (k == "inner" and not isinstance(v, str))}
+    rest = {k: v for k, v in changes.items() if k not in own}
+    for key in rest:
+        if "." not in key and key not in TOP:
+            options = [*takes, *(name for name in TOP if name not in takes)]
+            allowed = f"{', '.join(options)}, or a dotted path such as clock.period"
+            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed})")
+    return known[name](**own).changed(rest)
+
+
+def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
+    """Read what `--exchange` and `--set` say.
+
+    Args:
+        source: a preset name, or the path of a yaml file: a whole configuration (`ExchangeConfig.to_yaml`), or `preset: NAME` with
+            keywords and dotted paths beside it.
+        overrides: texts `path=value`, values read as yaml, or a mapping of changes as `preset` takes them.
+
+    Raises:
+        ValueError: for unknown names, keys or values; FileNotFoundError for a yaml path that is not there.
+
+    Example:
+        >>> from fsdp_demo import load_config
+        >>> load_config("demo", ["codec.topk=16"]).channels[0].codec.topk
+        16
+    """
+    changes: dict[str, Any] = dict(overrides) if isinstance(overrides, Mapping) else {}
+    for text in () if isinstance(overrides, Mapping) else overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"override {text!r} must read path=value, as in clock.period=50")
+        changes[path.strip()] = yaml.safe_load(value)
+    if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
+        return preset(source, **changes)
+    with open(source, encoding="utf-8") as file:
+        data = yaml.safe_load(file)
+    if not isinstance(data, dict) or "preset" not in data:
+        raise ValueError(f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` prints one to start from")
+    if "channels" in data:
+        return ExchangeConfig.from_dict(data).changed(changes)
+    name = data.pop("preset")
+    return preset(name, **{**_flatten(data), **changes})
+
+
+def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in node.items():
+        out.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + str(key): value})
+    return out

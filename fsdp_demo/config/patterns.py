@@ -1,0 +1,38 @@
+"""Shell patterns over parameter names: which parameters a channel covers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from .channel import Channel
+
+EMBEDDINGS = (
+    *("*embed*", "*wte*", "*wpe*", "*lm_head*"),
+    *("output.weight", "*.output.weight", "head.weight", "*.head.weight"),  # torchtitan's Llama, ViT: the module that holds the weight
+    *("score.weight", "*.score.weight", "classifier.*", "*.classifier.weight"),  # models that classify
+)
+"""Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated. A head is told by
+the last module of its name, so that BERT's `attention.output.dense.weight` is none."""
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter name fits one of the shell patterns."""
+    return any(fnmatchcase(name, p) for p in patterns)
+
+
+def covers(channel: Channel, name: str) -> bool:
+    """Whether a channel exchanges the parameter of this name."""
+    return matches(name, channel.include) and not matches(name, channel.exclude)
+
+
+def kind(channel: Channel, name: str) -> str:
+    """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks, not transformed) or "transform"."""
+    if not channel.codec.sparse or matches(name, channel.dense):
+        return "dense"
+    return "plain" if channel.codec.transform == "none" or matches(name, channel.plain) else "transform"
+
+
+def literal(name: str) -> str:
+    """The pattern that fits this name alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

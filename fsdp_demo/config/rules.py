@@ -1,0 +1,126 @@
+"""What has no meaning in a configuration: one channel's settings, and two channels' together. Each finding says why and what to do."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+
+from .channel import Channel
+from .patterns import matches
+
+_WANTED = {"gradient": "gradient", "delta": "outer"}
+
+
+def problems(c: Channel) -> list[str]:
+    """What has no meaning in one channel, each with the reason and the cure."""
+    return [text for wrong, text in (*_codec_rules(c), *_applier_rules(c)) if wrong]
+
+
+def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
+    select, whole = c.codec.select, c.applier.kind == "replace" and (c.codec.sparse or c.codec.code not in ("fp32", "bf16"))
+    return [
+        (
+            whole or (c.applier.kind == "replace" and c.accumulator is not None),
+            f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code fp32 or bf16, no accumulator",
+        ),
+        (
+            c.residual != "keep" and c.accumulator is None,
+            f"residual={c.residual!r} needs an accumulator to act on, found none: add accumulator.beta, or residual='keep'",
+        ),
+        (
+            c.accumulator is not None and c.accumulator.rate and c.source != "gradient",
+            f"accumulator.rate=True multiplies gradients by the learning rate, found source {c.source!r}: leave it False; a constant is "
+            "accumulator.gain",
+        ),
+        (
+            c.residual == "put_back" and not c.codec.sparse,
+            "residual='put_back' on a channel that sends everything (codec.select='all') would count the mean twice: use 'keep'",
+        ),
+        (
+            c.residual == "put_back" and c.source != "delta",
+            f"residual='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'",
+        ),
+        (
+            c.reducer.kind == "senders" and not c.codec.indexed,
+            f"reducer.kind='senders' needs a selection by the data (codec.select='topk'), with select={select!r} everybody sends: "
+            "use 'replicas'",
+        ),
+        (
+            c.reducer.clip == "median_norm" and not c.codec.indexed,
+            f"reducer.clip='median_norm' is for what replicas choose to send (codec.select='topk'), found select={select!r}: use 'none'",
+        ),
+        (
+            c.source == "gradient" and c.clock.period > 1 and c.accumulator is None,
+            f"clock.period={c.clock.period} on a gradient channel needs an accumulator, else the gradients between exchanges are lost: "
+            "set accumulator.beta, or clock.period=1",
+        ),
+    ]
+
+
+def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
+    wanted, a = _WANTED.get(c.source, "replace"), c.applier
+    return [
+        (a.kind != wanted, f"applier.kind={a.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted!r}"),
+        (
+            a.phi == "sign" and c.source != "gradient",
+            f"applier.phi='sign' is for gradient channels, found source {c.source!r}: a sign is no parameter; use phi='identity'",
+        ),
+        (
+            a.local_delta and c.residual != "put_back",
+            f"applier.local_delta=True is the released rule and needs residual='put_back', found {c.residual!r}",
+        ),
+        (
+            a.mix > 0 and c.source not in ("delta", "parameter"),
+            f"applier.mix={a.mix} mixes local parameters in, found source {c.source!r}: use mix=0",
+        ),
+        (c.after == c.name, f"after={c.after!r} is the channel itself: name another one, or none"),
+    ]
+
+
+def order_problems(c: Channel, first: Channel | None) -> list[str]:
+    """Why `c` cannot come after channel `first`."""
+    if first is None:
+        return []
+    found = []
+    if first.after:
+        found.append(
+            f"after={c.after!r}, which itself comes after {first.after!r}: an order has two places, let both come after {first.after!r}"
+        )
+    if c.source == "gradient" or first.source == "gradient":
+        found.append(f"after={c.after!r}: gradient channels act before the base step and need no order, leave after empty")
+    if c.clock.delay:
+        found.append(f"after={c.after!r} with clock.delay={c.clock.delay}: what it brings would be older than what came first; use delay=0")
+    return found
+
+
+def _targets(c: Channel) -> str:
+    """What a channel writes; two that write the same thing need an order."""
+    return "parameter" if c.source in ("delta", "parameter") else c.source
+
+
+def overlap(a: Channel, b: Channel) -> str | None:
+    """A pattern that both channels surely cover, as far as patterns alone can tell (`attach` compares names)."""
+    for p in a.include:
+        for q in b.include:
+            if not matches(p, b.exclude) and not matches(q, a.exclude) and (fnmatchcase(p, q) or fnmatchcase(q, p)):
+                return p if fnmatchcase(p, q) else q
+    return None
+
+
+def conflict(a: Channel, b: Channel) -> str | None:
+    """Why two channels that cover a common parameter cannot both act on it, or None if they can."""
+    if _targets(a) != _targets(b):
+        return None
+    if a.source == b.source:
+        return f"channels {a.name!r} and {b.name!r} both exchange {a.source!r} of it: each would undo the other; use include and exclude"
+    apart = math.gcd(a.clock.period, b.clock.period)
+    delayed = next((x for x in (a, b) if x.source == "delta" and x.clock.delay and x.name in (a.after, b.after)), None)
+    if delayed is not None:
+        return f"channel {delayed.name!r} has a delay, so no anchor can be set after it while it is in flight: set its clock.delay=0"
+    meet = (a.clock.offset + a.clock.delay - b.clock.offset - b.clock.delay) % apart == 0
+    if meet and a.name != b.after and b.name != a.after:
+        return (
+            f"channels {a.name!r} and {b.name!r} both write it on the same step: say which is first (after={a.name!r} in {b.name!r}), or "
+            "give one clock.offset so that they never meet"
+        )
+    return None

@@ -1,0 +1,161 @@
+"""What is exchanged, when, how compressed and how applied: the configuration of a method, its checks and its yaml form.
+
+Every published method is a list of `Channel`s (see `presets.py`); nothing here touches tensors. What has no meaning together is refused
+when the configuration is made (`rules.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import yaml
+
+from . import rules
+from .channel import BLOCK, SOURCES, Channel
+from .parsing import build, in_range, nearest, one_of, set_path
+
+CLIP_OVER = ("replica", "islands")
+OUTER_STATE = ("device", "host")
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """A method: its channels, the inner optimizers it is defined for and its published learning rate.
+
+    Args:
+        preset: name of the preset this came from, for logs.
+        channels: what is exchanged.
+        inner: names of the inner optimizers the preset is defined for (lower-case class names such as "adamw");
+            "any" allows all, "as_is" switches the check off.
+        lr: published learning rate of the inner optimizer, None if there is none.
+        clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the mean is clipped;
+            otherwise each replica clips its own gradient before the step.
+        max_in_flight: most payloads of one channel that may be under way at once.
+        clip_over: "replica": each replica's own norm is clipped; "islands": one norm, the root mean square of the replicas' norms, at
+            the cost of a message of 8 bytes and a round trip at every step, behind what is in flight.
+        outer_state: where anchors and outer momentum are kept: on the "device", or in (pinned) "host" memory, from which the channel
+            that is due fetches its own.
+        seed: of the positions of seeded selections.
+
+    Example:
+        >>> from fsdp_demo import ExchangeConfig, preset
+        >>> config = preset("diloco", period=50)
+        >>> ExchangeConfig.from_yaml(config.to_yaml()) == config
+        True
+    """
+
+    preset: str
+    channels: tuple[Channel, ...]
+    inner: tuple[str, ...] = ("any",)
+    lr: float | None = None
+    clip: float | None = None
+    max_in_flight: int = 16
+    clip_over: str = "replica"
+    outer_state: str = "device"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for c in self.channels:
+            for problem in rules.problems(c):
+                raise ValueError(f"channel {c.name!r}: {problem}")
+        in_range("max_in_flight", self.max_in_flight, 1)
+        in_range("seed", self.seed, 0)
+        one_of("clip_over", self.clip_over, CLIP_OVER)
+        one_of("outer_state", self.outer_state, OUTER_STATE)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping")
+        if not self.inner:
+            raise ValueError("inner=() names no optimizer: name those the method is defined for, or 'any'")
+        names = [c.name for c in self.channels]
+        if any("." in name for name in names):
+            raise ValueError(f"channel names are {names}: a name may hold no dot, which would end it in NAME.codec.code")
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"channels must be at least one, with distinct names; found {names}")
+        for i, c in enumerate(self.channels):
+            if c.after and c.after not in names:
+                known = f"{nearest(c.after, names)} (channels: {', '.join(names)})"
+                raise ValueError(f"channel {c.name!r}: after={c.after!r} is no channel{known}")
+            for problem in rules.order_problems(c, next((o for o in self.channels if o.name == c.after), None)):
+                raise ValueError(f"channel {c.name!r}: {problem}")
+            for other in self.channels[:i]:
+                pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
+                if pattern and reason:
+                    raise ValueError(f"parameters like {pattern!r}: {reason}")
+            if c.clock.in_flight > self.max_in_flight:
+                raise ValueError(
+                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} "
+                    f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay or lengthen the period"
+                )
+
+    @property
+    def consensus(self) -> bool:
+        """Whether all replicas hold equal parameters right after an exchange of the slowest parameter channel."""
+        moving = [c for c in self.channels if c.source in SOURCES]
+        return bool(moving) and all(c.consensus for c in moving)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a last exchange leaves all replicas with equal parameters."""
+        moving = [c for c in self.channels if c.source in SOURCES]
+        return bool(moving) and all(c.shared for c in moving)
+
+    @property
+    def clips_mean(self) -> bool:
+        """Whether `clip` acts on the mean gradient over the islands; else, and always before an accumulator, on each replica's own."""
+        return any(c.source == "gradient" and c.accumulator is None and c.applier.phi == "identity" for c in self.channels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars; the inverse of `from_dict`."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def to_yaml(self) -> str:
+        """The whole configuration as yaml, to start from."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ExchangeConfig:
+        """Build and check; unknown keys raise ValueError with the nearest right name."""
+        return build(cls, data, "")
+
+    @classmethod
+    def from_yaml(cls, text: str) -> ExchangeConfig:
+        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes: see `load_config`."""
+        return cls.from_dict(yaml.safe_load(text))
+
+    def digest(self) -> int:
+        """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on another configuration are refused."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def parts(self) -> list[str]:
+        """A phrase for each channel."""
+        parts = []
+        for c in self.channels:
+            select = f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
+            how = f"{c.codec.transform}+{select}/{BLOCK} {c.codec.code}" if c.codec.sparse else c.codec.code
+            late = f", applied {c.clock.delay} steps later" if c.clock.delay else ""
+            cut = f", in fragments of {c.fragments.layers} layers" if c.fragments else ""
+            parts.append(f"{c.source} every {c.clock.period}{cut} ({how}, mean over {c.reducer.kind}{late})")
+        return parts
+
+    def describe(self) -> str:
+        """One line for a table."""
+        return f"preset {self.preset}: " + "; ".join(self.parts())
+
+    def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
+        """A copy with dotted paths set: `clip`, `codec.topk` (all channels) or `NAME.codec.topk` (one channel).
+
+        Example:
+            >>> from fsdp_demo import preset
+            >>> preset("demo").changed({"codec.topk": 8}).channels[0].codec.topk
+            8
+        """
+        data, top = self.to_dict(), [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
+        for path, value in changes.items():
+            set_path(data, top, path, value)
+        return ExchangeConfig.from_dict(data)

@@ -1,0 +1,61 @@
+"""Small questions that the islands settle among themselves at one step: a mean, whether all or any two say the same.
+
+Every rank of every island asks the same question at the same step; each line talks for itself, then the ranks of an island take one
+answer. JSON and numbers only: nothing a peer sends is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..comm import agreement
+from ..comm.header import QUESTION
+from ..comm.island import Island
+from .in_flight import Mailbox
+
+
+class Council:
+    """What `Exchange.council` is.
+
+    Example:
+        >>> import torch, fsdp_demo
+        >>> exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
+        >>> exchange.council.mean([1.0, 2.0]), exchange.council.same({"eval_steps": 100})
+        ([1.0, 2.0], True)
+    """
+
+    def __init__(self, mailbox: Mailbox, island: Island, step: Callable[[], int]):
+        self._mailbox, self._island, self._step = mailbox, island, step
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Means over the islands, number by number; an island's number that is not finite makes the mean NaN.
+
+        Raises:
+            ValueError: on every replica, if islands bring different numbers of values.
+        """
+        everyone = self._ask([float(v) for v in values])
+        found = [len(theirs) for theirs in everyone]
+        if self._island.largest(float(any(n != len(values) for n in found)))[0]:
+            raise ValueError(f"a mean over the islands of {found} values: all must bring the same ones, in the same order")
+        means = [sum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
+        lost = self._island.largest(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
+        shared = self._island.largest(*(m if math.isfinite(m) else -math.inf for m in means))
+        return [math.nan if gone else m for gone, m in zip(lost, shared, strict=True)]
+
+    def same(self, value: Any) -> bool:
+        """Whether all islands say the same (compared as JSON, rank by rank along the lines)."""
+        texts = {json.dumps(v, sort_keys=True) for v in self._ask(value)}
+        return not self._island.largest(float(len(texts) > 1))[0]
+
+    def repeated(self, value: Any) -> bool:
+        """Whether any two islands say the same on any line."""
+        everyone = [json.dumps(v, sort_keys=True) for v in self._ask(value)]
+        return bool(self._island.largest(float(len(set(everyone)) < len(everyone)))[0])
+
+    def _ask(self, value: Any) -> list[Any]:
+        """What every island says; nothing on a copy without a line, which follows its island."""
+        courier, step = self._mailbox.courier, self._step()
+        return self._mailbox.ask(lambda: agreement.gather_json(courier.line, value, QUESTION, step) if courier is not None else []) or []

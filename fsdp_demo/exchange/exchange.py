@@ -1,0 +1,472 @@
+"""The object users hold: it hangs on the optimizer's step, and is the door to all that an exchange does.
+
+One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`, how it begins in `startup.py`, how it ends
+in `finish.py`, and what a method calls its model in `result.py`. This file checks that what is asked for can be done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..channels import buffers
+from ..comm.header import END
+from ..comm.peers import Line
+from ..comm.presence import Presence
+from ..comm.topology import Topology
+from ..config.fragments import expand
+from ..config.schema import ExchangeConfig
+from ..errors import PeerLost, Stopped
+from ..hosts.base import Shards
+from ..hosts.optimizers import check_inner
+from ..status import leave
+from . import finish, result, startup, summary
+from .connections import Connections
+from .consensus import Council
+from .in_flight import Flown, Mailbox
+from .refusals import refuse, refuse_sparse, warn_of_outside
+from .runtime import Flow
+from .untouched import Untouched
+
+log = logging.getLogger("fsdp_demo")
+
+_SHOWN = "a step inside outer_parameters() would be lost when the replica's own parameters come back: leave the context, then train"
+
+
+class StateSource(Protocol):
+    """A saved state that knows how to become one rank's: `checkpoint.Saved`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        ...
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied."""
+        ...
+
+    def state_for(self, exchange: Exchange) -> dict[str, Any]:
+        """What `exchange.load_state_dict` takes on this rank."""
+        ...
+
+
+class Exchange:
+    """Joins one model's replicas; made by `attach`.
+
+    Attributes:
+        config, topology, shards: what was agreed, and what the engine offers.
+        step: optimizer steps of the job done so far (ticks).
+        channels: the channels at work (`channel.ActiveChannel`).
+        drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
+            rule); None where replicas are equal by construction.
+        stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
+            `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not. leaving: since an island
+            was told to end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
+        showing: the model holds `outer_parameters` at the moment, not this replica's own.
+
+    Example:
+        >>> import torch, fsdp_demo
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
+        >>> for _ in range(4):
+        ...     model(torch.ones(1, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+        >>> exchange.step
+        4
+        >>> exchange.finish()
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        config: ExchangeConfig,
+        model: torch.nn.Module | None,
+        topology: Topology,
+        facts: dict[str, Any],
+        step: int = 0,
+        state: dict[str, Any] | StateSource | None = None,
+        batch: Sequence[int] = (),
+        catch_up: bool = True,
+    ):
+        self.config, self.topology, self.shards = config, topology, shards
+        needed = any(c.before_step for c in config.channels) or config.clip is not None
+        refuse(shards, needed)
+        check_inner(config, shards.optimizer_names, shards.optimizers)
+        shards.materialise()
+        channels = expand(config, [s.name for s in shards.shards if not s.frozen])
+        self._ended = self._finished = self.stopped = self.stopped_alone = self.leaving = self.showing = False
+        self.raises_stopped = True
+        self._equal: bool | None = None
+        self._presence = Presence(topology, self.request_stop)
+        self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
+        self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
+        self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
+        self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
+        try:
+            self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
+            self.channels, parameters = startup.bind(channels, config, shards, topology, self._island, lanes)
+            self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
+            moving = [c.channel for c in self._flow.moving]
+            self._flow.buffers = buffers.channel(model, moving, shards.device, self._island, lanes, topology.islands)
+            self._mailbox.channels = [*self.channels, *self._flow.buffers]
+            with self.paused(), torch.no_grad():
+                self._join(facts, model, state)
+                if catch_up:
+                    self.catch_up()
+            summary.announce(self._flow, lanes, batch, summary.total_steps(facts))
+            if topology.rank == 0:
+                warn_of_outside(shards, model, topology.name)
+        except BaseException:  # Ctrl-C while waiting for peers, too
+            self._close()
+            raise
+        self._mailbox.gone = self._gone
+        self._presence.start()
+        atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
+        self._ticks.start()
+
+    def __repr__(self) -> str:
+        t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
+        where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
+        return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
+
+    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | StateSource | None) -> None:
+        """Agree on the run, bring parameters and state together, make the channels' state."""
+        own, applied = self.step, None
+        if state is not None:
+            own, applied = (int(state["step"]), state.get("applied", {})) if isinstance(state, dict) else (state.step, state.applied)
+        donor, furthest = startup.come_together(self._flow, facts, model, own, applied)
+        if state is not None:
+            self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
+        startup.take_over(self._flow, donor, furthest)
+        self._joined_at, self._behind = self.step, True
+        self._untouched.note()
+        self._ticks.aside = False
+
+    @torch.no_grad()
+    def rejoin(self, state: dict[str, Any] | StateSource | None, step: int, model: torch.nn.Module | None = None) -> None:
+        """What `attach` does when it joins, once more: for an engine that loads a checkpoint after it was attached.
+
+        All ranks of all replicas call it together, each with its parameters and inner optimizer states loaded. What is under way is
+        forgotten.
+
+        Args:
+            state, model: as for `attach`. Without a state channels start anew, and all replicas take over from the one that is furthest.
+            step: the job's step, where there is no state.
+
+        Raises:
+            ValueError: the state does not belong to this run.
+        """
+        self._usable()
+        self._flow.forget()
+        self._flow.step, self._equal = step, None
+        with self.paused():
+            self._join({}, model, state)
+            self.catch_up()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Send once more what was under way in the state from which this replica resumes; and where a loss has cut off the exchange of its
+        last step, wait for the others to come so far, and apply it. Does nothing when called again.
+
+        `attach(..., catch_up=False)` leaves it to its caller, who asks the islands something before, and calls this ahead of the first
+        forward pass.
+        """
+        if self._behind:
+            self._behind = False
+            with self.paused():
+                self._flow.catch_up()
+            self.accept_parameters()
+
+    def accept_parameters(self) -> None:
+        """The parameters as they are now are right: for a host that has put this replica's own back after attach, as its saved state has
+        them. Elsewhere parameters that were changed between attach and the first step are refused there."""
+        if self._untouched.pending:
+            self._untouched.note()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the job done so far (ticks)."""
+        return self._flow.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._flow.step = value
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied here, -1 where there was none."""
+        return self._flow.applied
+
+    @property
+    def drift(self) -> float | None:
+        """How far this replica was from the mean, as a fraction of it."""
+        return self._flow.drift
+
+    @property
+    def _line(self) -> Line | None:
+        return self._flow.line
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The innermost optimizers that are attached."""
+        return list(self.shards.optimizers)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
+        return self._ended or self._finished
+
+    @property
+    def running(self) -> bool:
+        """Whether the optimizers' steps still go through this exchange."""
+        return not (self.finished or self._mailbox.broken)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connections to the other replicas are gone."""
+        return self._finished
+
+    @property
+    def clips(self) -> str:
+        """Which gradient clipping is in force, as a sentence."""
+        return summary.clips(self.config, self.shards)
+
+    @property
+    def consensus(self) -> bool:
+        """Whether all replicas hold equal parameters after every exchange (`config.shared`: after `finish()`)."""
+        return self.config.consensus
+
+    def _usable(self) -> None:
+        if self._mailbox.broken:
+            raise PeerLost("the exchange has failed before: save, and start all islands again")
+        if self.finished:
+            raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
+
+    @torch.no_grad()
+    def _before(self) -> None:
+        self._usable()
+        if self._untouched.pending:
+            self._first()
+        self._flow.before()
+
+    def _first(self) -> None:
+        """Ahead of the first step: what a user can have done since attach."""
+        self.catch_up()
+        if self._ticks.aside:  # steps inside paused()
+            self._untouched.forget()
+        self._untouched.check()
+        if self._needs_gradients:
+            refuse_sparse(self.shards)
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        """The rest of the tick, which counts whatever became of it; then a wish to stop takes effect on the whole island."""
+        self._flow.after()
+        together, self.stopped_alone, self.leaving = self._flow.stops()
+        self.stopped = together or self.stopped_alone
+        if self.stopped and self.raises_stopped:
+            raise Stopped(f"stopped after step {self.step} on request")
+
+    def note(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
+        """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss: the mean of those since the last
+        message travels in the next header (a tensor is read only then), NaN left out."""
+        self._flow.notes.add(tokens, loss)
+
+    def rows_compared(self) -> None:
+        """A host that has compared the islands' rows by itself says so: their first payloads need not be compared as well."""
+        self._mailbox.watch.compares = False
+
+    def request_stop(self, together: bool = False) -> None:
+        """Ask to stop. Safe in a signal handler.
+
+        The wish travels in the next payload, and all islands stop after the step in which that is applied.
+
+        Args:
+            together: wait for that, however long the period. False: where no payload leaves in the next step, this island stops after
+                it, and the others find it gone at their next exchange.
+        """
+        self._flow.notes.request_stop(together)
+
+    def leave(self, stopped: bool) -> None:
+        """Tell the other islands that this one goes on no more, before it saves (`guard` and the Trainer call it). Nothing is applied.
+
+        Args:
+            stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds.
+        """
+        self._presence.tell_stop(self.step)
+        if stopped:
+            self._presence.wait_for_stops(self.topology.stop_timeout)
+        if self.topology.rank == 0:
+            self._presence.end("left")
+
+    def _gone(self, step: float) -> str:
+        """Why the messages of a step will not come, as far as other islands have told; empty if they will."""
+        told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
+        return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
+
+    def next_exchange(self) -> int:
+        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
+        cycle = math.lcm(*(c.channel.clock.period for c in self.channels))
+        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.clock.due(s) for c in self.channels))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context the attached optimizers' steps do not count and nothing is exchanged."""
+        with self._ticks.paused():
+            yield
+
+    @torch.no_grad()
+    def skip(self) -> None:
+        """Count a step that this replica does not take (its loss was NaN): the tick goes on, a due exchange is joined.
+
+        All ranks of the island call it together instead of `optimizer.step()`. A plain gradient channel leaves this replica out of the
+        mean and still applies the mean of the others; with an accumulator nothing is added to it.
+        """
+        self._usable()
+        if self._ticks.partial:
+            of = len(self.shards.optimizers)
+            raise RuntimeError(f"skip() in step {self.step}, when {self._ticks.partial} of {of} optimizers have stepped")
+        self._flow.notes.skipping = True
+        try:
+            self.shards.gradients([False] * len(self.shards.shards))
+            self._ticks.skip(self._flow.base_step if any(c.channel.before_step for c in self.channels) else None)
+        finally:
+            self._flow.notes.skipping = False
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Wait for what is in flight and apply it, in order of its steps."""
+        self._usable()
+        finish.flush(self._flow, self.paused)
+        self.accept_parameters()
+
+    @torch.no_grad()
+    def finish(self, close: bool = True) -> None:
+        """End the exchange: apply what is in flight, exchange once more what changed since, leave all replicas with equal parameters.
+
+        Inside a round that is the plain mean of the replicas (of what they send), without an outer step: see `finish.conclude`. Where the
+        preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
+        Afterwards the connections are closed; calling it again does nothing. All replicas call it at the same step.
+
+        Args:
+            close: False keeps the connections for questions to the `council`, until `finish()` is called again.
+        """
+        if self._finished:
+            return
+        if not self._ended:
+            self._usable()
+            self.catch_up()
+            if not self._ticks.aside:
+                self._untouched.check()
+            self._equal = finish.conclude(self._flow, self.paused)
+            self._ended = True
+            summary.ended(self._flow, self.totals(), self._equal)
+        if close:
+            if (line := self._line) is not None:  # none closes while another still reads
+                line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
+            if self.topology.rank == 0:
+                self._presence.end("finished")
+            self._close()
+
+    @property
+    def council(self) -> Council:
+        """Small questions to all islands at one step (`consensus.Council`), while they are connected."""
+        if self._mailbox.broken or self._finished:
+            raise RuntimeError("the islands are connected no more: ask before finish()")
+        # islands that resume at unlike steps between the same exchanges ask each other before they go on
+        return Council(self._mailbox, self._island, lambda: 0 if self.step == self._joined_at else self.step)
+
+    def digests_equal(self) -> bool | None:
+        """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
+
+        All ranks of all islands call it at the same step."""
+        if self.finished and self._equal is not None or self._finished:
+            return self._equal
+        return result.equal(self._flow)
+
+    @property
+    def shows(self) -> str:
+        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep them equal), "anchor" (the outer
+        parameters, known to every replica) or "mean" (over the replicas: a round of communication)."""
+        return result.shows(self._flow)
+
+    @contextmanager
+    def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within this context `model` holds the parameters that the method calls its result: the anchor, or the mean over the replicas.
+
+        Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step, since they communicate here. Gradient
+        presets hold them anyway. Local parameters come back at the end; a step taken here is a RuntimeError.
+        """
+        shows = "parameters" if self.finished or self._mailbox.broken else self.shows
+        with self._ticks.paused(_SHOWN), result.shown(self._flow, model, shows):
+            before, self.showing = self.showing, self.showing or shows != "parameters"
+            try:
+                yield
+            finally:
+                self.showing = before
+
+    def timeline(self) -> list[Flown]:
+        """The exchanges that have ended (the last 10 000): step of launch, step of application, when they were on the line."""
+        return list(self._mailbox.flown)
+
+    def metrics(self) -> dict[str, Any]:
+        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
+        loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
+        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": self._mailbox.watch.left_out}
+
+    def totals(self) -> dict[str, float]:
+        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
+        at the last exchange, contributions of any island that were not finite (where there were any).
+
+        All ranks of the island call it together."""
+        meter, loss = self._meter, self._mailbox.loss
+        known = not math.isnan(loss)
+        sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
+        waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
+        (left_out,) = self._island.largest(float(self._mailbox.watch.left_out))
+        out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
+        out["seconds_waiting"] = waited
+        out |= {"loss": losses / ranks} if ranks else {}
+        out |= {} if self.drift is None else {"drift": self.drift}
+        return out | ({"not_finite": int(left_out)} if left_out else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.
+
+        What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
+        references to the live state: save them before the next step.
+        """
+        return self._flow.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()` of the same rank, bit for bit.
+
+        Raises:
+            ValueError: it was saved with other channels, or with another number of islands or ranks.
+        """
+        self._flow.load(state)
+
+    def detach(self) -> None:
+        """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""
+        self._ticks.stop()
+        self._close()
+
+    def _close(self) -> bool:
+        atexit.unregister(self._at_exit)
+        self._finished = True
+        self._presence.close()
+        self._mailbox.courier = None
+        return self._connections.close()
+
+    def _at_exit(self) -> None:
+        if not self._close():
+            log.error("%s: an exchange was still waiting for a silent peer at exit", self.topology.name)
+            leave(1)  # the interpreter would end threads that wait in gloo by aborting the process

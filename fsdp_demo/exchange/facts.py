@@ -1,0 +1,125 @@
+"""What islands compare of themselves before the first step, beside the configuration: tensors, optimizers, and the machine they run on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..comm import agreement
+from ..comm.peers import Line
+from ..hosts.base import Shard, Shards
+
+NUMBERS = (
+    "initial_lr weight_decay decoupled_weight_decay betas momentum dampening nesterov eps amsgrad maximize alpha centered rho lambd t0 "
+    "etas step_sizes lr_decay momentum_decay beta2_decay d ns_steps ns_coefficients adjust_lr_fn use_muon"
+).split()
+"""Settings of a parameter group that say what a step does; how it is computed (foreach, fused ...) may differ."""
+
+MOVED = ("betas", "momentum")
+"""Those that torch's cyclic schedules move with the step, as they do the learning rate."""
+
+
+def optimizers(shards: Shards) -> dict[str, Any]:
+    """Kind, number of groups and numbers of each group, whatever the step."""
+    out: dict[str, Any] = {}
+    for i, (name, optimizer) in enumerate(zip(shards.optimizer_names, shards.optimizers, strict=True)):
+        out |= {f"optimizer{i}": name, f"optimizer{i}.groups": len(optimizer.param_groups)}
+        for g, group in enumerate(optimizer.param_groups):
+            fixed = [k for k in NUMBERS if k in group and not (k in MOVED and "max_momentum" in group)]
+            out |= {f"optimizer{i}.group{g}.{k}": _plain(group[k]) for k in fixed}
+    return out
+
+
+def rates(shards: Shards) -> dict[str, Any]:
+    """What is equal at equal steps only: learning rates, and what cyclic schedules move."""
+    return {
+        f"optimizer{i}.group{g}.{k}": _plain(group[k])
+        for i, optimizer in enumerate(shards.optimizers)
+        for g, group in enumerate(optimizer.param_groups)
+        for k in ("lr", *MOVED)
+        if k in group
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON: tensors as numbers, numbers to 7 digits, since fp32 tensors hold no more."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    return value if isinstance(value, (bool, int, str)) or value is None else str(value)
+
+
+def marks(shards: Sequence[Shard]) -> list[str]:
+    """8 hexadecimal digits of each tensor's name, shape, local shape, dtype, and whether it is frozen."""
+    return [hashlib.sha256(json.dumps(described(s)).encode()).hexdigest()[:8] for s in shards]
+
+
+def described(shard: Shard) -> list[Any]:
+    """What must be equal of a tensor, as JSON."""
+    dtype = str(shard.dtype).removeprefix("torch.")
+    return [shard.name, list(shard.global_shape), list(shard.shape), dtype, "frozen" if shard.frozen else "trained"]
+
+
+def sentence(described: Sequence[Any] | None) -> str:
+    """`described` in words."""
+    if described is None:
+        return "none"
+    name, shape, local, dtype, state = described
+    return f"{name} {shape} {dtype}{'' if shape == local else f' (here in shards of {local})'}, {state}"
+
+
+def agree_on_tensors(line: Line, shards: Sequence[Shard]) -> None:
+    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those of all replicas.
+
+    Raises:
+        ValueError: on every replica, naming the first one that differs.
+    """
+    mine = marks(shards)
+    if agreement.all_equal(line, hashlib.sha256(json.dumps(mine).encode()).digest()):
+        return
+    everyone = agreement.gather_json(line, mine)
+    # The first place where each island parts from island 0; two that part at one place from it may part from each other there as well.
+    places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
+    tensors = agreement.gather_json(line, [described(shards[i]) if i < len(shards) else None for i in places])
+    j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
+    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[line.rank][n]), 0)
+    here, there = sentence(tensors[line.rank][at]), sentence(tensors[j][at])
+    text = f"parameter {places[at]} is {here} here, {there} there"
+    if len(mine) != len(everyone[j]):
+        text = f"{len(mine)} parameters here, {len(everyone[j])} there; {text}"
+    elif sorted(mine) == sorted(everyone[j]):
+        text = f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
+    raise ValueError(agreement.unequal(line, j, text))
+
+
+def _parting(a: Sequence[str], b: Sequence[str]) -> int:
+    """The first index where two lists differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What may differ between islands, and explains differences in the last bit."""
+    if device.type == "cpu":
+        kernels = torch.backends.cpu.get_cpu_capability()
+        return {"torch": torch.__version__, "device": "cpu", "processor": f"{_processor()}, {kernels}"}
+    module = torch.get_device_module(device)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    return {"torch": torch.__version__, "device": device.type, "processor": name}
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):  # not Linux, or a processor that gives no name there
+        return platform.processor() or platform.machine()

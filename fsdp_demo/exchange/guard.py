@@ -1,0 +1,80 @@
+"""The way out when a peer is lost or the job is told to stop: save, say how to go on, end with status 75."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
+from ..status import DECIDE, SAVED, leave, tell_launcher
+from .exchange import Exchange
+
+log = logging.getLogger("fsdp_demo")
+
+
+def undecided(error: NeedsDecision, rank: int) -> NoReturn:
+    """End the process with status 78 and the sentence, without a traceback. `rank`: inside the island, for the launchers."""
+    if rank == 0:
+        log.error("%s", error)
+    tell_launcher(rank, DECIDE)
+    leave(DECIDE)
+
+
+@contextmanager
+def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str = "") -> Iterator[None]:
+    """Run a training loop so that a lost peer or SIGTERM ends it in order.
+
+    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
+    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone); with 78 where the islands do not do
+    the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an island that stops tells the others,
+    which stop after their current steps, and waits for them for at most ISLAND_STOP seconds before it saves.
+
+    Args:
+        save: saves what this rank has; must not use collectives.
+        resume: the command that goes on from there, for the log.
+
+    Example:
+        >>> import torch, fsdp_demo
+        >>> optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+        >>> exchange = fsdp_demo.attach(optimizer, "diloco")
+        >>> with fsdp_demo.guard(exchange, save=None, resume="python train.py --resume"):
+        ...     pass  # the training loop
+    """
+    old = signal.signal(signal.SIGTERM, lambda *_: exchange.request_stop())
+    try:
+        yield
+    except (PeerLost, WireError, Stopped) as error:
+        _leave(exchange, error, save, resume)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str) -> None:
+    status = DECIDE if isinstance(error, Mismatch) else SAVED
+    where = f"{exchange.topology.name} (island {exchange.topology.island}, rank {exchange.topology.rank}), step {exchange.step}"
+    log.error("%s: %s", where, error)
+    exchange.leave(stopped=isinstance(error, Stopped))
+    try:
+        if save is not None:
+            _save(save)
+        if exchange.topology.rank == 0:
+            done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
+            when = "to resume" if status == SAVED else "once that is mended"
+            log.error("%s: %s; %s, start all islands again with: %s", where, done, when, command)
+    except Exception:
+        log.exception("%s: saving failed", where)
+        status = 1
+    tell_launcher(exchange.topology.rank, status)
+    leave(status)
+
+
+def _save(save: Callable[[], Any]) -> None:
+    """Save; once more if only now a peer is found lost, since what was under way is then saved as it was sent."""
+    try:
+        save()
+    except PeerLost:
+        save()
+

@@ -1,0 +1,137 @@
+"""What a replica says of itself in the header of its messages: tokens, loss, a wish to stop, and whether its contribution is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.header import COUNTED, LEAVING, SKIPPED, STOP
+from ..comm.island import Island
+from ..errors import NotFinite
+
+LIMIT = 10
+"""Steps or contributions in a row that may be left out because they are not finite. A replica that has as many does not come back by
+itself: it stops, with an error, while its last checkpoint is still whole."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What goes into one header. Numbers that lie on a device are read in the thread that sends.
+
+    Attributes:
+        weight, flags: as in `header.Header`.
+        loss: a scalar, None where unknown.
+        bad: 1 where the contribution is not finite, else 0; `run`: steps in a row whose gradients were not.
+        total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
+    """
+
+    weight: float = 1.0
+    flags: int = 0
+    loss: Tensor | None = None
+    bad: float | Tensor = 0.0
+    run: float | Tensor = 0.0
+    total: Tensor | None = None
+
+    def numbers(self, device: torch.device) -> list[Tensor]:
+        """(loss, bad, run) as fp32 [3] on `device`, and the total if there is one."""
+        loss = self.loss if self.loss is not None else float("nan")
+        parts = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (loss, self.bad, self.run)]
+        return [torch.stack([p.float() for p in parts]), *([] if self.total is None else [self.total.view(1)])]
+
+
+class Notes:
+    """The notes of one rank, from `Exchange.note` and `Exchange.request_stop` to the next message.
+
+    Attributes:
+        tokens: that this rank has counted since the start of the job.
+        skipping: this replica does not take the step under way.
+        bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar on the device that nobody has read.
+        run: such steps in a row.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.skipping = False
+        self.bad: float | Tensor = 0.0
+        self.run: float | Tensor = 0.0
+        self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
+        self._losses: list[Tensor] = []  # noted since the last message
+        self._wanted = self._sent = self._together = False
+
+    def add(self, tokens: int, loss: float | Tensor | None) -> None:
+        """Count tokens; keep a loss for the next header, unread."""
+        self.tokens += tokens
+        if loss is not None:
+            self._losses.append((loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)).reshape(()))
+
+    def request_stop(self, together: bool) -> None:
+        """Wish to stop: with the other islands however long it takes (`together`), else as soon as nothing is under way."""
+        self._together = together and (self._together or not self._wanted)
+        self._wanted = True
+
+    def begin(self) -> None:
+        """A tick begins: a wish that comes during it travels in the next one."""
+        self._sent = self._wanted
+
+    def gradients(self, bad: float | Tensor) -> None:
+        """Whether this step's gradients are not finite on any rank of the island (1 or 0).
+
+        Raises:
+            NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the thread that sends finds out).
+        """
+        self.bad, self.run = bad, (self.run + 1.0) * bad
+        if not isinstance(self.run, Tensor):
+            give_up(self.run)
+
+    def leaves(self, islands: int) -> bool:
+        """Whether this island stops, though the others may not, if nothing is under way after this tick."""
+        return self._sent and (not self._together or islands == 1)
+
+    @property
+    def told(self) -> bool:
+        """Whether this rank was asked to stop soon, not with the others however long that takes."""
+        return self._wanted and not self._together
+
+    def header(self, names: Collection[str], by_tokens: bool, island: Island, device: torch.device) -> Said:
+        """What the header of a message of the channels `names` says. Losses are used up; their mean leaves out NaN.
+
+        With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
+        stop = STOP * self._sent | LEAVING * (self._sent and self.told)
+        weight, flags = 1.0, stop | SKIPPED * self.skipping
+        if by_tokens:
+            tokens = island.total(self.tokens)[0]
+            weight = tokens - min(self._weighed.get(name, 0.0) for name in names)
+            self._weighed.update(dict.fromkeys(names, tokens))
+            flags |= COUNTED * (tokens > 0)
+        there = device.type != "cpu"  # to the host a copy that nobody waits for would be read too early
+        loss = torch.stack([v.float().to(device, non_blocking=there) for v in self._losses]).nanmean() if self._losses else None
+        self._losses.clear()
+        return Said(weight, flags, loss, self.bad, self.run)
+
+    def clear(self) -> None:
+        """Forget tokens, losses and what was not finite, not the wish to stop."""
+        self.tokens, self._weighed = 0, {}
+        self.bad = self.run = 0.0
+        self._losses.clear()
+
+    def state(self) -> tuple[list[Any], list[float]]:
+        """Tokens, and those up to the last exchange of each channel; losses noted since the last message."""
+        return [self.tokens, dict(self._weighed)], [float(v) for v in self._losses]
+
+    def load(self, tokens: Sequence[Any], losses: Iterable[float], device: torch.device) -> None:
+        """Restore `state()`."""
+        self.tokens, self._weighed = tokens[0], dict(tokens[1])
+        self._losses = [torch.tensor(v, device=device) for v in losses]
+
+
+def give_up(run: float) -> None:
+    """Raise NotFinite if `run` contributions in a row were not finite, and LIMIT are allowed."""
+    if run >= LIMIT:
+        raise NotFinite(
+            f"gradients or parameters of this island were not finite (NaN or Inf) {run:.0f} times in a row: look at the loss, the learning "
+            "rate and the data, and resume from a checkpoint. The other islands have taken nothing of it"
+        )

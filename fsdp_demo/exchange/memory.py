@@ -1,0 +1,303 @@
+"""Memory before the first step: what an exchange keeps and needs on one rank, from shapes alone.
+
+Three parts, each on the device of the shards and on the host (the recipes' table: `recipes/benchmarks/memory.py`):
+
+* state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with `outer_state: host`, in pinned memory.
+* in flight: kept between steps while payloads are under way (`clock.delay`), at its largest.
+* workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse or gathered one is small; a vector
+  that is reduced is a copy of what is sent, 4 bytes per element.
+
+What is worked on in windows (packing, transform, selection, decoding, the outer step: under 64 MB) and copies of single shards come on top
+of the workspace; a test compares all figures with a training. Where copies of a shard share the work (lanes), one more workspace holds
+what they gather. The inner optimizer's own state is apart (`inner_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from ..channels.codec import Section
+from ..comm.collectives import legs
+from ..comm.header import HEADER
+from ..comm.peers import PIECE
+from ..compression import dense
+from ..config.channel import Channel
+from ..config.schema import ExchangeConfig
+from ..hosts.optimizers import base_optimizer, materialise
+from .plan import Plan, local_shape, plan_model
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: elements of its shards.
+        device_state, host_state: kept between steps.
+        device_flight, host_flight: kept while payloads are under way, at most.
+        device_workspace, host_workspace: taken by a step on top, at most.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> from fsdp_demo.exchange.memory import plan_memory
+        >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
+        >>> found.per_parameter("device_state")  # anchor and outer momentum
+        8.0
+    """
+
+    parameters: int
+    device_state: int
+    host_state: int
+    device_flight: int
+    host_flight: int
+    device_workspace: int
+    host_workspace: int
+
+    def per_parameter(self, field: str) -> float:
+        """One of the figures in bytes per parameter of the rank's shards."""
+        return float(getattr(self, field)) / self.parameters if self.parameters else 0.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where things are: whether anchors and momenta are on the host, whether payloads are copied there, low-precision parameters."""
+
+    host_home: bool
+    staged: bool
+    low_precision: bool
+    islands: int
+
+
+@dataclass
+class _Level:
+    """Bytes held now, and the most that were."""
+
+    now: int = 0
+    most: int = 0
+
+    def take(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def touch(self, size: int) -> None:
+        """Take and give back."""
+        self.most = max(self.most, self.now + size)
+
+
+@dataclass
+class _Levels:
+    device: _Level = field(default_factory=_Level)
+    host: _Level = field(default_factory=_Level)
+
+
+def plan_memory(
+    config: ExchangeConfig,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    islands: int,
+    shards: int = 1,
+    shard: int = 0,
+    staged: bool = True,
+    low_precision: bool = False,
+) -> Memory:
+    """What the exchange takes on one rank of an island whose ranks hold each shard once (no copies).
+
+    Args:
+        tensors: names and whole shapes of the trained parameters, ties once.
+        islands: number of replicas.
+        shards, shard: FSDP2 shards of the first dim, and which of them (the first is the largest).
+        staged: shards are on an accelerator, payloads are copied to the host; False: training on the CPU, where `outer_state` changes
+            nothing and both columns are of one memory.
+        low_precision: parameters are not fp32 (delta channels then keep what was written into them).
+    """
+    plan = plan_model(config, tensors, islands, shards)[shard]
+    place = _Place(staged and config.outer_state == "host", staged, low_precision, islands)
+    states = [_state(c, s, place) for c, s, _ in plan.sections]
+    device, host = (sum(column) for column in zip(*states, strict=True))
+    idle, levels = _run(plan, place)
+    parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
+    spaces = levels.device.most - idle.device.most, levels.host.most - idle.host.most
+    return Memory(parameters, device, host, idle.device.most, idle.host.most, *spaces)
+
+
+def inner_state(config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[int]]], shards: int = 1, shard: int = 0) -> int:
+    """Bytes of state on one rank of the inner optimizer that the preset is defined for: AdamW 8 per parameter, Muon 4 per element of
+    a matrix, SGD none."""
+    named = [(n, torch.nn.Parameter(torch.empty(local_shape(shape, shards, shard), device="meta"))) for n, shape in tensors]
+    optimizer = base_optimizer(config, named, lr=1.0)
+    materialise(optimizer)
+    return sum(
+        v.numel() * v.element_size()
+        for p, state in optimizer.state.items()
+        for v in state.values()
+        if isinstance(v, torch.Tensor) and v.shape == p.shape
+    )
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def _state(channel: Channel, section: Section, place: _Place) -> tuple[int, int]:
+    """Device and host bytes that `ActiveChannel` and `Section` keep."""
+    work, device, host = 4 * section.layout.numel, 0, 0
+    if channel.accumulator is not None:
+        device += work
+    if channel.source == "delta":
+        outer = work * (2 if channel.applier.momentum else 1)  # anchor, momentum
+        device, host = (device, host + outer) if place.host_home else (device + outer, host)
+        device += work if place.low_precision else 0
+    return device + section.known_bytes, host
+
+
+def _own(channel: Channel, work: int) -> int:
+    """What a sender needs again when the mean arrives, as `ActiveChannel._needs_own`."""
+    late = channel.source == "parameter" and channel.clock.delay > 0
+    queues = channel.source == "delta" and channel.clock.delay >= channel.clock.period
+    return work if late or queues or channel.applier.local_delta else 0
+
+
+# ---- a cycle of steps --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Flight:
+    """A message under way: who is in it, what it holds on the device per channel, and on the host."""
+
+    step: int
+    members: list[int]
+    own: dict[int, int]
+    payload: dict[int, int]
+    arrived: int = 0
+
+
+class _Cycle:
+    """Plays the steps of a plan: what `Exchange`, `Mailbox` and `ActiveChannel` hold, in their order."""
+
+    def __init__(self, plan: Plan, place: _Place):
+        self.sections, self.place = plan.sections, place
+        self.flights: list[_Flight] = []
+        self.levels, self.idle = _Levels(), _Levels()
+
+    def step(self, step: int, due: Sequence[int]) -> None:
+        """One step in which the channels `due` send."""
+        numbers = range(len(self.sections))
+        for before, first in ((True, True), (False, True), (False, False)):
+            stage = [i for i in numbers if self._channel(i).before_step == before and bool(self._channel(i).after) != first]
+            self._launch(step, [i for i in due if i in stage])
+            self._land(step, stage)
+        self.idle.device.take(self.levels.device.now - self.idle.device.now)
+        self.idle.host.take(self.levels.host.now - self.idle.host.now)
+
+    def _channel(self, i: int) -> Channel:
+        return self.sections[i][0]
+
+    def _launch(self, step: int, due: Sequence[int]) -> None:
+        if not due:
+            return
+        device, host, flight = self.levels.device, self.levels.host, _Flight(step, list(due), {}, {})
+        for i in due:
+            channel, section, _ = self.sections[i]
+            device.touch(_encoding(channel, section))
+            work = 4 * section.layout.numel
+            flight.own[i], flight.payload[i] = _own(channel, work), _payload(section)
+            device.take(flight.own[i] + flight.payload[i])
+        for size in _job(self.sections, due, self.place):
+            host.touch(size)
+        flight.arrived = _arrived(self.sections, due, self.place)
+        host.take(flight.arrived)
+        self.flights.append(flight)
+
+    def _land(self, step: int, stage: Sequence[int]) -> None:
+        device = self.levels.device
+        for flight in list(self.flights):
+            for i in [i for i in stage if i in flight.own and flight.step + self._channel(i).clock.delay <= step]:
+                device.take(-flight.payload[i])
+                device.touch(_landing(self.sections[i][1], self.place))
+                device.take(-flight.own.pop(i))
+            if not flight.own:
+                self.levels.host.take(-flight.arrived)
+                self.flights.remove(flight)
+
+
+def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
+    """What is held between steps and within them, over a cycle of steps; where that is long, of a step with all channels at once."""
+    cycle, numbers = _Cycle(plan, place), range(len(plan.sections))
+    if plan.cycle > 10_000:
+        cycle.step(0, numbers)
+        return cycle.idle, cycle.levels
+    delay = max((c.clock.delay for c, _, _ in plan.sections), default=0)
+    for step in range(plan.cycle, 2 * plan.cycle + delay):
+        due = [i for i in numbers if plan.sections[i][0].clock.due(step)]
+        if due or cycle.flights:
+            cycle.step(step, due)
+    return cycle.idle, cycle.levels
+
+
+# ---- on the device -----------------------------------------------------------------------------------------------------
+
+
+def _payload(section: Section) -> int:
+    """What a message holds of a channel on the device: coded, or fp32 vectors."""
+    return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
+
+
+def _encoding(channel: Channel, section: Section) -> int:
+    """The most that `accumulate` and `encode` hold at once, with what they hand out."""
+    work, own, payload = 4 * section.layout.numel, _own(channel, 4 * section.layout.numel), _payload(section)
+    if channel.accumulator is None:  # the source is a workspace: that is the vector, or the body is made of it
+        return work + (payload if section.gathered or section.codec.seeded else 0) + (own if section.codec.sparse else 0)
+    rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.residual != "keep" else 0
+    return own + payload + rounded
+
+
+def _landing(section: Section, place: _Place) -> int:
+    """The most that decoding and applying a mean hold: windows, but for the bodies on an accelerator and what is sent whole."""
+    if not section.gathered:
+        return 0
+    bodies = place.islands * section.num_bytes * place.staged
+    return bodies + (4 * section.layout.num_dense if section.codec.indexed else sum(4 * n for n, _ in section.spans) * section.codec.seeded)
+
+
+# ---- on the host -------------------------------------------------------------------------------------------------------
+
+
+def _rooms(size: int) -> int:
+    """A receive buffer: whole pieces."""
+    return max(-(-size // PIECE), 1) * PIECE
+
+
+def _body(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int]) -> int:
+    bits = sum(sections[i][2] for i in members if sections[i][0].before_step)
+    return (bits + 7) // 8 + sum(sections[i][1].num_bytes for i in members)
+
+
+def _arrived(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int], place: _Place) -> int:
+    """What a message leaves on the host until it is applied: all bodies, and the means."""
+    means = sum(4 * n for i in members if not sections[i][1].gathered for n, _ in sections[i][1].spans)
+    if place.islands == 1:
+        return HEADER.size + _body(sections, members) + means
+    message = HEADER.size + _body(sections, members)
+    return message + (place.islands - 1) * _rooms(message) + means
+
+
+def _job(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int], place: _Place) -> Iterator[int]:
+    """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce (as `collectives.reduce`)."""
+    spans = [span for i in members if not sections[i][1].gathered for span in sections[i][1].spans]
+    body, size = _body(sections, members), place.islands
+    pinned = sum(_payload(sections[i][1]) for i in members) if place.staged else 0
+    message = HEADER.size + body
+    rooms = (size - 1) * _rooms(message)
+    yield pinned + 2 * message + rooms
+    if not spans:
+        return
+    there, back = (max(HEADER.size + dense.total_bytes(part) for part in leg) for leg in legs(spans, size))
+    sums, largest = -(-sum(4 * n for n, _ in spans) // size), -(-max(4 * n for n, _ in spans) // size)
+    first, second = (size - 1) * _rooms(there), (size - 1) * _rooms(back)
+    base = pinned + message + rooms
+    yield base + size * there + max(there, first)
+    yield base + there + first + sums + largest
+    yield base + sums + 2 * back
+    yield base + back + second + size * sums + largest

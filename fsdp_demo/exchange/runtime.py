@@ -1,0 +1,305 @@
+"""The flow of one step: what an exchange does around the step of the base optimizers, in its order.
+
+    backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels] -> next forward
+
+A channel accumulates and encodes (`channels/channel.py`), what it sends is launched and lands (`in_flight.py`), its mean acts
+(`channels/apply.py`), and what that has changed is settled with the model. When a tick begins and ends is said by the engine's clock
+(`Shards.ticks`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..channels.channel import ActiveChannel, Outgoing
+from ..channels.state import BoundChannel
+from ..comm import agreement
+from ..comm.digests import EVERY, total
+from ..comm.header import LEAVING
+from ..comm.island import Island
+from ..comm.peers import Line
+from ..comm.topology import Topology
+from ..config.schema import ExchangeConfig
+from ..hosts.base import Shards
+from .in_flight import Mailbox
+from .local_status import Notes
+
+log = logging.getLogger("fsdp_demo")
+
+
+class Flow:
+    """The parts of an exchange on one rank, and the order in which they act.
+
+    Args:
+        config, topology: what was agreed.
+        shards: what the engine offers.
+        mailbox: sends and receives for the channels, on the line that it holds.
+        island: the other ranks of this replica.
+        channels: at work, in the order of the configuration.
+        parameters: a channel over all parameters that are not frozen, which no clock sends.
+        step: of the job, to start from.
+
+    Attributes:
+        notes: what this replica says of itself.
+        step: optimizer steps of the job done so far (ticks).
+        drift: see `Exchange`.
+        buffers: the channel that averages the model's buffers, if it has any.
+        begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
+            again.
+        unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
+    """
+
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        topology: Topology,
+        shards: Shards,
+        mailbox: Mailbox,
+        island: Island,
+        channels: list[ActiveChannel],
+        parameters: BoundChannel,
+        step: int,
+    ):
+        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, island
+        self.channels, self.parameters, self.step = channels, parameters, step
+        self.notes = Notes()
+        self.drift: float | None = None
+        self.begun = -1
+        self.buffers: list[ActiveChannel] = []
+        self.unlike = False
+
+    @property
+    def line(self) -> Line | None:
+        """To the ranks with the same shard on the other islands; None on a copy beyond the lanes, and when it is closed."""
+        return None if self.mailbox.courier is None else self.mailbox.courier.line
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied here, -1 where there was none. Replicas for which these are equal
+        stand between the same exchanges: what consensus presets share (anchors, outer momenta) is equal there."""
+        return {c.channel.name: self.mailbox.applied.get(c.channel.name, -1) for c in self.channels}
+
+    @property
+    def gradients_only(self) -> bool:
+        """Whether all channels act before the base step."""
+        return all(c.channel.before_step for c in self.channels)
+
+    @property
+    def moving(self) -> list[ActiveChannel]:
+        """The channels that set parameters."""
+        return [c for c in self.channels if c.channel.source in ("delta", "parameter")]
+
+    # ---- one tick --------------------------------------------------------------------------------------------------
+
+    def before(self) -> None:
+        """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base step back where nothing is."""
+        self.shards.check()
+        self.notes.begin()
+        mine = [c for c in self.channels if c.channel.before_step]
+        self._look_at_gradients(bool(mine))
+        outgoing = {}
+        for c in mine if not any(f.step == self.step for f in self.mailbox.flights) else []:  # else sent before it was cut off
+            source = None
+            if self.begun != self.step or c.accumulator is None:
+                c.note_gradients()
+                source = c.accumulate()  # what is in flight has left the accumulator already
+            if c.channel.clock.due(self.step):
+                outgoing[c.channel.name] = c.encode(self.step, source)
+            del source  # as large as the shards: it must not outlive the message
+        self.begun = self.step
+        self._launch(outgoing, self.notes.bad)
+        applied = self.mailbox.land(mine, self.step)
+        for c in mine:
+            if c not in applied:
+                c.set_gradients([False] * len(c.covered))
+        if applied:
+            self.clip(mean=True)
+
+    def after(self) -> None:
+        """After-step channels of this tick; then the step counts."""
+        mine = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        try:
+            self.exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
+        finally:  # the local step was taken, whatever became of the exchange
+            self.step += 1
+
+    def exchange(
+        self, channels: Sequence[ActiveChannel], due: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
+    ) -> None:
+        """Send those that are due and land what is: first the others, then those that come `after` one and see what it has done.
+
+        step, now, last: as for `Mailbox.land`; what is sent in the last exchange is a part of a round."""
+        for first in (True, False):
+            stage = [c for c in channels if first != bool(c.channel.after)]
+            self.send([c for c in due if c in stage], partial=last)
+            self.settle(self.mailbox.land(stage, step, now, last))
+
+    def catch_up(self) -> None:
+        """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
+        self.mailbox.send_again()
+        late = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        cut = [c for c in late if any(f.step + c.channel.clock.delay < self.step for f in self.mailbox.under_way_of(c))]
+        if not cut:
+            return
+        log.info("%s: the exchange of step %d was cut off: made up for when all islands have come so far", self.topology.name, self.step)
+        self.step -= 1
+        try:
+            stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
+            self.settle(self.mailbox.land(stages[0], self.step))
+            if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
+                self.send([c for c in stages[1] if c.channel.clock.due(self.step)])
+            self.settle(self.mailbox.land(stages[1], self.step))
+        finally:
+            self.step += 1
+
+    # ---- its parts -------------------------------------------------------------------------------------------------
+
+    def clip(self, mean: bool) -> None:
+        """Clip the mean gradient, as the configuration says."""
+        if mean and self.config.clip is not None and self.config.clips_mean:
+            self.island.clip(self.shards.read("gradient"), self.config.clip)
+
+    def _look_at_gradients(self, sent: bool) -> None:
+        """Clip this replica's own gradients, as the configuration says; leave out those that are not finite: nobody takes anything of this
+        step from this replica, and it takes none of its own.
+
+        `sent`: gradients are exchanged. Where they are neither clipped nor exchanged they are not looked at."""
+        limit = None if self.config.clips_mean else self.config.clip
+        if limit is None and not sent:
+            return
+        across = self._mean_over_islands if self.config.clip_over == "islands" and limit is not None else None
+        bad = self.island.clip(self.shards.read("gradient"), limit, across)
+        if not isinstance(bad, Tensor) and bad:
+            self.shards.gradients([False] * len(self.shards.shards))
+            if self.topology.rank == 0:
+                log.warning("%s: gradients of step %d are not finite (NaN or Inf): left out", self.topology.name, self.step + 1)
+        self.notes.gradients(bad)
+
+    def _mean_over_islands(self, value: float) -> float:
+        line, step = self.line, self.step
+        mean = self.mailbox.ask(lambda: value if line is None else agreement.mean_of(line, step, value))
+        return self.island.largest(0.0 if line is None and self.topology.islands > 1 else mean or 0.0)[0]
+
+    def send(self, channels: Sequence[ActiveChannel], partial: bool = False) -> None:
+        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
+        if not channels:
+            return
+        bad = self.island.not_finite([t for c in channels for t in c.tensors(_read(c)) if t is not None])
+        for c in channels:
+            c.left_out = bad
+        outgoing = {c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels}
+        for out in outgoing.values():
+            out.partial = partial
+        self._launch(outgoing, bad)
+
+    def _launch(self, outgoing: dict[str, Outgoing], bad: float | Tensor) -> None:
+        if not outgoing:
+            return
+        by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
+        said = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
+        self.mailbox.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing)))
+
+    def _total(self, names: Collection[str]) -> Tensor | None:
+        """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.
+        None where nothing is, and between the comparisons."""
+        mine = [c for c in self.channels if c.channel.name in names]
+        if not mine or self.topology.islands == 1 or self.line is None:
+            return None
+        clock = mine[0].channel.clock
+        if clock.round(self.step) % max(1, -(-EVERY // clock.period)):
+            return None
+        if self.gradients_only:
+            return total([t for t in self.shards.read("parameter") if t is not None], self.shards.device)
+        outer = [c for c in mine if c.channel.source == "delta" and c.channel.shared]
+        anchors = (part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None)
+        return total(anchors, self.shards.device) if outer else None
+
+    def settle(self, applied: Sequence[ActiveChannel]) -> None:
+        """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
+        is what the mean has moved them."""
+        if any(c.channel.source in ("delta", "parameter") for c in applied):
+            self.shards.commit()
+        for c in applied:
+            if c.channel.after and c.channel.source == "parameter":
+                for d in self.channels:
+                    if d.channel.source == "delta" and d.channel.name.split(".")[0] == c.channel.after:
+                        d.anchor_here()
+                self.drift = drift(self.island, *c.moved)
+                log.info("%s: drift %.3g before the average of step %d", self.topology.name, self.drift, self.step)
+
+    def base_step(self) -> None:
+        """The base optimizers' step on gradients that the exchange has made."""
+        self.shards.base_step()
+        self.shards.commit()
+
+    def stops(self) -> tuple[bool, bool, bool]:
+        """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and whether it does since some island
+        was told to end.
+
+        The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
+        alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
+        flags, leaves, told = self.island.largest(float(self.mailbox.stop), float(alone), float(alone and self.notes.told))
+        together = bool(flags)
+        return together, bool(leaves) and not together, bool(int(flags) & LEAVING if together else told)
+
+    # ---- what is kept ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """See `Exchange.state_dict`."""
+        in_flight = self.mailbox.state()
+        tokens, losses = self.notes.state()
+        return {
+            "step": self.step,
+            "digest": self.config.digest(),
+            "last": {c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
+            "applied": self.applied,
+            "begun": self.begun,
+            "tokens": tokens,
+            "losses": [self.mailbox.loss, losses],
+            "channels": {c.channel.name: c.state() for c in self.channels},
+            "in_flight": in_flight,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Exchange.load_state_dict`."""
+        if set(state["channels"]) != {c.channel.name for c in self.channels}:
+            mine = [c.channel.name for c in self.channels]
+            saved = sorted(state["channels"])
+            raise ValueError(f"saved channels are {saved}, this configuration has {mine}: resume with the preset that saved them")
+        if state["digest"] != self.config.digest():
+            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
+        for c in self.channels:
+            c.load(state["channels"][c.channel.name])
+        self.step = max(self.step, int(state["step"]))
+        self.mailbox.last = dict.fromkeys(self.mailbox.last, -1) | state["last"]  # it says nothing of buffers: they are averaged at the end
+        self.mailbox.applied, self.begun = dict(state.get("applied", {})), int(state.get("begun", -1))
+        self.mailbox.load(state["in_flight"])
+        self.mailbox.loss, losses = state.get("losses", (math.nan, ()))
+        self.notes.load(state["tokens"], losses, self.shards.device)
+
+    def forget(self) -> None:
+        """Wait for what is under way, and drop it with what was noted and found so far."""
+        self.mailbox.ask(lambda: None)
+        self.mailbox.flights.clear()
+        self.mailbox.applied.clear()
+        self.notes.clear()
+        self.drift, self.begun = None, -1
+        for c in self.channels:
+            c.present = [False] * len(c.covered)
+
+
+def _read(c: ActiveChannel) -> str:
+    """Which tensors a channel reads."""
+    return "parameter" if c.channel.source == "delta" else c.channel.source
+
+
+def drift(island: Island, far: float, norm: float) -> float:
+    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
+    far, norm = island.total(far, norm)
+    return math.sqrt(far / norm) if norm else 0.0

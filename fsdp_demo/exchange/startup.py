@@ -1,0 +1,225 @@
+"""The first minute of an exchange: bind channels, agree on the run, make parameters, frozen parameters, buffers and channel state equal.
+
+The donor is the island that is furthest; where several are, the first of those that resume from a state. All others at an earlier step, and
+fresh ones, take its parameters and its consensus state over; where digests already agree nothing is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..channels.channel import ActiveChannel
+from ..channels.state import BoundChannel
+from ..comm import agreement
+from ..comm.digests import digest
+from ..comm.header import SETUP
+from ..comm.island import Island
+from ..comm.peers import Line
+from ..comm.topology import Topology
+from ..config.channel import Applier, Channel
+from ..config.schema import ExchangeConfig
+from ..hosts.base import Shards
+from . import facts
+from .runtime import Flow
+
+log = logging.getLogger("fsdp_demo")
+
+
+def bind(
+    channels: Sequence[Channel], config: ExchangeConfig, shards: Shards, topology: Topology, island: Island, lanes: int
+) -> tuple[list[ActiveChannel], BoundChannel]:
+    """The channels, and one more over all parameters, bound to the shards of this rank.
+
+    Raises:
+        ValueError: they do not fit the parameters, or leave out some of them where the preset keeps replicas equal.
+    """
+    home = "cpu" if config.outer_state == "host" else None
+    place = (shards, island.position, lanes, island.copies, topology.islands)
+    active = [ActiveChannel(c, *place, config.seed, home) for c in channels]
+    parameters = BoundChannel(Channel("parameters", "parameter", applier=Applier("replace")), *place, home)
+    if config.shared and topology.islands > 1:
+        _check_covered(active, shards, config.preset)
+    return active, parameters
+
+
+def _check_covered(channels: Sequence[ActiveChannel], shards: Shards, preset: str) -> None:
+    """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
+    covered = {i for c in channels for i in c.covered if c.channel.shared}
+    left = [s.name for i, s in enumerate(shards.shards) if i not in covered and not s.frozen]
+    if left:
+        names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
+        raise ValueError(
+            f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them in another "
+            "channel's include"
+        )
+
+
+def come_together(
+    flow: Flow, told: dict[str, Any], model: torch.nn.Module | None, own: int, applied: dict[str, int] | None
+) -> tuple[int, int]:
+    """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
+
+    Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
+
+    Args:
+        told: facts of the run that all replicas must share, beside those that are found here.
+        own: the step that this replica stands at.
+        applied: of the state from which it resumes (`Flow.applied`), and with which it goes on if no island is further; None without one.
+
+    Returns:
+        The donor's index, and the step of the replica that is furthest.
+    """
+    line, island, resumes = flow.line, flow.island, applied is not None
+    found = agree_on_run(line, flow.config, flow.shards, told, own, applied)
+    if line is not None:
+        line.digest = flow.config.digest()  # from here on in every message
+    donor, furthest, apart, unlike = (int(v) for v in island.largest(*map(float, found)))
+    flow.unlike = flow.mailbox.watch.unlike = bool(unlike)
+    flow.step = own if apart else furthest
+    if apart:
+        log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", flow.topology.name, own, furthest)
+    equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
+    equalise_rest(line, island, flow.shards, model, donor, keep=resumes and own == flow.step)
+    flow.shards.commit(model)
+    for c in flow.channels:
+        c.start()
+    flow.mailbox.last = {c.channel.name: flow.step for c in flow.mailbox.channels}
+    return donor, furthest
+
+
+def take_over(flow: Flow, donor: int, furthest: int) -> None:
+    """In a job that has taken steps (`furthest`, on some island): make equal what replicas share of the channels' and inner optimizers'
+    state, and what is under way."""
+    if not furthest:
+        return
+    equalise_state(flow.line, flow.channels, donor)
+    if any(c.channel.before_step for c in flow.channels):
+        equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
+    flow.mailbox.agree_on_resume(flow.step)
+
+
+def agree_on_run(
+    line: Line | None, config: ExchangeConfig, shards: Shards, told: dict[str, Any], step: int, applied: dict[str, int] | None
+) -> tuple[int, int, bool, bool]:
+    """Compare the run specification, the parameters and the optimizers with all replicas.
+
+    Args:
+        told: further facts of the run.
+
+    Returns:
+        The donor's index, its step, whether all replicas resume at unlike steps between the same exchanges, and whether another island's
+        machine or torch is unlike this one's.
+
+    Raises:
+        ValueError: on every replica, with the values of both sides.
+    """
+    if line is None or line.size == 1:
+        return 0, step, False, False
+    unlike = agreement.agree(line, {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())})
+    facts.agree_on_tensors(line, shards.shards)
+    everyone = agreement.gather_json(line, [step, applied])
+    steps = [s for s, _ in everyone]
+    if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
+        agreement.agree(line, facts.rates(shards))
+    alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
+    resume = [(s, theirs is not None) for s, theirs in everyone]  # of a step the one that has a state, if any has
+    return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike
+
+
+def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:
+    """Broadcast the donor's parameters over the replicate axis where they differ, each lane its share, and complete them in the island.
+
+    Args:
+        parameters: a channel over all parameters that are not frozen.
+        keep: this replica resumes from its own state and keeps its own.
+    """
+    work, changed = parameters.pack("parameter"), False
+    if line is not None and line.size > 1:
+        assert work is not None
+        changed = agreement.equalise(line, work, donor, keep)
+    if island.largest(float(changed))[0]:
+        parameters.write(work, parameters.tensors("parameter"))
+        if parameters.position.shard == parameters.position.copy == 0:
+            log.info("parameters taken over from island %d", donor)
+
+
+def equalise_rest(
+    line: Line | None, island: Island, shards: Shards, model: torch.nn.Module | None, donor: int, keep: bool = False
+) -> None:
+    """Frozen parameters and buffers: broadcast with a model, else compared by digest.
+
+    Args:
+        keep: this replica resumes from its own state and keeps its own: running statistics differ between two averages.
+
+    Raises:
+        ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
+    """
+    frozen = [t for t, s in zip(shards.read("parameter"), shards.shards, strict=True) if s.frozen]
+    if model is None:
+        differ = line is not None and line.size > 1 and not agreement.all_equal(line, digest(frozen), SETUP)
+        if island.largest(float(differ))[0]:
+            raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
+        return
+    local = [t for t in shards.rest(model) if t.numel()]
+    if not local:
+        return
+    parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
+    work = torch.cat(parts)
+    if line is not None and line.size > 1:
+        agreement.equalise(line, work, donor, keep)
+    if island.position.copies > 1:  # copies beyond the lanes have no line: hand them the result
+        island.broadcast(work)
+    for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):
+        t.copy_(part.clone().view(t.dtype).view(t.shape))
+
+
+def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: int) -> None:
+    """Anchors and outer momenta that all replicas share, on resume."""
+    if line is None or line.size == 1:
+        return
+    for c in channels:
+        for work in (c.anchor, c.momentum):
+            if work is not None and c.channel.shared and agreement.equalise(line, work, donor) and c.written is not None:
+                c.written = c.pack("parameter")
+
+
+def equalise_optimizers(line: Line | None, island: Island, parameters: BoundChannel, donor: int) -> None:
+    """State of the inner optimizers, on resume of a preset whose replicas are equal because they take equal inner steps.
+
+    Taken over from the donor; where replicas hold other states than each other, or states unlike the parameters, they are left alone,
+    with a warning.
+    """
+    if parameters.size == 1:
+        return
+    pairs = parameters.shards.optimizer_states()
+    states = [s for _, s in pairs]
+    shapes = {(k, v.shape == p.shape) for p, s in pairs for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"}
+    names = sorted({k for k, _ in shapes})
+    counts = [float(s["step"]) for s in states if "step" in s]
+    everyone = agreement.gather_json(line, [names, counts]) if line is not None else []
+    lacking = not all(fits for _, fits in shapes) or any(theirs[0] != names or len(theirs[1]) != len(counts) for theirs in everyone)
+    if island.largest(float(lacking))[0]:
+        log.warning("the inner optimizers hold different states on the islands: parameters may drift apart")
+        return
+    for name in names:
+        work, changed = parameters.pack(f"state:{name}"), False
+        if line is not None:
+            assert work is not None
+            changed = agreement.equalise(line, work, donor)
+        if island.largest(float(changed))[0]:
+            parameters.write(work, parameters.tensors(f"state:{name}"))
+    furthest = island.largest(*(everyone[donor][1] if everyone else counts)) if counts else []
+    for s, n in zip([s for s in states if "step" in s], furthest, strict=True):
+        s["step"] = torch.full_like(s["step"], n) if isinstance(s["step"], torch.Tensor) else int(n)
+
+
+def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:
+    """Nested dicts and lists as one flat dict with dotted keys."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if items is None:
+        return {prefix: node}
+    return {k: v for key, value in items for k, v in _flat(value, f"{prefix}.{key}").items()}

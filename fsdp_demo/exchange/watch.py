@@ -1,0 +1,81 @@
+"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are not finite, that all say the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.digests import odd_ones
+from ..comm.header import NOT_FINITE, SUMMED, Header
+from ..comm.peers import Line
+from ..errors import Mismatch, NotFinite
+from .local_status import give_up
+
+log = logging.getLogger("fsdp_demo")
+
+
+class Watch:
+    """Looks at the messages of one line.
+
+    Args:
+        line: None on a copy that has none, which sees nothing.
+        speaks: this rank logs what it sees (one rank of each island does).
+
+    Attributes:
+        left_out: contributions of replicas that were not finite, so far.
+        unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
+        compares: no message yet that holds anything but zeros.
+    """
+
+    def __init__(self, line: Line | None, speaks: bool):
+        self.left_out, self.unlike, self._speaks, self._run = 0, False, speaks, 0.0
+        self.compares = speaks and line is not None and line.size > 1
+
+    def check(self, line: Line, headers: Sequence[Header], gradients: bool) -> None:
+        """Refuse sums that must be equal and are not, and a mean of nobody. In the courier's thread, before the island votes.
+
+        Raises:
+            Mismatch: replicas have parted. NotFinite: parameters are to be averaged, and no replica has finite ones.
+        """
+        odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
+        if odd:
+            what = "parameters" if gradients else "outer parameters (anchors)"
+            sums = ", ".join(f"{line.label(j)} {headers[j].total:016x}" for j in odd)
+            text = f"replicas are no longer equal: {what} at step {headers[0].step} have other bits on {sums}"
+            if not self.unlike:
+                raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; resume from a checkpoint")
+            if self._speaks:
+                log.warning("%s; the islands have other hardware or libraries, so training goes on", text)
+        if all(h.flags & NOT_FINITE for h in headers) and not gradients:
+            raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume from a checkpoint")
+
+    def compare(self, line: Line, bodies: Sequence[Tensor], blank: bool, reduced: bool) -> None:
+        """Warn once if the first messages that hold anything but zeros are the same from all islands. In the courier's thread.
+
+        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too (`Line.alike`, `Line.something`)."""
+        if not self.compares or blank and not (reduced and line.something):
+            return
+        self.compares = False
+        if all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or line.alike):
+            log.warning(
+                "all islands sent the same first payload, to the last bit: do they train on the same rows? Give each island its own part, "
+                "as in dataset.shard(topology.islands, topology.island)"
+            )
+
+    def count(self, line: Line | None, headers: Sequence[Header], step: int) -> NotFinite | None:
+        """Count and name what was left out of the message of `step`; the error, if this replica does not come back by itself."""
+        bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
+        self.left_out += len(bad)
+        if line is None:
+            return None
+        if bad and self._speaks:
+            log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, ", ".join(map(line.label, bad)))
+        self._run = (self._run + 1.0) * (line.rank in bad)
+        try:
+            give_up(self._run)
+        except NotFinite as error:
+            return error
+        return None

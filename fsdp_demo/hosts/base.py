@@ -1,0 +1,164 @@
+"""The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
+
+`Shards` is what an engine offers the exchange: `torch_params.TorchShards` for torch optimizers (FSDP2, unsharded), others by packages of
+their own (`registry.py`). It hands out local tensors and views, steps the base optimizers, and knows the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..comm.topology import Position
+
+if TYPE_CHECKING:
+    from ..comm.island import Island
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What is fixed about one local tensor: its name, the whole tensor's shape and the local one.
+
+    `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is whole or cut along dim 0 as FSDP2 does.
+    A parameter may lie here in several shards of one name, or in an empty one.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    frozen: bool
+    offset: int | None = None
+
+
+class Ticks(Protocol):
+    """An engine's steps. It calls what `Shards.ticks` was given: `before` ahead of the base step of a tick, `after` behind it.
+
+    Attributes:
+        aside: a step that can move parameters was taken inside `paused`.
+    """
+
+    aside: bool
+
+    def start(self) -> None:
+        """Hang on the engine's steps."""
+        ...
+
+    def stop(self) -> None:
+        """Let go of them."""
+        ...
+
+    @property
+    def partial(self) -> int:
+        """How many optimizers have stepped in a tick that is not complete."""
+        ...
+
+    def paused(self, refusal: str = "") -> AbstractContextManager[None]:
+        """Within this context steps do not count; with a `refusal` they are a RuntimeError that says it."""
+        ...
+
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that the training loop did not take; `base_step` runs between `before` and `after`."""
+        ...
+
+
+class Shards(Protocol):
+    """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of `shards`."""
+
+    shards: list[Shard]
+    device: torch.device
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The base optimizers."""
+        ...
+
+    @property
+    def clips(self) -> str:
+        """Which clipping the engine itself does, as a sentence; empty where it does none or it is not known."""
+        ...
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """The kind of each optimizer, by the name of torch's class where it does the same."""
+        ...
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
+        ...
+
+    def rates(self) -> list[float]:
+        """The learning rate that the optimizer has for each shard at this step."""
+        ...
+
+    def states(self) -> list[str]:
+        """Names of the optimizer states that are exchangeable: tensors of the shape of their parameter."""
+        ...
+
+    def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What the optimizers step, with the state of each."""
+        ...
+
+    def materialise(self) -> None:
+        """Make the optimizers' state now, as their first step would."""
+        ...
+
+    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+        """Local tensors of the model that no optimizer steps: frozen parameters and buffers."""
+        ...
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """Writable local gradients: created as zeros where wanted and absent, removed where not wanted, left alone where None."""
+        ...
+
+    def base_step(self) -> None:
+        """Run the base optimizers once (for a step that the training loop did not take)."""
+        ...
+
+    def commit(self, model: torch.nn.Module | None = None) -> None:
+        """Let the model (where it is not known, `model`) see what was written into the local parameters. All ranks of the island call it
+        together."""
+        ...
+
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """Names of the trainable parameters of a model that no optimizer here steps."""
+        ...
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were not, or the other way round."""
+        ...
+
+    def position(self, rank: int, world: int) -> Position:
+        """Shard and copy of this rank in an island of `world` ranks."""
+        ...
+
+    def ticks(
+        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> Ticks:
+        """The job's clock, which this engine's steps drive; not started.
+
+        Args:
+            before, after: run ahead of and behind the base step of every tick.
+            skip: run for a step that the engine itself has skipped.
+            gradients: whether `before` needs or changes gradients.
+        """
+        ...
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and torch's activation checkpointing put into it: islands may differ in these, and
+    patterns are written for the model as it was defined."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def local_part(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor, a view; a plain tensor as it is."""
+    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()

@@ -1,0 +1,178 @@
+"""The clock of plain torch optimizers: one tick is one complete round of the attached optimizers' steps, caught by step hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..comm.island import Island
+from .base import local_part
+
+
+class TorchTicks:
+    """Calls `before` at the first base step of a round and `after` at its end.
+
+    Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make optimizer state. Where `before` needs
+    gradients, a closure given to `step` is called ahead of it, and the optimizer gets its loss.
+
+    Args:
+        optimizers: they step in turns, each once per round.
+        check: run ahead of each step with the number of the optimizer that takes it; raises where that cannot go on.
+        gradients: whether `before` needs or changes gradients.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        island: Island,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        check: Callable[[int], None],
+        gradients: bool,
+    ):
+        self._optimizers, self._island, self._gradients = list(optimizers), island, gradients
+        self._run_before, self._run_after, self._check = before, after, check
+        self._off = 0
+        self._refusal = ""
+        self.aside = False
+        self._looked: set[int] = set()
+        self._forced = self._probing = False
+        self._stepped: set[int] = set()
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Register the hooks on the innermost optimizers."""
+        for i, optimizer in enumerate(self._optimizers):
+            self._hooks += [
+                optimizer.register_step_pre_hook(partial(self._before, i)),
+                optimizer.register_step_post_hook(lambda o, args, kwargs: self._after()),
+            ]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def partial(self) -> int:
+        """How many optimizers have stepped in a round that is not complete."""
+        return len(self._stepped)
+
+    @contextmanager
+    def paused(self, refusal: str = "") -> Iterator[None]:
+        """See `shards.Ticks.paused`."""
+        before = self._refusal
+        self._off, self._refusal = self._off + 1, refusal or before
+        try:
+            yield
+        finally:
+            self._off, self._refusal = self._off - 1, before
+
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients and learning rate zero."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        if base_step is None:
+            self._run_before()
+            self._run_after()
+            return
+        self._forced = True
+        try:
+            base_step()
+        finally:
+            self._forced = False
+
+    def _before(self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._probing = (not self._off or bool(self._refusal)) and not self._forced and self._is_probe(optimizer)
+        if self._off and not self._refusal:
+            self.aside = self.aside or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups)
+            return None
+        if self._probing:
+            return None
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        if index in self._stepped:
+            raise RuntimeError(
+                f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns, once each. "
+                "Where one steps more often (the discriminator of a GAN) attach each alone: two exchanges"
+            )
+        if index not in self._looked or getattr(optimizer, "found_inf", None) is not None:
+            refuse_scaler(optimizer)
+            self._looked.add(index)
+        self._check(index)
+        given = self._called(args, kwargs) if self._gradients else None
+        if not self._stepped:
+            self._run_before()
+        self._stepped.add(index)
+        return given
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Call the closure among the arguments of a step, if there is one; the arguments with its loss in its place."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return None
+        if len(self._optimizers) > 1:
+            raise ValueError(
+                "step(closure) with several optimizers attached: the gradients of the later ones are not there when the first one steps; "
+                "call backward first, or attach each optimizer alone"
+            )
+        with torch.enable_grad():
+            once = _Once(closure())
+        return (args, {**kwargs, "closure": once}) if "closure" in kwargs else ((args[0], once, *args[2:]), kwargs)
+
+    def _after(self) -> None:
+        if not self._off and not self._probing and len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._run_after()
+
+    def _is_probe(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step is a checkpoint library's way to make optimizer state: there is none yet, the learning rate is zero and, on all
+        ranks of the island, all gradients are zero."""
+        if optimizer.state or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
+            return False
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        return bool(grads) and not self._island.largest(float(any(bool(local_part(g).any()) for g in grads)))[0]
+
+
+class _Once:
+    """In the place of a closure that was called: gives its loss, to an optimizer that asks once."""
+
+    def __init__(self, loss: Any):
+        self._loss, self._asked = loss, False
+
+    def __call__(self) -> Any:
+        if self._asked:
+            raise RuntimeError(
+                "this optimizer calls its closure more than once in a step, but gradients were clipped or exchanged after the first call: "
+                "take one that calls it once, or clip=None with a preset that exchanges no gradients"
+            )
+        self._asked = True
+        return self._loss
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if a loss scaler is at work in this very step: a fused optimizer is told of it, others are stepped by it."""
+    frame, found = sys._getframe(), getattr(optimizer, "found_inf", None) is not None
+    for _ in range(12):  # this function, the hook, torch's wrapper of step, the scaler's own two functions, and somebody's wrappers
+        if found or frame.f_back is None:
+            break
+        frame = frame.f_back
+        found = scales(frame.f_locals.get("self"))
+    if found:
+        raise ValueError(SCALED)
+
+
+def scales(scaler: Any) -> bool:
+    """Whether this is a `GradScaler` that is not switched off."""
+    return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+
+
+SCALED = (
+    "a GradScaler (fp16) steps this optimizer: it would skip steps on one island alone, and clipping would see scaled gradients; use bf16 "
+    "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler"
+)

@@ -1,0 +1,206 @@
+"""Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
+
+`TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
+(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..comm.island import Island
+from ..comm.topology import Position
+from .base import Shard, local_part, plain_name
+from .optimizers import kind, materialise
+from .step_hooks import SCALED, TorchTicks, scales
+
+
+class TorchShards:
+    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
+        self.optimizers, self._model = list(optimizers), model
+        reshard(model)  # an evaluation leaves other parameters in the model than the optimizer holds
+        names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
+        self._places: list[tuple[int, int, int]] = []
+        self.shards: list[Shard] = []
+        seen: set[int] = set()
+        for o, g, i, p, given in self._walk():
+            if id(p) in seen:  # tied weights handed over twice
+                continue
+            seen.add(id(p))
+            name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
+            local = local_part(p)
+            self._places.append((o, g, i))
+            self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
+        if not self.shards:
+            raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
+        if model is not None and names and not any(id(p) in names for _, _, _, p, _ in self._walk()):
+            raise ValueError(
+                "the optimizer holds no parameter of this model: pass the model that it trains, and build the optimizer after the model "
+                "was sharded (one of before holds parameters that nobody uses)"
+            )
+        self._trained = [trained(o) for o in self.optimizers]
+        self.device = local_part(self._param(0)).device
+
+    def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
+        for o, optimizer in enumerate(self.optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                given = group.get("param_names", [])
+                for i, p in enumerate(group["params"]):
+                    yield o, g, i, p, given[i] if i < len(given) else ""
+
+    def _param(self, index: int) -> Tensor:
+        o, g, i = self._places[index]
+        return self.optimizers[o].param_groups[g]["params"][i]
+
+    def check(self) -> None:
+        """See `Shards.check`. What is trained is compared by `check_trained`, since others may be switched off while one steps."""
+        now = sum(len(g["params"]) for o in self.optimizers for g in o.param_groups)
+        if now != (count := sum(map(len, self._trained))):
+            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {count}: detach() and attach again")
+
+    def check_trained(self, index: int) -> None:
+        """Raise RuntimeError if `requires_grad` of a parameter of this optimizer is not what it was at `attach`."""
+        now, before = trained(self.optimizers[index]), self._trained[index]
+        if now == before or len(now) != len(before):  # the number is looked at by `check`
+            return
+        places = [(o, g, i) for o, g, i, _, _ in self._walk() if o == index]
+        (o, g, i), is_on = next((place, a) for place, a, b in zip(places, now, before, strict=True) if a != b)
+        named = dict(zip(self._places, (s.name for s in self.shards), strict=True))
+        name = named.get((o, g, i), f"optimizer{o}.group{g}.parameter{i}")  # tied ones stand there once
+        raise RuntimeError(
+            f"requires_grad of {name} was switched {'on' if is_on else 'off'} after attach, which settled what is exchanged: detach() and "
+            "attach again, or switch it back before the step"
+        )
+
+    def read(self, source: str) -> list[Tensor | None]:
+        """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
+        out: list[Tensor | None] = []
+        for index, (o, _, _) in enumerate(self._places):
+            p = self._param(index)
+            if source == "parameter":
+                out.append(local_part(p))
+            elif source == "gradient":
+                out.append(None if p.grad is None else local_part(p.grad))
+            else:
+                state = self.optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
+                out.append(None if state is None else local_part(state))
+        return out
+
+    def rates(self) -> list[float]:
+        """See `Shards.rates`."""
+        return [float(self.optimizers[o].param_groups[g]["lr"]) for o, g, _ in self._places]
+
+    def states(self) -> list[str]:
+        """See `Shards.states`."""
+        pairs = [(p, o.state.get(p, {})) for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        return sorted({k for p, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and k != "step"})
+
+    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """See `Shards.gradients`."""
+        out: list[Tensor | None] = []
+        for index, want in enumerate(wanted):
+            p = self._param(index)
+            if want is False:
+                p.grad = None
+            elif want and p.grad is None:
+                p.grad = torch.zeros_like(p)
+            out.append(local_part(p.grad) if p.grad is not None else None)
+        return out
+
+    def position(self, rank: int, world: int) -> Position:
+        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh (ranks are copy-major)."""
+        shards = 1
+        for index in range(len(self.shards)):
+            p = self._param(index)
+            if isinstance(p, DTensor):
+                sharded = [d for d, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
+                size = 1
+                for d in sharded:
+                    size *= p.device_mesh.size(d)
+                shards = max(shards, size)
+        if world % shards:
+            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of that")
+        return Position(shards, rank % shards, world // shards, rank // shards)
+
+    def base_step(self) -> None:
+        """Run the base optimizers once (for a step that the training loop did not take)."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def commit(self, model: torch.nn.Module | None = None) -> None:
+        """See `Shards.commit`: free unsharded FSDP2 parameters."""
+        reshard(model if model is not None else self._model)
+
+    def ticks(
+        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> TorchTicks:
+        """One tick is one complete round of the optimizers' steps."""
+        return TorchTicks(self.optimizers, island, before, after, self.check_trained, gradients)
+
+    clips = ""
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """See `Shards.optimizer_names`."""
+        return [kind(o) for o in self.optimizers]
+
+    def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """See `Shards.optimizer_states`."""
+        return [(p, o.state[p]) for o in self.optimizers for g in o.param_groups for p in g["params"] if p in o.state]
+
+    def materialise(self) -> None:
+        """See `optimizers.materialise`."""
+        for optimizer in self.optimizers:
+            materialise(optimizer)
+
+    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+        """See `Shards.rest`."""
+        named = [(plain_name(n), p) for n, p in model.named_parameters()]
+        stepped = {s.name for s in self.shards if not s.frozen}
+        if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
+            stepped = {n for n, p in named if p.requires_grad}
+        return [local_part(p) for n, p in named if n not in stepped] + [local_part(b) for b in model.buffers()]
+
+    def outside(self, model: torch.nn.Module) -> list[str]:
+        """See `Shards.outside`."""
+        mine = {id(p) for _, _, _, p, _ in self._walk()}
+        return [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+
+
+def trained(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """`requires_grad` of all its parameters: 10 microseconds for some hundreds of them."""
+    return [p.requires_grad for g in optimizer.param_groups for p in g["params"]]
+
+
+def reshard(model: torch.nn.Module | None) -> None:
+    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards. A forward without a backward (an
+    evaluation) leaves the root unsharded."""
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards.
+
+    Raises:
+        ValueError: there is none; Accelerate steps it by a loss scaler.
+    """
+    seen = optimizer
+    if scales(getattr(seen, "scaler", None)):  # of Accelerate
+        raise ValueError(SCALED)
+    while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
+        if seen.optimizer is seen:
+            break
+        seen = seen.optimizer
+    if not isinstance(seen, torch.optim.Optimizer):
+        raise ValueError(f"attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found {type(optimizer).__name__}")
+    return seen

@@ -1,0 +1,272 @@
+"""`fsdp-demo export RUN OUT`: what a run has trained, as a folder for `from_pretrained`.
+
+The parameters are those that `Exchange.outer_parameters` shows at that step, from checkpoints alone:
+
+* delta presets: the anchors, from the exchange states of one island; what no channel covers comes from its model;
+* presets that average parameters, and those that apply local deltas: the mean of all islands' models;
+* gradient presets: the model of any island, they are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.exchange_state import Saved
+from ...checkpoint.inspect import Found, above, find, listed
+from ...config.schema import ExchangeConfig
+from .weights import outer_tensors
+
+log = logging.getLogger("fsdp_demo")
+
+FACTS = "facts.json"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+KINDS = {
+    "anchor": "the outer parameters (anchors), which all replicas share",
+    "mean": "the mean over the replicas of all islands",
+    "parameters": "those of every replica, which this method keeps equal",
+    "replica": "those of island {island} alone, **not** the mean over the islands that the method calls its model",
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is exported: `kind` "anchor", "mean", "parameters" (equal on all islands) or "replica" (those of one island), at `step`, from
+    the checkpoints `parts` of the islands that are needed (folders, exchange state, number); `seen` are all that the run holds of this
+    step."""
+
+    kind: str
+    step: int
+    config: ExchangeConfig
+    parts: tuple[tuple[Found, Saved, int], ...]
+    seen: tuple[Saved, ...] = ()
+
+    @property
+    def says(self) -> str:
+        """Which parameters these are, in words."""
+        return KINDS[self.kind].format(island=self.parts[0][2])
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    island: int | None = None,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    push_to_hub: str | None = None,
+) -> Chosen:
+    """Write the model of a run as a `save_pretrained` folder with a model card.
+
+    Args:
+        run: output folder of the Trainer or of recipes/pretrain.py, or one checkpoint of it.
+        out: folder to write; made, or empty.
+        step: of the checkpoints; default the newest that all islands which are needed have.
+        island: take this island's replica alone.
+        model: config.json, folder or hub id of the architecture, for checkpoints without a config.json.
+        tokenizer: hub id or folder; default the one saved with the run, if there is one.
+        push_to_hub: repository to upload the folder to.
+
+    Raises:
+        ValueError: nothing to export, islands missing, a checkpoint that is not whole, an OUT that is not empty.
+    """
+    from .card import write_card
+
+    run, out = Path(run).resolve(), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: name a new one, or empty it")
+    chosen = choose(run, step, island)
+    words = load_tokenizer(chosen, run, tokenizer)
+    made = build_model(chosen, model, run)
+    out.mkdir(parents=True, exist_ok=True)
+    made.save_pretrained(out)
+    if words is not None:
+        words.save_pretrained(out)
+    write_card(out, chosen, run, made, words is not None, push_to_hub)
+    if push_to_hub:
+        upload(out, push_to_hub, chosen)
+    return chosen
+
+
+# ---- which checkpoints -----------------------------------------------------------------------------------------------------------------
+
+
+def kind_of(config: ExchangeConfig, islands: int) -> str:
+    """As `Exchange.shows`, from a configuration: "parameters", "anchor" or "mean"."""
+    moving = [c for c in config.channels if c.source in ("delta", "parameter")]
+    if not moving or islands == 1 and not any(c.source == "delta" for c in moving):
+        return "parameters"
+    return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
+
+
+def choose(run: Path, step: int | None, island: int | None) -> Chosen:
+    """The step, the kind of parameters and the checkpoints they come from."""
+    whole, broken = _whole_ones(run)
+    because = f" ({'; '.join(broken)})" if broken else ""
+    if not whole:
+        raise ValueError(f"{run} holds no complete checkpoint with an exchange state{because}")
+    if step is not None and step not in whole:
+        raise ValueError(f"{run} holds no complete checkpoint of step {step}: there are {listed(whole)}{because}")
+    lacks: dict[int, list[int]] = {}
+    for at in [step] if step is not None else sorted(whole, reverse=True):
+        chosen, lacks[at] = _choice(at, whole[at], island)
+        if chosen is not None:
+            newer = [s for s in lacks if s > at]
+            if newer:
+                log.warning("step %s is not whole on all islands that are needed%s: step %d is exported", listed(newer), because, at)
+            return replace(chosen, seen=tuple(saved for _, saved in whole[at].values()))
+    at = max(lacks)
+    if island is not None:
+        raise ValueError(f"{run} holds nothing of island {island} at step {at}, there are islands {listed(whole[at])}{because}")
+    raise ValueError(
+        f"step {at} needs all islands, since replicas differ and their mean is the model; not there (or not whole): island "
+        f"{listed(lacks[at])}. Bring {'their folders' if len(lacks[at]) > 1 else 'its folder'} beside the others in {run}, or export one "
+        f"replica with --island {min(whole[at])}{because}"
+    )
+
+
+def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, Saved]]], list[str]]:
+    """The complete checkpoints by step and island, and what is wrong with the others."""
+    whole: dict[int, dict[int, tuple[Found, Saved]]] = {}
+    broken: list[str] = []
+    for found in find(run):
+        if found.folder.name.startswith("emergency-"):  # shards of single ranks, without a model that can be read whole
+            continue
+        try:
+            saved = found.open()
+        except ValueError as error:
+            broken.append(str(error))
+            continue
+        if not saved.complete:
+            lost = ", ".join(f"rank {rank} of island {number}" for number, rank in saved.missing)
+            broken.append(f"{found.folder} is not complete: it lacks {lost}")
+        elif saved.heads[0]["format"] == 0:
+            broken.append(f"{found.exchange} has format 0 (rank<r>.pt), without its preset: resume it once, save again")
+        else:
+            _add(whole.setdefault(saved.step, {}), found, saved)
+    return whole, broken
+
+
+def _add(there: dict[int, tuple[Found, Saved]], found: Found, saved: Saved) -> None:
+    for number in saved.islands:
+        if number in there:
+            raise ValueError(
+                f"{there[number][0].folder} and {found.folder} are both of island {number} at one step: name the folder of one run"
+            )
+        there[number] = (found, saved)
+    kin = {(s.heads[0]["digest"], s.heads[0]["islands"]) for _, s in there.values()}
+    if len(kin) > 1:
+        folders = ", ".join(str(f.folder) for f, _ in there.values())
+        raise ValueError(f"{folders} were saved under different settings or numbers of islands: name the folder of one run")
+
+
+def _choice(step: int, there: dict[int, tuple[Found, Saved]], island: int | None) -> tuple[Chosen | None, list[int]]:
+    """(what one step gives, islands that it lacks)."""
+    head = next(iter(there.values()))[1].heads[0]
+    config, islands = ExchangeConfig.from_dict(head["config"]), int(head["islands"])
+    kind = kind_of(config, islands)
+    needed = [island] if island is not None else range(islands) if kind == "mean" else [min(there)]
+    missing = sorted(set(needed) - set(there))
+    if missing:
+        return None, missing
+    parts = tuple((*there[i], i) for i in needed)
+    return Chosen("replica" if kind == "mean" and island is not None else kind, step, config, parts), []
+
+
+# ---- folder ----------------------------------------------------------------------------------------------------------------------------
+
+
+def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
+    """A transformers model with the exported tensors; parameters are made on no device, so only the tensors take memory."""
+    import transformers
+
+    config = _architecture(chosen, given, run)
+    named = (config.architectures or [""])[0]
+    made = getattr(transformers, named, None)
+    with torch.device("meta"):
+        model = made(config) if made is not None else transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    tensors = _untied(model, outer_tensors(chosen.kind, [(found.folder, saved, island) for found, saved, island in chosen.parts]))
+    foreign = sorted(set(tensors) - set(model.state_dict()))
+    if foreign:
+        raise ValueError(f"{type(model).__name__} has no tensor {', '.join(foreign[:4])}: --model names another architecture")
+    try:
+        model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{type(model).__name__}: {str(error).splitlines()[1].strip()}; --model names another size") from None
+    model.tie_weights()
+    left = [name for name, t in model.state_dict().items() if t.is_meta]
+    if left:
+        raise ValueError(f"the checkpoint lacks {', '.join(left[:4])}{' ...' if len(left) > 4 else ''} of {type(model).__name__}")
+    if getattr(model.config, "use_cache", None) is False:
+        model.config.use_cache = True  # off for training; a model to use generates with it
+    generation = _beside(chosen, run, "generation_config.json")
+    if generation is not None and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(generation)
+    return model
+
+
+def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without second names of tied weights; what is saved under a second name alone gets the first."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if first[id(p)] != name and name in tensors:
+            second = tensors.pop(name)
+            tensors.setdefault(first[id(p)], second)
+    return tensors
+
+
+def _architecture(chosen: Chosen, given: str | None, run: Path) -> Any:
+    from transformers import AutoConfig
+
+    where = given or _beside(chosen, run, "config.json")
+    if where is None:
+        raise ValueError(f"{chosen.parts[0][0].folder} holds no config.json: say with --model which config.json, folder or hub id it is")
+    try:
+        return AutoConfig.from_pretrained(where)
+    except OSError as error:
+        raise ValueError(f"--model {where}: {str(error).splitlines()[0]}") from None
+
+
+def _beside(chosen: Chosen, run: Path, *names: str) -> Path | None:
+    """The folder, from a checkpoint up to the run, that holds a file of one of these names."""
+    folders = (folder for found, _, _ in chosen.parts for folder in above(found.folder, run))
+    return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
+
+
+def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
+    """The tokenizer named, or the one saved with the run; None where there is none."""
+    from transformers import AutoTokenizer
+
+    where: Any = given or _beside(chosen, run, *TOKENIZER)
+    if where is None and (facts := _beside(chosen, run, FACTS)) is not None:  # recipes/pretrain.py names what it was given
+        named = json.loads((facts / FACTS).read_text()).get("tokenizer")
+        where = named if named != "bytes" else None
+    if where is None:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        what = "no tokenizer could be loaded; name another with --tokenizer"
+        raise ValueError(f"{where}: {what} ({str(error).splitlines()[0]})") from None
+
+
+def upload(folder: Path, repository: str, chosen: Chosen) -> None:
+    """Create the repository if need be, and upload the folder."""
+    import huggingface_hub
+
+    said = f"Step {chosen.step}, preset {chosen.config.preset}"
+    try:
+        huggingface_hub.create_repo(repository, exist_ok=True)
+        huggingface_hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message=said)
+    except Exception as error:  # of the network, of the hub, of the login: many classes
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{folder} is written, its upload failed ({reason}): try `hf upload {repository} {folder}`") from error

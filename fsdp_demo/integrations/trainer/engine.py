@@ -1,0 +1,82 @@
+"""The Trainer on DeepSpeed: what differs from a torch optimizer that the Trainer steps itself.
+
+`accelerator.backward` steps the engine, so that a step and its exchange are over before the Trainer's own events around it. The engine
+clips by its own `gradient_clipping`, saves and loads by itself, and skips a step whose gradient norm is not finite. Facts: accelerate
+1.15, `DeepSpeedEngineWrapper.backward`; transformers 5.23, `integrations/deepspeed.py`.
+
+What attaches to the engine is found by its entry point (`hosts/registry.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ...comm.topology import Topology
+from ...config.schema import ExchangeConfig
+from ...hosts import registry
+
+_DEFAULT_CLIP = 1.0  # deepspeed 0.19, where its configuration says nothing
+
+
+def door_of(trainer: Trainer) -> ModuleType | None:
+    """The package that attaches to the Trainer's engine; None without DeepSpeed, or without such a package."""
+    return registry.named("deepspeed") if trainer.is_deepspeed_enabled else None
+
+
+def engine_of(trainer: Trainer) -> Any:
+    """The engine that trains, None without DeepSpeed. It exists from `train()` on."""
+    return trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+
+
+def engine_topology(trainer: Trainer) -> Topology:
+    """Where this rank stands, as the engine's package sees it: a mesh, or islands whose ranks have been compared."""
+    door = door_of(trainer)
+    found: Topology = door.topology() if door is not None else Topology.from_env()
+    return found
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """DeepSpeed's configuration, with the Trainer's values in the place of "auto"."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return dict(plugin.deepspeed_config) if plugin is not None else {}
+
+
+def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what was found and what to do) for what cannot work under DeepSpeed."""
+    if not trainer.is_deepspeed_enabled:
+        return
+    settings, limit, made = settings_of(trainer), trainer.args.max_grad_norm, trainer.optimizer_cls_and_kwargs
+    yield door_of(trainer) is None, "a DeepSpeed engine, and no package in the entry point group fsdp_demo.engines: install this one again"
+    yield (
+        "gradient_clipping" not in settings and limit != _DEFAULT_CLIP,
+        f"max_grad_norm={limit} and no gradient_clipping in DeepSpeed's configuration, where it is {_DEFAULT_CLIP} by default: write "
+        '"gradient_clipping": "auto" there',
+    )
+    matrices = made is not None and getattr(made[1].get("config"), "inner", ("",))[0] == "muonadamw"
+    yield (
+        matrices and "optimizer" not in settings,
+        f"exchange_optimizer({config.preset!r}), which needs matrices where ZeRO has flat partitions: {muon(trainer)}",
+    )
+
+
+def muon(trainer: Trainer) -> str:
+    """The cure for presets whose inner optimizer is Muon."""
+    rate = f'{{"type": "Muon", "params": {{"lr": {trainer.args.learning_rate:g}}}}}'
+    return f'leave optimizer_cls_and_kwargs out and write "optimizer": {rate} into DeepSpeed\'s configuration'
+
+
+def before_steps(accelerator: Any, hear: Callable[[torch.Tensor, bool], None]) -> Callable[[], None]:
+    """Let `hear(loss, last)` know of every micro-batch's loss before the engine steps; `last` if the step follows. Returns the undoing."""
+    original = accelerator.backward
+
+    def backward(loss: torch.Tensor, **kwargs: Any) -> Any:
+        hear(loss.detach(), accelerator.sync_gradients)
+        return original(loss, **kwargs)
+
+    accelerator.backward = backward
+    return lambda: accelerator.__dict__.pop("backward", None)

@@ -1,0 +1,102 @@
+"""Evaluation under the Trainer: which parameters it shows, and metrics that all islands agree on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ...exchange.exchange import Exchange
+from ...hosts.torch_params import reshard
+from .setup import check_best
+
+log = logging.getLogger("fsdp_demo")
+
+
+class Evaluations:
+    """Runs evaluation loops while an exchange is alive.
+
+    They show `Exchange.outer_parameters`. Where these are a mean that costs a round of communication, only evaluations at steps at which
+    all islands evaluate can show them; any other shows this island's own parameters, and says so.
+
+    With `load_best_model_at_end`, or a schedule of the learning rate that follows a metric, metrics are averaged over the islands, so that
+    all of them keep the same checkpoint and the same rate.
+
+    Raises:
+        ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated.
+    """
+
+    def __init__(self, exchange: Exchange, trainer: Trainer):
+        self._exchange, self._trainer = exchange, trainer
+        args: Any = trainer.args
+        state: Any = trainer.state
+        self.agreed = _decides(trainer)
+        loader: Any = trainer.callback_handler.train_dataloader
+        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
+        self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
+        self._from = args.eval_delay
+        names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
+        if args.load_best_model_at_end:
+            every = self._every or 1
+            check_best(exchange, args, range(max(every, -(-int(self._from) // every) * every), state.max_steps, every))
+        plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
+        self._together = exchange.council.same(plan) if exchange.shows == "mean" or self.agreed else True
+        if not self._together:
+            log.warning("islands evaluate at different steps (here: %s): evaluation shows each island's own parameters", plan[:3])
+        self._told = ""
+        self._done: set[tuple[int, str]] = set()  # evaluations that all islands have run: one more is a user's own
+
+    @staticmethod
+    def facts(trainer: Trainer) -> dict[str, Any]:
+        """What islands must share where a metric decides; nothing otherwise."""
+        args, state = trainer.args, trainer.state
+        if not _decides(trainer):
+            return {}
+        same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model", "greater_is_better")
+        return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **{name: str(getattr(args, name)) for name in same}}
+
+    def _due(self) -> bool:
+        """Whether every island evaluates at this step."""
+        state = self._trainer.state
+        if not self._together or not self._trainer.is_in_train:
+            return False
+        if self._exchange.finished or state.global_step >= state.max_steps:  # the model all replicas end with
+            return True
+        if state.global_step == 0:
+            return bool(self._trainer.args.eval_on_start)
+        now = state.epoch if self._trainer.args.eval_strategy == "epoch" else state.global_step
+        return bool(self._every) and state.global_step % self._every == 0 and now >= self._from
+
+    def run(self, loop: Callable[[], Any], prefix: str) -> Any:
+        """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in the metrics."""
+        ended, model = self._exchange.finished, self._trainer.model
+        now = (self._trainer.state.global_step, prefix)
+        due, self._done = self._due() and now not in self._done, {*self._done, now} if self._due() else self._done
+        outer = ended or self._exchange.shows != "mean" or due
+        assert model is not None
+        shown = ("final model" if ended else self._exchange.shows) if outer else "own parameters of this island"
+        if shown != self._told:
+            self._told = shown
+            log.info("%s: evaluation shows the %s", self._exchange.topology.name, shown)
+        try:
+            with self._exchange.outer_parameters(model) if outer else nullcontext():
+                output = loop()
+        finally:
+            reshard(model)  # the parameters may change before the next forward
+        if output.metrics is None:
+            return output
+        if self.agreed and due and not self._exchange.closed:
+            names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
+            output.metrics.update(zip(names, self._exchange.council.mean([output.metrics[k] for k in names]), strict=True))
+        output.metrics[f"{prefix}_outer_parameters"] = float(outer)
+        return output
+
+
+def _decides(trainer: Trainer) -> bool:
+    """Whether a metric decides about the model: the best checkpoint, or the learning rate."""
+    return bool(trainer.args.load_best_model_at_end) or type(trainer.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR")

@@ -1,0 +1,200 @@
+"""Buffers: running statistics are averaged with the parameters, and all islands end with the same model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, Topology, preset
+from fsdp_demo.channels import buffers
+
+from ..support.threaded import Tap, islands, values
+
+CONFIGS = {
+    "full": preset("full"),
+    "demo": preset("demo"),
+    "diloco": preset("diloco", period=4),
+    "diloco late": preset("diloco", period=4, **{"clock.delay": 1, "applier.mix": 0.5}),
+    "decoupled_momentum": preset("decoupled_momentum", period=4),
+    "released": preset("decoupled_momentum", period=4, rule="released"),
+    "local_sgd": preset("local_sgd", period=4),
+    "streaming_diloco": preset("streaming_diloco", period=4, delay=1, layers=0),
+}
+
+
+class Net(torch.nn.Module):
+    """BatchNorm's running statistics, a counter, a table that is not saved, and one in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("exact", torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def made(config: ExchangeConfig, topology: Topology, state: Any = None, saved: Any = None) -> tuple[Net, Any, Any]:
+    torch.manual_seed(3)
+    model = Net()
+    plain = config.inner[0] == "sgd"
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01) if plain else torch.optim.AdamW(model.parameters(), lr=0.01)
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    return model, optimizer, fsdp_demo.attach(optimizer, config, model=model, topology=topology, state=state)
+
+
+def step(model: Net, optimizer: Any, exchange: Any, island: int) -> None:
+    g = torch.Generator().manual_seed(100 * exchange.step + island)
+    model(torch.randn(16, 6, generator=g) + island).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_islands_end_with_equal_buffers(run_ranks: Callable[..., Any], name: str) -> None:
+    def island(i: int, topology: Topology) -> Any:
+        model, optimizer, exchange = made(CONFIGS[name], topology)
+        for _ in range(6):
+            step(model, optimizer, exchange, i)
+        apart = model.norm.running_mean.clone()
+        exchange.finish()
+        return apart, {n: b.clone() for n, b in model.named_buffers()}
+
+    def run() -> Any:
+        found = values(islands(island))
+        apart, ended = zip(*found, strict=True)
+        assert not torch.equal(apart[0], apart[1])
+        for name in ended[0]:
+            assert torch.equal(ended[0][name], ended[1][name]), name
+        assert int(ended[0]["norm.num_batches_tracked"]) == 6 and ended[0]["exact"].dtype == torch.float64
+        return True
+
+    assert run_ranks(run, 1, 1) == [True]
+
+
+def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(run_ranks: Callable[..., Any]) -> None:
+    def island(i: int, topology: Topology) -> Any:
+        model, optimizer, exchange = made(CONFIGS["diloco"], topology)
+        tap = Tap(exchange)
+        for _ in range(3):
+            step(model, optimizer, exchange, i)
+        before = copy.deepcopy(model)
+        step(before, torch.optim.SGD(before.parameters(), lr=0.0), exchange, i)  # what the fourth forward makes of the statistics
+        assert not tap.sent
+        step(model, optimizer, exchange, i)
+        sent = len(tap.sent)
+        with exchange.outer_parameters(model):  # an anchor is known: nothing is sent for it
+            pass
+        assert len(tap.sent) == sent
+        exchange.detach()
+        return before.norm.running_mean, model.norm.running_mean.clone(), sent
+
+    def run() -> Any:
+        (own, mean, sent), (other, same, _) = values(islands(island))
+        torch.testing.assert_close(mean, (own + other) / 2)
+        assert torch.equal(mean, same) and sent == 3  # header, two legs: one message for parameters and buffers
+        return True
+
+    assert run_ranks(run, 1, 1) == [True]
+
+
+def test_gradient_presets_average_them_now_and_then(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+    everywhere.setattr(buffers, "EVERY", 3)
+
+    def island(i: int, topology: Topology) -> Any:
+        model, optimizer, exchange = made(CONFIGS["demo"], topology)
+        seen = []
+        for _ in range(6):
+            step(model, optimizer, exchange, i)
+            seen.append(model.norm.running_var.clone())
+        exchange.detach()
+        return seen
+
+    def run() -> Any:
+        first, second = values(islands(island))
+        return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+    assert run_ranks(run, 1, 1) == [[False, False, True, False, False, True]]
+
+
+@pytest.mark.parametrize("name", ["diloco late", "demo"])
+def test_a_resumed_run_has_the_same_buffers(run_ranks: Callable[..., Any], everywhere: Any, name: str) -> None:
+    everywhere.setattr(buffers, "EVERY", 3)
+
+    def whole(i: int, topology: Topology) -> Any:
+        model, optimizer, exchange = made(CONFIGS[name], topology)
+        for t in range(10):
+            step(model, optimizer, exchange, i)
+            if t == 3:  # with a delay, a payload with buffers in it is under way
+                saved[i] = copy.deepcopy((model.state_dict(), optimizer.state_dict(), exchange.state_dict()))
+        exchange.detach()
+        return model.state_dict()
+
+    def again(i: int, topology: Topology) -> Any:
+        model, optimizer, exchange = made(CONFIGS[name], topology, state=saved[i][2], saved=saved[i])
+        while exchange.step < 10:
+            step(model, optimizer, exchange, i)
+        exchange.detach()
+        return model.state_dict()
+
+    def run() -> Any:
+        for a, b in zip(values(islands(whole)), values(islands(again)), strict=True):
+            assert all(torch.equal(a[n], b[n]) for n in a)
+        return True
+
+    saved: dict[int, Any] = {}
+    assert run_ranks(run, 1, 1) == [True]
+
+
+def test_ranks_of_an_island_take_part(run_ranks: Callable[..., Any]) -> None:
+    """Unsharded islands of 2 ranks (the buffers of one island are equal, as DDP has them) and of 1: every rank ends with the mean."""
+
+    def run(me: Any) -> Any:
+        model, optimizer, exchange = made(CONFIGS["local_sgd"], Topology.from_env())
+        for _ in range(6):
+            step(model, optimizer, exchange, me.island)
+        exchange.finish()
+        return model.norm.running_mean.tolist()
+
+    found = run_ranks(run, procs=[2, 1])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None:
+    def island(i: int, topology: Topology) -> Any:
+        model = torch.nn.Linear(4, 4)
+        exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, topology=topology)
+        exchange.detach()
+        return exchange._flow.buffers
+
+    assert run_ranks(lambda: values(islands(island)), 1, 1) == [[[], []]]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
+def test_under_zero(run_ranks: Callable[..., Any], stage: str) -> None:
+    """A ZeRO engine's model keeps its buffers whole on every rank: the mean of the islands, rank by rank."""
+    pytest.importorskip("deepspeed")
+    import deepspeed_ext
+
+    from ..support import zero
+
+    def run(me: Any) -> Any:
+        made = zero.engine(zero.settings(stage))
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        made.module.scale.fill_(1.0 + 2.0 * me.island)
+        zero.train(made, range(2), me.rank)
+        mean = made.module.scale.tolist()
+        made.module.scale.fill_(5.0 * me.island)
+        zero.train(made, range(2, 3), me.rank)
+        exchange.finish()
+        return mean, made.module.scale.tolist()
+
+    assert run_ranks(run, 2, 2, timeout=120) == [([2.0] * 3, [2.5] * 3)] * 4

@@ -1,0 +1,208 @@
+"""Delays on every kind of channel, below and beyond the period, against the oracles: what lands when, what `flush` and `finish` bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_demo import preset
+
+from ..oracles import presets as oracle
+from ..support import layered, probe
+from ..support.layered import LAYERED
+from .test_presets_oracle import ISLANDS, Case, P, adamw, coded, coding, followed, parts, sgd
+
+STEPS = 20
+FEW = ("muloco-int4", "sparse_loco-2bit")  # coded: a few elements may be rounded another way
+
+
+def outer(delay: int, mix: float = 0.0, **kw: Any) -> Case:
+    config = preset("diloco", momentum_warmup=0, period=P, clip=None, inner="as_is", **{"clock.delay": delay, "applier.mix": mix})
+    return Case(config, oracle.Streaming, adamw, {"period": P, "lr": 0.7, "delay": delay, "mix": mix}, **kw)
+
+
+def averaged(delay: int, mix: float = 0.0) -> Case:
+    config = preset("local_sgd", period=P, clip=None, **{"clock.delay": delay, "applier.mix": mix})
+    return Case(config, oracle.Averaging, sgd, {"period": P, "delay": delay, "mix": mix})
+
+
+def states(delay: int, of_states: int) -> Case:
+    changes = {"parameter.clock.delay": delay, "exp_avg.clock.delay": of_states, "exp_avg_sq.clock.delay": of_states}
+    config = preset("desloc", embeddings=True, period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None).changed(changes)
+    options = {"period": 3, "states": {"exp_avg": 3, "exp_avg_sq": 6}, "delay": delay, "state_delay": of_states}
+    return Case(config, oracle.Averaging, adamw, options)
+
+
+def sparse(rule: str, delay: int, mix: float = 0.0, **kw: Any) -> Case:
+    config = preset("decoupled_momentum", transform=True, rule=rule, period=P, code="fp32", clip=None, inner="as_is")
+    options = {"rule": rule, "period": P, "delay": delay, "mix": mix, "coding": coding(senders=rule == "consensus")}
+    return Case(config.changed({"clock.delay": delay, "applier.mix": mix}), oracle.DecoupledMomentum, sgd, options, **kw)
+
+
+def gathered(period: int, delay: int, sign: bool = False, **kw: Any) -> Case:
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", sign=sign, beta=0.9, clip=None).changed(
+        {"clock.period": period, "clock.delay": delay}
+    )
+    options = {"sign": sign, "beta": 0.9, "period": period, "delay": delay, "coding": coding()}
+    return Case(config, oracle.Demo, sgd, options, **kw)
+
+
+def full(delay: int) -> Case:
+    return Case(preset("full", **{"clock.delay": delay}), oracle.Full, adamw, {"delay": delay})
+
+
+def streaming(delay: int, mix: float, **kw: Any) -> Case:
+    config = preset("streaming_diloco", momentum_warmup=0, period=6, delay=delay, mix=mix, layers=2, code="fp32", clip=None)
+    options = {"period": 6, "delay": delay, "mix": mix, "parts": parts(2, "strided")}
+    return Case(config, oracle.Streaming, adamw, options, model=LAYERED, **kw)
+
+
+CASES = {
+    "delta-1": outer(1),
+    "delta-3-mixed": outer(3, 0.5),
+    "delta-4": outer(4),  # sent and landed on the same step
+    "delta-6": outer(6),
+    "delta-9-mixed": outer(9, 0.25),
+    "consensus-2": sparse("consensus", 2),
+    "consensus-4-mixed": sparse("consensus", 4, 0.5),
+    "consensus-9": sparse("consensus", 9, seed=1),
+    "released-1": sparse("released", 1),
+    "released-6": sparse("released", 6),
+    "sparse_loco-2bit": Case(
+        coded("sparse_loco", period=2, **{"clock.delay": 5}),
+        oracle.SparseLoCo,
+        sgd,
+        {"period": 2, "delay": 5, "dtype": torch.float32},
+        seed=3,
+    ),
+    "muloco-int4": Case(
+        coded("muloco", momentum_warmup=0, period=P, code="int4", **{"clock.delay": 6}),
+        oracle.Streaming,
+        sgd,
+        {"period": P, "lr": 0.8, "beta": 0.9, "code": "int4", "delay": 6, "dtype": torch.float32},
+        model=LAYERED,
+    ),
+    "streaming-5": streaming(5, 0.5),
+    "streaming-8": streaming(8, 0.5),
+    "streaming-13": streaming(13, 0.0),
+    "parameter-1": averaged(1),
+    "parameter-3-mixed": averaged(3, 0.5),
+    "parameter-4": averaged(4),
+    "parameter-6-mixed": averaged(6, 0.5),
+    "parameter-9": averaged(9),
+    "state-5": states(0, 5),
+    "state-4-parameter-2": states(2, 4),
+    "state-7-parameter-7": states(7, 7),
+    "gradient-1": full(1),
+    "gradient-4": full(4),
+    "demo-2": gathered(1, 2),
+    "demo-3-sign": gathered(1, 3, sign=True),
+    "demo-period-4-delay-1": gathered(4, 1),
+    "demo-period-2-delay-5": gathered(2, 5, seed=2),
+}
+ON = {"streaming-8": "2x2", "delta-6": "2x2", "consensus-9": "2x2", "demo-period-2-delay-5": "2x2", "state-7-parameter-7": "4x1"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_late_means_follow_the_oracle(run_ranks, name):
+    """Step for step, then after `flush`, which applies what is still under way in its order."""
+    case, (count, procs, _) = CASES[name], ISLANDS[ON.get(name, "2x1")]
+    method = case.make(case.model.start(case.seed), count, case.inner, shards=procs, **case.options)
+    truth = followed(method, [[case.model.island_gradient(case.seed, t, r) for r in range(count)] for t in range(STEPS)])
+    assert method.margin > 5e-6, f"choose another seed: a top-k choice is as close as {method.margin}"
+    waiting = [len(getattr(f, kind, [])) for f in (method, *getattr(method, "fragments", [])) for kind in ("flying", "states_flying")]
+    assert any(waiting), "nothing is left to flush"
+    method.flush()
+    open_ = {n: (s < 1e-4) for n, s in method.smallest.items()} if getattr(method, "sign", False) else {}
+    for rank, (params, final) in enumerate(run_ranks(trained(case, "flush"), count, procs)):
+        if params is None:
+            continue
+        for t, step in enumerate([*params, final]):
+            want = (truth[t] if t < STEPS else [{n: p.detach() for n, p in theta.items()} for theta in method.theta])[rank // procs]
+            for n, w in want.items():
+                difference = (step[n] - w).abs() * ~open_.get(n, torch.zeros(w.shape, dtype=torch.bool))
+                if name in FEW:
+                    assert float((difference > 1e-5).float().mean()) < 0.02, (t, n)
+                else:
+                    assert float(difference.max()) <= case.tolerance, (t, n)
+
+
+def trained(case: Case, end: str) -> Any:
+    def run(me: Any) -> Any:
+        def inner(named: Any) -> torch.optim.Optimizer:
+            return case.inner([p for _, p in named])
+
+        feed, model = case.model.feed(case.seed), case.model.make(case.seed)
+        done = (lambda exchange: exchange.flush()) if end == "flush" else (lambda exchange: exchange.finish())
+        out = layered.train(me, model, case.config, inner, feed, STEPS, end=done, equal=lambda t: False)
+        if end == "finish":
+            assert out["final_equal"]
+        return (out["params"], out["final"]) if me.proc == 0 else (None, None)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["delta-3-mixed", "delta-6", "delta-9-mixed", "streaming-5", "streaming-13"])
+def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name):
+    case = CASES[name]
+    method = case.make(case.model.start(case.seed), 2, case.inner, **case.options)
+    followed(method, [[case.model.island_gradient(case.seed, t, r) for r in range(2)] for t in range(STEPS)])
+    method.finish()
+    for _, final in run_ranks(trained(case, "finish"), 2, 1):
+        for n, p in method.theta[0].items():
+            assert float((final[n] - p.detach()).abs().max()) <= case.tolerance, n
+
+
+def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
+    """Parameters averaged late, several under way at once: what differed is corrected once, not once per flight."""
+    case = averaged(9)
+
+    def run(me):
+        def loss(model, me, t, m, micro):
+            g = case.model.island_gradient(case.seed, t, me.island)
+            return model({n: x * float(t < 5) for n, x in g.items()})
+
+        def inner(named):
+            return sgd([p for _, p in named])
+
+        model = case.model.make(case.seed)
+        return layered.train(me, model, case.config, inner, loss, 30, end=lambda e: e.flush(), equal=lambda t: False)["final"]
+
+    a, b, c = run_ranks(run, 3, 1)
+    mean = {n: p.double() for n, p in case.model.start(case.seed).items()}
+    for t in range(5):
+        for n in mean:
+            g = [case.model.island_gradient(case.seed, t, r).get(n) for r in range(3)]
+            mean[n] = mean[n] - 0.01 * sum(x.double() for x in g if x is not None) / 3
+    for n in mean:
+        for final in (a, b, c):
+            assert float((final[n] - mean[n]).abs().max()) < 1e-5, n
+
+
+def test_a_delay_that_keeps_too_much_in_flight_is_refused():
+    with pytest.raises(ValueError, match="max_in_flight=16"):
+        preset("local_sgd", period=2, **{"clock.delay": 40})
+    assert preset("local_sgd", period=2, max_in_flight=21, **{"clock.delay": 40}).channels[0].clock.in_flight == 21
+
+
+@pytest.mark.parametrize("delay, mix, steps", [(0, 0.5, 20), (0, 0.5, 18), (1, 0.0, 20), (6, 0.0, 18), (3, 0.5, 20)])
+def test_finish_leaves_averaged_parameters_equal(run_ranks, delay, mix, steps):
+    """Whatever is under way, mixed or rounded: after `finish` the parameters of all replicas are the same bits, near their mean."""
+    case = averaged(delay, mix)
+    method = case.make(case.model.start(0), 3, case.inner, **case.options)
+    followed(method, [[case.model.island_gradient(0, t, r) for r in range(3)] for t in range(steps)])
+
+    def run(me):
+        def inner(named):
+            return case.inner([p for _, p in named])
+
+        model = case.model.make(0)
+        return layered.train(me, model, case.config, inner, case.model.feed(0), steps, end=lambda e: e.finish(), equal=lambda t: False)
+
+    for out in run_ranks(run, 3, 1):
+        assert out["final_equal"]
+        for n in method.theta[0]:
+            mean = sum(theta[n].detach() for theta in method.theta) / 3
+            assert float((out["final"][n] - mean).abs().max()) < 1e-5, n

@@ -1,0 +1,119 @@
+"""From which state each island goes on: what all hold, what may be joined, and who must ask a person."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_demo.checkpoint.choice import Held, alike, choose, look, together
+from fsdp_demo.checkpoint.files import write_part
+from fsdp_demo.errors import NeedsDecision
+
+
+def at(*steps, applied="", kind="checkpoint", owner=-1):
+    return [Held(s, kind, applied, owner) for s in steps]
+
+
+def names(held):
+    return [f"island{i}" for i in range(len(held))]
+
+
+def chosen(held, how="common"):
+    found = choose(names(held), held, how)
+    return None if found is None else [h and h.step for h in found]
+
+
+def test_the_newest_that_all_hold():
+    assert chosen([[], []]) is None and chosen([[], []], "auto") is None
+    assert chosen([at(10, 20, 30), at(10, 20)]) == [20, 20]
+    assert chosen([at(10)]) == [10]
+
+
+def test_states_between_the_same_exchanges_are_joined_each_at_its_own_step():
+    """SIGTERM between two exchanges: 17 and 19, and the regular checkpoints before them."""
+    a = [*at(10, applied="9"), *at(17, applied="9", kind="emergency")]
+    b = [*at(10, applied="9"), *at(19, applied="9", kind="emergency")]
+    assert chosen([a, b]) == [17, 19] and chosen([a, b], "auto") == [17, 19]
+    late = [*at(10, applied="9"), *at(21, applied="20", kind="emergency")]  # has applied what the other has lost
+    assert chosen([a, late]) == [17, 10]
+
+
+def test_equal_steps_after_unlike_exchanges_are_not_common():
+    held = [at(20, applied="19", kind="emergency"), at(20, applied="9", kind="emergency")]
+    with pytest.raises(NeedsDecision, match="at equal steps they have applied unlike exchanges"):
+        chosen(held)
+    assert chosen([[*at(10, applied="9"), *held[0]], [*at(10, applied="9"), *held[1]]]) == [10, 20]  # between the same ones: 9
+
+
+def test_states_of_earlier_releases_count_at_equal_steps_only():
+    assert chosen([at(10, 20), at(10, 20, applied="19")]) == [20, 20]
+    with pytest.raises(NeedsDecision):
+        chosen([at(10), at(12)])
+
+
+def test_of_a_checkpoint_and_an_emergency_the_one_that_fits():
+    both = [*at(20, applied="9"), *at(20, applied="19", kind="emergency")]
+    found = choose(["a", "b"], [both, at(20, applied="19", kind="emergency")], "common")
+    assert [h.kind for h in found] == ["emergency", "emergency"]
+    assert [h.kind for h in choose(["a", "b"], [both, at(20, applied="9")], "common")] == ["checkpoint", "checkpoint"]
+
+
+def test_auto_takes_over_only_where_an_island_holds_none():
+    for held in ([at(10), []], [[], at(10)], [at(1, kind="emergency"), []]):
+        with pytest.raises(NeedsDecision, match="--resume auto"):
+            chosen(held)
+        assert chosen(held, "auto") == [held[0][0].step if held[0] else None, held[1][0].step if held[1] else None]
+    assert chosen([at(10, 20), at(10), []], "auto") == [10, 10, None]
+    with pytest.raises(NeedsDecision, match="step 12 of island1.*--take-over.*start anew") as caught:
+        chosen([at(10), at(12)], "auto")
+    assert "no checkpoint is held by all islands (island0: 10; island1: 12)" in str(caught.value)
+    assert chosen([at(10), at(12)], "take_over") == [None, 12]
+    assert chosen([at(10), at(10, 12)], "take_over") == [10, 10]
+
+
+def test_swapped_folders_are_refused_copies_are_not():
+    with pytest.raises(NeedsDecision, match=r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"):
+        chosen([at(10, owner=1), at(10, owner=0)])
+    assert chosen([at(10, owner=1), at(10, owner=0)], "take_over") == [10, 10]
+    assert chosen([at(10, owner=0), at(10, owner=0)]) == [10, 10]  # a copy of one island's folder
+    with pytest.raises(NeedsDecision, match="swapped"):
+        chosen([at(10, owner=1), []], "auto")
+
+
+STATES = st.builds(Held, st.integers(0, 6), st.just("checkpoint"), st.sampled_from(["", "1", "2"]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(STATES, max_size=5), min_size=1))
+def test_what_is_chosen_is_held_and_fits(held):
+    """Of any lists: each island gets a state of its own; all are of one step, or have applied the same."""
+    for states in [together(held), *alike(held)]:
+        if states is None:
+            continue
+        assert all(state in each for state, each in zip(states, held, strict=True))
+        assert len({h.step for h in states}) == 1 or len({h.applied for h in states}) == 1 and states[0].applied
+        assert len({h.applied for h in states if h.applied}) <= 1
+    if (common := together(held)) is not None and (same := alike(held)):
+        assert min(h.step for h in common) >= max(s[0].step for s in same)
+
+
+def test_what_heads_say(tmp_path):
+    def part(rank, **head):
+        write_part(tmp_path, f"rank{rank}", {"islands": 2, "island": 1, **head}, {})
+
+    assert look(tmp_path, 2) == ("", -1)
+    part(0, applied={"b": 4, "a": -1})
+    part(1, applied={"a": -1, "b": 4})
+    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1)
+    assert look(tmp_path, 3) == ("", -1)  # another number of islands: equal steps only, and nobody owns it
+    part(1, applied={"a": -1, "b": 9})
+    with pytest.raises(ValueError, match="unlike exchanges"):
+        look(tmp_path, 2)
+    assert look(tmp_path, 2, [0])[1] == 1
+    part(0)
+    assert look(tmp_path, 2, [0]) == ("", 1)  # an earlier release
+    with pytest.raises(ValueError, match="cannot be read"):
+        look(tmp_path, 2, [5])

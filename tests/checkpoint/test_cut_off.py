@@ -1,0 +1,231 @@
+"""An exchange that was cut off by a loss: the emergency states, taken up again, give the run that was never interrupted, bit for bit.
+
+Islands are threads; what is cut off is one of their messages, on its way (`Tap`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_demo import ExchangeConfig, PeerLost, Topology, preset
+
+from ..exchange.test_failure import Small, same
+from ..support import threaded
+from ..support.threaded import Tap, values
+
+CONFIGS = {
+    "demo": preset("demo"),
+    "demo, late": preset("demo", **{"clock.delay": 2}),
+    "full": preset("full"),
+    "full, late": preset("full", clip=0.5, **{"clock.delay": 2}),
+    "random": preset("random", inner="adamw"),
+    "diloco": preset("diloco", period=4, inner="as_is"),
+    "diloco, int8": preset("diloco", period=4, code="int8", inner="as_is"),
+    "diloco, late": preset("diloco", period=4, inner="as_is", **{"clock.delay": 2}),
+    "diloco, queue": preset("diloco", period=2, inner="as_is", **{"clock.delay": 3}),
+    "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner="as_is"),
+    "consensus": preset("decoupled_momentum", period=4, inner="as_is"),
+    "released": preset("decoupled_momentum", rule="released", period=4, inner="as_is"),
+    "released, averaged": preset("decoupled_momentum", rule="released", period=2, average_every=2, inner="as_is"),
+    "sparse_loco": preset("sparse_loco", period=4, inner="as_is"),
+    "muloco": preset("muloco", period=4, inner="as_is"),
+    "local_sgd": preset("local_sgd", period=4),
+    "local_sgd, late": preset("local_sgd", period=4, **{"clock.delay": 2}),
+    "desloc": preset("desloc", period=2),
+}
+STEPS = 18
+
+
+
+def cut_after(exchange: Any, step: int, sends: int) -> None:
+    """From step `step` on, let `sends` more messages leave; then the line is dead, on this side as on the other."""
+    left = [sends]
+
+    def change(data: torch.Tensor, index: int) -> torch.Tensor:
+        if exchange.step >= step:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("Connection closed by peer")
+        return data
+
+    Tap(exchange, change)
+
+
+def whole(config: ExchangeConfig, count: int = 2) -> list[Any]:
+    """What the islands hold after STEPS steps that nothing has interrupted."""
+
+    def island(i: int, topology: Topology) -> Any:
+        small = Small(topology, config)
+        small.train(STEPS)
+        return end_of(small)
+
+    return values(threaded.islands(island, count))
+
+
+def end_of(small: Small) -> Any:
+    """What a small run holds, but for what is counted anew in every life."""
+    params, optimizer, state = small.save()
+    small.exchange.detach()
+    return params, optimizer, {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses")}
+
+
+def interrupted(config: ExchangeConfig, at: int, sends: int, count: int = 2) -> tuple[list[Any], list[int]]:
+    """The same with a line that is cut at step `at` after `sends` messages; the states are saved as `guard` does, and taken up again."""
+
+    def first(i: int, topology: Topology) -> Any:
+        small = Small(topology, config)
+        cut_after(small.exchange, at, sends)
+        try:
+            small.train(STEPS)
+        except (PeerLost, RuntimeError) as error:
+            assert isinstance(error, PeerLost), error
+            saved = small.save()
+            assert small.exchange._mailbox.broken
+            small.exchange.detach()
+            return saved
+        return None
+
+    def second(i: int, topology: Topology) -> Any:
+        small = Small(topology, config, seed=99, saved=saved[i])
+        small.train(STEPS)
+        return end_of(small)
+
+    saved = values(threaded.islands(first, count, timeout=3))
+    assert all(s is not None for s in saved), "the cut was not noticed"
+    return values(threaded.islands(second, count)), [s[2]["step"] for s in saved]
+
+
+@pytest.mark.parametrize("sends", [0, 1])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_cut_off_is_made_up_for_bit_for_bit(run_ranks: Callable[..., Any], name: str, sends: int) -> None:
+    """Cut in the middle of a message: before anything left, or after one of the two islands' first messages."""
+    config = CONFIGS[name]
+
+    def run() -> Any:
+        expected = whole(config)
+        for at in (7, 8):
+            found, steps = interrupted(config, at, sends)
+            if not all(same(a, b) for a, b in zip(found, expected, strict=True)):
+                return at, steps, [[same(x, y) for x, y in zip(a, b, strict=True)] for a, b in zip(found, expected, strict=True)]
+        return "the same"
+
+    assert run_ranks(run, 1, 1, timeout=100) == ["the same"]
+
+
+APART = ["diloco", "diloco, int8", "consensus", "released", "sparse_loco", "muloco", "local_sgd", "diloco, late", "local_sgd, late"]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(run_ranks: Callable[..., Any], name: str) -> None:
+    """Steps 9 and 11 of periods of 4 (with a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from
+    where it was; nothing is lost."""
+    config, steps = CONFIGS[name], [9, 8] if "late" in name else [11, 9]
+
+    def first(i: int, topology: Topology) -> Any:
+        small = Small(topology, config)
+        small.train(steps[i])
+        saved = small.save()
+        small.exchange.detach()
+        return saved
+
+    def second(i: int, topology: Topology) -> Any:
+        small = Small(topology, config, seed=99, saved=saved[i])
+        begun = small.exchange.step
+        small.train(STEPS)
+        return begun, end_of(small)
+
+    def run() -> Any:
+        expected = whole(config)
+        saved.extend(values(threaded.islands(first)))
+        found = values(threaded.islands(second))
+        return [b for b, _ in found], all(same(a, b) for (_, a), b in zip(found, expected, strict=True))
+
+    saved: list[Any] = []
+    assert run_ranks(run, 1, 1, timeout=100) == [(steps, True)]
+
+
+@pytest.mark.parametrize("name", ["diloco", "consensus", "released, averaged", "local_sgd"])
+def test_one_stopped_before_an_exchange_that_the_other_had_begun(run_ranks: Callable[..., Any], name: str) -> None:
+    """Island 1 leaves after step 7 of periods of 4, or of 2: island 0 loses it in the exchange of step 8, which both make up for."""
+    config = CONFIGS[name]
+
+    def first(i: int, topology: Topology) -> Any:
+        small = Small(topology, config)
+        if i == 1:
+            small.train(7)
+        else:
+            with pytest.raises(PeerLost):
+                small.train(STEPS)
+        saved = small.save()
+        small.exchange.detach()
+        return saved
+
+    def second(i: int, topology: Topology) -> Any:
+        small = Small(topology, config, seed=99, saved=saved[i])
+        small.train(STEPS)
+        return end_of(small)
+
+    def run() -> Any:
+        expected = whole(config)
+        saved.extend(values(threaded.islands(first, timeout=3)))
+        found = values(threaded.islands(second))
+        return [s[2]["step"] for s in saved], all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+    saved: list[Any] = []
+    assert run_ranks(run, 1, 1, timeout=100) == [([8, 7], True)]
+
+
+def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(run_ranks: Callable[..., Any]) -> None:
+    """Island 1 comes back without what it had sent: the other takes its payload back, and all go on equal."""
+    config = CONFIGS["consensus"]
+
+    def first(i: int, topology: Topology) -> Any:
+        small = Small(topology, config)
+        cut_after(small.exchange, 7, 0)
+        with pytest.raises(PeerLost):
+            small.train(STEPS)
+        saved = small.save()
+        small.exchange.detach()
+        return saved
+
+    def second(i: int, topology: Topology) -> Any:
+        params, optimizer, state = saved[i]
+        small = Small(topology, config, seed=99, saved=(params, optimizer, {**state, "in_flight": [] if i else state["in_flight"]}))
+        small.train(STEPS)
+        small.exchange.finish()
+        return small.exchange.digests_equal(), [bool(p.isfinite().all()) for p in small.params]
+
+    def run() -> Any:
+        saved.extend(values(threaded.islands(first, timeout=3)))
+        return values(threaded.islands(second))
+
+    saved: list[Any] = []
+    assert run_ranks(run, 1, 1, timeout=100) == [[(True, [True, True])] * 2]
+
+
+def test_a_regular_save_that_finds_the_loss_is_refused_once(run_ranks: Callable[..., Any]) -> None:
+    """A checkpoint must not be sealed without what was under way; the emergency that follows holds it."""
+    config = CONFIGS["demo, late"]
+
+    def island(i: int, topology: Topology) -> Any:
+        small = Small(topology, config)
+        small.train(4)
+        small.exchange.state_dict()  # waits for what is under way
+        cut_after(small.exchange, 4, 0)
+        for k, p in enumerate(small.params):
+            p.grad = torch.full_like(p, float(k))
+        small.optimizer.step()  # what it sends is lost; that shows two steps later, or now
+        with pytest.raises(PeerLost):
+            small.exchange.state_dict()
+        state = small.exchange.state_dict()
+        small.exchange.detach()
+        return [(f["step"], f["arrived"] is None) for f in state["in_flight"]]
+
+    def run() -> Any:
+        return values(threaded.islands(island, timeout=3))
+
+    assert run_ranks(run, 1, 1) == [[[(3, False), (4, True)]] * 2]

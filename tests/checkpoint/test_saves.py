@@ -1,0 +1,408 @@
+"""Checkpoints through faults: refused resumes, full disks, torn leavings, swapped folders, processes that wake too late, a silent store."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import NotFinite, PeerLost
+from fsdp_demo.checkpoint import Checkpoints, folders
+from fsdp_demo.checkpoint.fence import LOCK, Fence
+from fsdp_demo.checkpoint.files import read_head, write_part
+from fsdp_demo.checkpoint.finite import first_not_finite, refuse_not_finite
+from fsdp_demo.checkpoint.folders import ASIDE, put_aside, take_back
+from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.errors import NeedsDecision, Superseded
+
+
+def text(folder):
+    (folder / "a.txt").write_text("x")
+
+
+def single(root, **more):
+    return Checkpoints(root, fsdp_demo.Topology(), **more)
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+
+
+def leave(kept, step, rank=0, island=None, world=1, **applied):
+    """An emergency with an exchange's part, as RunState leaves it."""
+
+    def write(folder, check):
+        head = {"islands": kept.topology.islands, "island": kept.topology.island if island is None else island, "step": step}
+        write_part(folder / "exchange", f"rank{rank}", head | ({"applied": applied} if applied else {}), {"t": torch.ones(3)})
+        write_part(folder, f"rank{rank}", {"step": step, "world": world, "exchange": True}, {}, check)
+
+    return kept.save_alone(step, write)
+
+
+# -- what is newer is put aside, not deleted -----------------------------------------------------------------------------------
+
+
+def lives(me, after):
+    """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third does."""
+    topology, home, stale = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}", me.folder / "stale"
+    first = Checkpoints(home, topology, keep=9)
+    first.agreed(False)
+    for step in range(10, 60, 10):
+        first.save(step, text)
+    first.close()
+    if me.island == 1:
+        shutil.copytree(home / "checkpoint-10", stale / "checkpoint-10")
+    second = Checkpoints(stale if me.island else home, topology)
+    out = [second.agreed(), names(home), sorted(p.name for p in home.glob(f"{ASIDE}/*/*"))]
+    return [*out, after(me, topology, home, second)]
+
+
+def refused(me, topology, home, second):
+    second.close()  # attach would refuse a wrong preset here
+    third = Checkpoints(home, topology)
+    step = third.agreed()
+    third.verify(step)
+    return step, names(home), (home / ASIDE).exists() and any((home / ASIDE).iterdir())
+
+
+def test_a_refused_resume_leaves_all_checkpoints_usable(run_ranks):
+    every = [f"checkpoint-{s}" for s in range(10, 60, 10)]
+    for island, (step, there, aside, (again, whole, left)) in enumerate(run_ranks(lives, islands=2, procs=1, args=(refused,))):
+        assert step == 10 and again == 50 and whole == every and not left
+        assert (there, aside) == ((every[:1], every[1:]) if island == 0 else (every, []))
+
+
+def common(me, topology, home, second):
+    for step in (20, 30):
+        second.save(step, text)
+        meet(me, step)
+    second.save(40, text)
+    second.close()
+    return (home / ASIDE).exists(), names(second.root)
+
+
+def meet(me, turn):
+    (me.folder / f"turn{turn}.{me.rank}").touch()
+    while len(list(me.folder.glob(f"turn{turn}.*"))) < me.islands * me.procs:
+        time.sleep(0.01)
+
+
+def test_what_was_put_aside_goes_when_the_new_life_has_a_common_checkpoint(run_ranks):
+    (_, _, aside, (left, there)), _ = run_ranks(lives, islands=2, procs=1, args=(common,))
+    assert len(aside) == 4 and not left and there[-2:] == ["checkpoint-30", "checkpoint-40"]
+
+
+def test_nothing_is_written_over_and_what_was_given_up_stays_aside(tmp_path):
+    for name in ("checkpoint-10", "checkpoint-20"):
+        (tmp_path / name).mkdir()
+        text(tmp_path / name)
+    assert put_aside(tmp_path, 10, "one") == ["checkpoint-20"]
+    (tmp_path / "checkpoint-20").mkdir()  # of the life after
+    (tmp_path / "checkpoint-20" / "mine").touch()
+    assert take_back(tmp_path) == [] and (tmp_path / "checkpoint-20" / "mine").exists()
+    assert put_aside(tmp_path, 10, "two", given_up=True) == ["checkpoint-20"]
+    assert take_back(tmp_path) == ["checkpoint-20"] and (tmp_path / "checkpoint-20" / "a.txt").exists()
+    assert [p.name for p in tmp_path.glob(f"{ASIDE}/*/checkpoint-*/*")] == ["mine"]
+
+
+def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
+    kept = single(tmp_path, keep=5)
+    for step in (1, 2, 3):
+        kept.save(step, text)
+    leave(kept, 4)
+    put_aside(tmp_path, 1, "life")
+    assert "checkpoint-2, checkpoint-3, emergency-4" in caplog.text and names(tmp_path) == ["checkpoint-1"]
+    again = single(tmp_path)
+    assert again.agreed() == 4 and again.holds(4) == "emergency"
+
+
+# -- joined between two exchanges ---------------------------------------------------------------------------------------------------
+
+
+def unlike(me):
+    topology, home = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}"
+    first = Checkpoints(home, topology)
+
+    def write(folder):
+        head = {"islands": 2, "island": me.island, "applied": {"delta": 9}}
+        write_part(folder / "exchange", f"rank{me.proc}", head, {})
+
+    first.save(10, write)
+    leave(first, 17 + 2 * me.island, me.proc, world=me.procs, delta=9)
+    leave(first, 25, me.proc, world=me.procs, delta=9 + me.island)  # one has applied what the other lost
+    if me.proc == 0:
+        leave(first, 23, me.proc, world=me.procs, delta=9)  # the other ranks did not come to it
+    meet(me, 1)
+    second = Checkpoints(home, topology)
+    step = second.agreed()
+    return step, second.holds(step), names(home), second.common
+
+
+def test_emergencies_of_unlike_steps_between_two_exchanges(run_ranks):
+    out = run_ranks(unlike, islands=2, procs=2)
+    assert [o[:2] for o in out] == [(25, "emergency")] * 2 + [(19, "emergency")] * 2
+    assert out[2][2] == ["checkpoint-10", "emergency-19"] and out[0][2] == ["checkpoint-10", "emergency-17", "emergency-23", "emergency-25"]
+
+
+# -- what cannot be written ---------------------------------------------------------------------------------------------------------
+
+
+def full(folder):
+    raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
+    def job(me):
+        kept = Checkpoints(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+        caught = []
+
+        def fails(folder):
+            text(folder) if me.proc == 0 else None
+            return (lambda: full(folder)) if me.proc == 1 else None
+
+        for step, write in enumerate([text, fails, fails, text, fails, fails, fails]):
+            try:
+                kept.save(step, write, wait)
+                kept.wait()
+            except OSError as error:
+                caught.append((step, str(error)))
+        kept.close()
+        torch.distributed.barrier()  # rank 0 removes the half
+        return caught, kept.failed_saves, kept.complete(), sorted(p.name for p in kept.root.glob(".checkpoint*"))
+
+    one, two = run_ranks(job, islands=1, procs=2)
+    assert one[1:] == two[1:] == (5, [0, 3], [])
+    assert one[0][0][0] == two[0][0][0] == 6 and "another rank could not write" in one[0][0][1] and "No space left" in two[0][0][1]
+
+
+def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
+    def job(me):
+        kept = Checkpoints(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+
+        def state():
+            if me.proc == 1:
+                raise PeerLost("what was under way is lost")
+
+        def write(folder):
+            kept.ranks.together(state, "state")
+            torch.distributed.barrier()  # collectives of the writer: nobody may stand here alone
+            text(folder)
+
+        with pytest.raises(PeerLost, match="lost"):
+            kept.save(5, write)
+        return kept.complete(), kept.failed_saves
+
+    assert run_ranks(job, islands=1, procs=2) == [([], 0)] * 2
+
+
+def test_values_that_are_not_finite_are_found_by_name():
+    fine = {"a": torch.full((3,), 3e38), "b": torch.empty(0), "c": torch.arange(3), "d": torch.ones(2).bfloat16()}
+    assert first_not_finite(fine.items()) == ""
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for like in (torch.zeros(5), torch.zeros(5, dtype=torch.float64), torch.zeros(5).bfloat16(), torch.zeros(5).to(torch.float8_e5m2)):
+            like[3] = bad
+            assert first_not_finite([*fine.items(), ("x", like), ("y", like)]) == "x"
+    with pytest.raises(NotFinite, match="replica.optimizer.1.m holds values"):
+        refuse_not_finite(("replica", {"optimizer": [{}, {"m": torch.tensor([1.0, float("nan")])}]}))
+
+
+def test_a_second_folder_for_emergencies(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ISLAND_EMERGENCY", str(tmp_path / "second"))
+    kept = single(tmp_path / "run" / "island0")
+    kept.save(1, text)
+    (kept.root / "emergency-7").write_text("in the way")  # a disk that cannot be written
+    place = leave(kept, 7)
+    assert tmp_path / "second" in place.parents and "cannot be written" in caplog.text
+    again = single(tmp_path / "run" / "island0")
+    assert again.agreed() == 7 and again.holds(7) == "emergency" and again.emergency(7) == place
+    other = single(tmp_path / "elsewhere" / "island0")
+    assert other.agreed() is None  # another run's
+    monkeypatch.delenv("ISLAND_EMERGENCY")
+    assert single(tmp_path / "run" / "island0").agreed() == 1
+    (kept.root / "emergency-7").write_text("in the way")
+    with pytest.raises(OSError):
+        leave(single(tmp_path / "run" / "island0"), 7)
+
+
+# -- torn, nested, swapped ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tear", ["json", "tensors", "all"])
+def test_a_torn_exchange_in_an_emergency_does_not_count(tmp_path, tear):
+    kept = single(tmp_path)
+    kept.save(3, text)
+    place = leave(kept, 5)
+    assert kept.left() == [5]
+    if tear == "all":
+        shutil.rmtree(place / "exchange")
+    elif tear == "json":
+        (place / "exchange" / "rank0.json").write_text("{")
+    else:
+        (place / "exchange" / "rank0.safetensors").unlink()
+    assert kept.left() == [] and single(tmp_path).agreed() == 3
+
+
+def test_nested_json_is_damage(tmp_path):
+    deep = "[" * 200_000
+    (tmp_path / "rank0.json").write_text(deep)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_head(tmp_path / "rank0.json")
+    (tmp_path / "rank0.json").write_text(json.dumps({"part": deep, "crc32": 0}))
+    with pytest.raises(ValueError, match="is damaged"):
+        read_head(tmp_path / "rank0.json")
+    kept = single(tmp_path)
+    kept.save(1, text)
+    (kept.path(1) / "manifest.json").write_text(deep)
+    assert kept.complete() == [] and single(tmp_path).agreed() is None
+
+
+def test_swapped_folders(run_ranks):
+    def job(me, take_over):
+        kept = Checkpoints(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
+        leave(kept, 5, island=1 - me.island, delta=4)
+        try:
+            return kept.agreed(take_over=take_over)
+        except NeedsDecision as error:
+            return str(error)
+
+    for said in run_ranks(job, islands=2, procs=1, args=(False,)):
+        assert "folders of islands are swapped" in said
+    assert run_ranks(job, islands=2, procs=1, args=(True,)) == [5, 5]
+
+
+# -- one life at a time ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
+    old = single(tmp_path)
+    old.agreed(False)
+    old.save(10, text)
+    new = single(tmp_path)
+    assert new.agreed() == 10
+    with pytest.raises(Superseded, match="belongs to a later life"):
+        leave(old, 13)
+    with pytest.raises(Superseded):
+        old.save(20, text)
+    assert names(tmp_path) == ["checkpoint-10"] and "nothing is written here" in caplog.text
+    for step in (20, 30, 40):
+        new.save(step, text)
+    leave(new, 41)
+    old.common = 99
+    old._rotate()
+    assert new.complete() == [30, 40] and new.left() == [41]
+
+
+def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
+    old = single(tmp_path)
+    with pytest.raises(Superseded):
+        old.save(10, lambda folder: lambda: single(tmp_path).agreed())
+    assert old.complete() == []
+
+    def late(part, step, world):
+        sealed(part, step, world)
+        Fence([tmp_path], "later").begin("token")
+
+    sealed, third = folders.seal, single(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "seal", late)
+        with pytest.raises(Superseded):
+            third.save(10, text)
+    assert single(tmp_path).agreed() is None  # whole, but for its manifest: nobody gives it the name
+    (tmp_path / LOCK).unlink()  # gone hinders nobody
+    old.save(20, text)
+    assert old.complete() == [20]
+
+
+def test_a_refused_start_does_not_take_the_folder(tmp_path):
+    running = single(tmp_path)
+    running.save(10, text)
+    with pytest.raises(NeedsDecision, match="go on from there"):
+        single(tmp_path).agreed(resume=False)
+    running.save(20, text)
+    assert running.complete() == [10, 20]
+
+
+# -- a store that does not answer -------------------------------------------------------------------------------------------------------
+
+SERVE = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(99)
+"""
+
+
+def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplog):
+    """The store's process is stopped (SIGSTOP): it accepts and stays silent. Saves go on, and SIGTERM is served meanwhile."""
+    caplog.set_level(logging.WARNING, "fsdp_demo")
+    monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 0.5)
+    served = []
+    old = signal.signal(signal.SIGTERM, lambda *_: served.append(1))
+    store = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+    try:
+        where = f"127.0.0.1:{store.stdout.readline().strip()}"
+        topology = fsdp_demo.Topology("islands", 0, 2, endpoint=where, timeout=30.0, run="r")
+        kept = Checkpoints(tmp_path, topology)
+        kept.save(1, text)
+        assert "does not answer" not in caplog.text
+        store.send_signal(signal.SIGSTOP)
+        asked = Board.exchange
+
+        def told(self, held):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return asked(self, held)
+
+        monkeypatch.setattr(Board, "exchange", told)
+        kept.save(2, text)
+        assert served == [1] and "no old checkpoint is removed: the store at" in caplog.text
+        for step in range(3, 6):
+            kept.save(step, text)
+        assert kept.complete() == [1, 2, 3, 4, 5]
+        store.send_signal(signal.SIGCONT)  # it is asked again when a connection stands
+        while (kept._board._opening is None or not kept._board._opening.done()) and kept._board._asker is None:
+            kept.save(6, text)
+        caplog.clear()
+        monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 20.0)
+        kept.save(7, text)
+        assert caplog.text == ""
+        kept.close()
+    finally:
+        signal.signal(signal.SIGTERM, old)
+        store.kill()
+        store.wait()
+
+
+@pytest.mark.parametrize("how", ["part", "torch", "text"])
+def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how):
+    """No file may grow over 20 kB: safetensors and torch.save have errors of their own."""
+
+    def job(me):
+        kept, big = Checkpoints(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
+        writers = {
+            "part": lambda folder: write_part(folder, "rank0", {}, {"t": big}),
+            "torch": lambda folder: torch.save(big, folder / "t.pt"),
+            "text": lambda folder: (folder / "t.txt").write_text("x" * 100_000) and None,
+        }
+        kept.save(1, text)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        kept.save(2, writers[how])
+        with pytest.raises(OSError):
+            kept.save_alone(2, lambda folder, check: (folder.mkdir(), writers[how](folder)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        kept.save(3, writers[how])
+        return kept.failed_saves, kept.complete(), kept.left()
+
+    assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3], [])]

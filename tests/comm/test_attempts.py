@@ -1,0 +1,316 @@
+"""One run id for several starts: who opens an attempt, who joins it, who is refused; and what islands say of themselves in the store."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import PeerLost, Topology
+from fsdp_demo.comm import attempts
+from fsdp_demo.comm.presence import Presence
+from fsdp_demo.comm.topology import Position
+from fsdp_demo.exchange import connections
+
+from ..support import threaded
+
+runs = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def quick(everywhere: Any) -> None:
+    everywhere.setattr(attempts, "BEAT", 0.2)
+
+
+@pytest.fixture
+def run() -> dict[str, str]:
+    """One run for several calls of `run_ranks`."""
+    return {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
+
+
+def attach() -> fsdp_demo.Exchange:
+    return fsdp_demo.attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1), "full")
+
+
+def step(exchange: fsdp_demo.Exchange) -> None:
+    for p in (q for group in exchange.optimizers[0].param_groups for q in group["params"]):
+        p.grad = torch.ones_like(p)
+    exchange.optimizers[0].step()
+
+
+# ---- attempts ------------------------------------------------------------------------------------------------------------
+
+
+def joins(me: Any) -> str:
+    return Topology.from_env().prefix().partition("/")[2]
+
+
+def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(run_ranks, run) -> None:
+    """Island 1 dies, island 0 misses it; then both are started again, as a supervisor does it, under the same run id. Twice."""
+
+    def life(me: Any) -> str:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)  # as by SIGKILL: it says nothing
+        with pytest.raises(PeerLost):
+            step(exchange)
+        Presence(exchange.topology).end("left")
+        return exchange.topology.prefix()
+
+    for number in range(2):
+        outcomes = run_ranks(life, 2, 1, env=run, check=False)
+        assert outcomes[0].value == f"{run['ISLAND_RUN']}/{number}", outcomes[0].error
+        assert outcomes[1].status == 9
+
+    def last(me: Any) -> tuple[str, bool | None]:
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+        return exchange.topology.prefix(), exchange.digests_equal()
+
+    assert run_ranks(last, 2, 1, env=run) == [(f"{run['ISLAND_RUN']}/2", True)] * 2
+
+
+def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) -> None:
+    """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is over. Island 1 comes back later."""
+
+    def fn(me: Any) -> list[str]:
+        store = Topology.from_env().open_store().under("test-" + run["ISLAND_RUN"])
+        if me.island == 1:
+            first = joins(me)
+            store.set("here", "")
+            store.get("joined")
+            return [first]
+        store.get("here")
+        reader, writer = os.pipe()
+        if os.fork() == 0:  # its first life
+            os.write(writer, joins(me).encode())
+            os._exit(9)
+        first = os.read(reader, 9).decode()
+        os.wait()
+        again = joins(me)
+        store.set("joined", "")
+        return [first, again]
+
+    assert run_ranks(fn, 2, 1, env=run) == [["0", "1"], ["0"]]
+    assert run_ranks(joins, 1, 1, env={**run, "ISLAND_COUNT": "2", "ISLAND_RANK": "1"}) == ["1"]
+
+
+def test_all_ranks_of_an_island_take_part_in_one_attempt(run_ranks, run) -> None:
+    def life(me: Any) -> str:
+        torch.distributed.barrier()
+        time.sleep(0.3 * (me.proc == 0))  # the others ask before rank 0 knows
+        exchange = attach()
+        step(exchange)
+        return exchange.topology.prefix()
+
+    for number in range(2):  # a life that nobody ends by a word is over when its processes are
+        assert run_ranks(life, 2, 2, env=run) == [f"{run['ISLAND_RUN']}/{number}"] * 4
+
+
+def test_what_rank_0_is_refused_all_ranks_of_its_island_are(run_ranks, run) -> None:
+    def finish(me: Any) -> None:
+        Presence(Topology.from_env()).end("finished")
+
+    def again(me: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            attach()
+        return str(error.value)
+
+    run_ranks(finish, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    for text in run_ranks(again, 2, 2, env=run):
+        assert f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text and "has finished" in text
+        assert "set a new ISLAND_RUN on all islands" in text
+
+
+def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
+    def fn(me: Any) -> str:
+        if me.island == 1:
+            time.sleep(0.3)
+        try:
+            topology = Topology.from_env()
+            topology.prefix()
+        except ValueError as error:
+            return str(error)
+        store = topology.open_store()
+        while not store.check([f"{run['ISLAND_RUN']}/told"]):
+            time.sleep(0.05)
+        return "in"
+
+    def twin(me: Any) -> str:
+        out = fn(me)
+        if out != "in":
+            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "")
+        return out
+
+    first, second = run_ranks(twin, 2, 1, env={**run, "ISLAND_RANK": "0"})
+    assert "in" in (first, second)
+    text = first if second == "in" else second
+    assert "which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands" in text
+
+
+def test_one_process_has_one_attempt_and_a_finished_exchange_may_be_followed_by_another(run_ranks, run) -> None:
+    def fn(me: Any) -> list[str]:
+        out = []
+        for _ in range(2):
+            exchange = attach()
+            step(exchange)
+            exchange.finish()
+            Presence(exchange.topology).end("finished")
+            out.append(exchange.topology.meeting())
+        return out
+
+    assert run_ranks(fn, 2, 1, env=run) == [[f"{run['ISLAND_RUN']}/0/{k}" for k in range(2)]] * 2
+
+
+def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
+    def fn(me: Any) -> str:
+        topology = Topology.from_env()
+        if me.island == 1:
+            time.sleep(0.5)
+            Presence(topology).end("left")
+            return ""
+        with pytest.raises(PeerLost) as error:
+            topology.join(Position())
+        return str(error.value)
+
+    text, _ = run_ranks(fn, 2, 1, env=run)
+    assert "island0 waited for islands 1" in text and "island 1 left" in text and "start this island again" in text
+
+
+# ---- presence ------------------------------------------------------------------------------------------------------------
+
+
+def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
+    def fn(me: Any) -> Any:
+        exchange = attach()
+        calls: list[int] = []
+        presence = Presence(exchange.topology, lambda: calls.append(1))
+        presence.start()
+        if me.island == 0:
+            presence.tell_stop(7)
+        else:
+            while not calls:
+                time.sleep(0.05)
+            presence.tell_stop(9)
+        together = presence.wait_for_stops(20.0)
+        presence.close()
+        exchange.detach()
+        return together, presence.stopping, calls
+
+    assert run_ranks(fn, 3, 1, env=run) == [(True, {j: 7 if j == 0 else 9 for j in range(3) if j != i}, [1]) for i in range(3)]
+
+
+def test_waiting_for_an_island_that_says_nothing_ends(run_ranks, run) -> None:
+    def fn(me: Any) -> tuple[bool, dict[int, int]]:
+        exchange = attach()
+        presence = Presence(exchange.topology)
+        presence.start()
+        return (presence.wait_for_stops(0.3) if me.island == 0 else True), presence.stopping
+
+    assert run_ranks(fn, 2, 1, env=run) == [(False, {}), (True, {})]
+
+
+def test_there_is_no_presence_without_islands() -> None:
+    before = threading.active_count()
+    presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
+    presence.start()
+    presence.tell_stop(3)
+    assert presence.wait_for_stops(5.0) and presence.stopping == {}
+    presence.end("left")
+    presence.close()
+    assert threading.active_count() == before
+
+
+# ---- what others write, and what is left behind -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("note", "says"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[" * 60_000, "RecursionError"),
+        ("[" * 200_000, "200000 bytes, allowed are 65536"),
+        ('{"name": "island1"}', "KeyError"),
+        (json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}), "its 'count' is '2'"),
+    ],
+)
+def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: str) -> None:
+    def fn(me: Any) -> str:
+        topology = Topology.from_env()
+        key = f"{topology.prefix()}/0/join/1/0.0"
+        topology.open_store().set(key, note)
+        with pytest.raises(ValueError) as error:
+            topology.join(Position())
+        return str(error.value).replace(key, "KEY")
+
+    (text,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert "note KEY" in text and says in text and "start a store on a port that only the islands reach" in text
+    assert "of island 1" in text or "bytes" in says
+
+
+def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
+    """The last look is as good as all before it, however late it ends."""
+    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
+    topology._prefix = "run/0/0"
+    fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
+
+    class Slow:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(0.1)
+            return True
+
+        def note(self, *args: Any) -> dict[str, Any]:
+            return fields
+
+    found = topology._gather(Slow(), {})  # type: ignore[arg-type]
+    assert found == {0: fields, 1: fields}
+
+
+def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no control group")
+
+    everywhere.setattr(connections, "Island", broken)
+
+    def run(me: Any) -> None:
+        results = threaded.islands(lambda i, topology: connections.Connections(topology, Position(), torch.device("cpu")))
+        assert [str(r) for r in results] == ["no control group"] * 2
+        assert not [t for t in threading.enumerate() if t.name == "exchange"]
+
+    run_ranks(run, 1, 1)
+
+
+def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
+    """The thread of the attempt tries again, and says it once; a job waits no longer than it may."""
+
+    def fn(me: Any) -> tuple[list[str], bool]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        topology = Topology.from_env()
+        presence = Presence(topology)
+        presence.start()
+        pulse = attempts.join(topology)
+        assert pulse.ask(lambda at: None, 5.0)
+
+        def silent(at: Any) -> None:
+            raise fsdp_demo.comm.store_client.StoreSilent("the store at X does not answer")  # type: ignore[attr-defined]
+
+        done = [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)]
+        assert done == [False, False]
+        assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
+        return lines, presence.wait_for_stops(0.1)
+
+    ((lines, together),) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert len([line for line in lines if "does not answer; training goes on" in line]) == 1 and not together

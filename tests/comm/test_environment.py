@@ -1,0 +1,84 @@
+"""The variables ISLAND_*: all are known by name, and one that is not is noticed."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_demo import Topology
+from fsdp_demo.comm import environment
+from fsdp_demo.comm.topology import Position
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_said", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ISLAND_WORLD", "; did you mean 'ISLAND_COUNT'?"),
+        ("ISLANDS_RANK", "; did you mean 'ISLAND_RANK'?"),
+        ("ISLAND_ADRESS", "; did you mean 'ISLAND_ADDRESS'?"),
+        ("ISLAND_RUN_ID", "; did you mean 'ISLAND_RUN'?"),
+        ("ISLAND_BLUE", ""),
+    ],
+)
+def test_an_unknown_variable_is_warned_of_once(name: str, meant: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        Topology.from_env({name: "2", "ISLAND_COUNT": "1"})
+    (record,) = [r for r in caplog.records if name in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"{name} is no variable of fsdp_demo{meant} (known: ISLAND_RANK, ISLAND_COUNT, ")
+
+
+def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for variables in ({"ISLAND_COUNT": "1"}, {"ISLANDS_RANK": "0"}, {}):
+        Topology.from_env(variables).join(Position())
+    said = [(r.levelno, r.getMessage()) for r in caplog.records if "one replica" in r.getMessage()]
+    assert [level for level, _ in said] == [logging.INFO, logging.WARNING]
+    assert "ISLAND_COUNT is not set" in said[1][1]
+
+
+def test_a_mesh_is_not_called_one_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks for islands first and then trains in a mesh, as the Trainer's door does, is told nothing."""
+    caplog.set_level(logging.INFO)
+    assert Topology.from_env({}).kind == "single"
+    assert not caplog.records
+
+
+def test_every_variable_of_the_package_is_known() -> None:
+    """Also those that recipes set: a new one belongs into `VARIABLES`, or users are warned of it."""
+    folders = [ROOT / name for name in ("fsdp_demo", "deepspeed_ext", "recipes")]
+    files = [f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".sh", ".sbatch")]
+    found = {name for f in files for name in re.findall(r"\bISLAND_[A-Z_]*[A-Z]\b", f.read_text(encoding="utf-8"))}
+    assert found == set(environment.VARIABLES)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "nan"])
+def test_the_timeout_is_checked_by_every_door(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from types import SimpleNamespace
+
+    from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
+
+    monkeypatch.setenv("ISLAND_TIMEOUT", text)
+    axes = ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = SimpleNamespace(parallelism_config=axes, torch_device_mesh=None)
+    with pytest.raises(ValueError, match=f"ISLAND_TIMEOUT='{text}' must be a number of seconds, more than 0"):
+        mesh_topology(accelerator)
+
+
+@pytest.mark.parametrize("text", ["-1", "inf", "soon"])
+def test_the_time_to_stop_is_checked(text: str) -> None:
+    with pytest.raises(ValueError, match=f"ISLAND_STOP='{text}' must be a number"):
+        Topology.from_env({"ISLAND_STOP": text})
+    assert Topology.from_env({"ISLAND_STOP": "4"}).stop_timeout == 4.0
+    assert Topology.from_env({}).stop_timeout == 10.0

@@ -1,0 +1,387 @@
+"""The bytes: frozen vectors, sizes, refusal of what is damaged or does not belong here, and the meter's count of them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsdp_demo
+from fsdp_demo import WireError, preset
+from fsdp_demo.comm import header as frame
+from fsdp_demo.comm import peers
+from fsdp_demo.compression import sparse
+from fsdp_demo.compression.blocks import Layout
+from fsdp_demo.config.channel import BLOCK, Codec
+from fsdp_demo.exchange.in_flight import pack_bits, unpack_bits
+
+from ..support import threaded
+from ..support.threaded import Tap, values
+
+quick = settings(max_examples=60, deadline=None)
+DIGEST, STEP = 0x0123456789ABCDEF, 70000
+HERE = frame.Header(DIGEST, STEP)
+
+
+def uint8(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+# ---- golden vectors: a change here is a new wire version ---------------------------------------------------------------
+
+HEADER = (
+    "4644583202010100efcdab896745230170110100090000000400000000000000feffffffffffffff0000c03f0000104059d0539c2c65cd94"
+    "010203ff"
+)
+EMPTY = "46445832020100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000dc3c3980"
+SECTIONS = {
+    "fp32": "3040ffc33040ffc33040ff4300c03956093040ffc33040ff433040ff43993395400a3040ffc33040ff433040ff439603953d0a3040ffc3c080fec33040ff"
+    "4393c3894d090000000000000000000020c00010006400caa846422f55cf436c33b7c2",
+    "bf16": "ffc3ffc3ff4300c0395609ffc3ff43ff43993395400affc3ff43ff439603953d0affc3ffc3ff4393c3894d090000000020c000100064004742cf43b7c2",
+    "int8": "814081817f00c03956098140817f7f993395400a8140817f7f9603953d0a814081827f93c3894d09a13c00008100100064004742cf43b7c2",
+}
+LAYOUT = Layout([(124, 122), (4096,), (3,)], ["transform", "plain", "transform"])
+"""Blocks of 64 x 64, 64 x 58, 60 x 64, 60 x 58, one flat block, three dense elements."""
+
+
+def fixed() -> torch.Tensor:
+    """A workspace of whole-number formulas, without a transform (its rounding is the machine's), zeros in the padding."""
+    work = torch.zeros(LAYOUT.numel)
+    g = torch.arange(LAYOUT.numel, dtype=torch.int64)
+    v = (((g * g * 31 + g * 7) % 4093 - 2046) ** 3).float() / 2**24
+    slots, numbers = (LAYOUT.blocks(t).view(-1, 64, 64) for t in (work, v))
+    for group in LAYOUT.groups:
+        slots[group.start : group.stop, : group.r, : group.s] = numbers[group.start : group.stop, : group.r, : group.s]
+    LAYOUT.dense_part(work).copy_(LAYOUT.dense_part(v))
+    flat = LAYOUT.blocks(work)[4].zero_()
+    flat[100] = -2.5  # one value and ties of zeros: the lowest positions fill up
+    return work
+
+
+def test_golden_header() -> None:
+    message = frame.seal(frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9), uint8(b"\x01\x02\x03\xff"))
+    assert bytes(message.tolist()).hex() == HEADER
+    header, body = frame.unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
+    assert (header.flags, header.weight, header.loss, body.tolist()) == (1, 1.5, 2.25, [1, 2, 3, 255])
+    assert bytes(frame.seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
+
+
+def test_golden_header_by_hand() -> None:
+    """The documented layout, read without the library."""
+    raw = bytes.fromhex(HEADER)
+    fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
+    assert fields[:11] == (b"FDX2", 2, frame.PAYLOAD, 1, DIGEST, STEP, 9, 4, 2**64 - 2, 1.5, 2.25)
+    assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
+
+
+@pytest.mark.parametrize("code", SECTIONS)
+def test_golden_section(code: str) -> None:
+    codec = Codec("dct", "topk", 3, code)
+    data = sparse.encode_sparse(LAYOUT, codec, fixed())
+    assert bytes(data.tolist()).hex() == SECTIONS[code]
+    assert data.numel() == sparse.sparse_bytes(LAYOUT, codec)
+    positions, found, dense = sparse.decode_sparse(LAYOUT, codec, uint8(bytes.fromhex(SECTIONS[code])))
+    block = BLOCK * torch.arange(5).repeat_interleave(3)
+    within = [0, 924, 2390, 921, 2387, 2624, 918, 2384, 2621, 915, 2204, 2381, 0, 1, 100]
+    assert (positions - block).tolist() == within
+    exact = torch.cat([fixed()[positions], LAYOUT.dense_part(fixed())])
+    error = (torch.cat([found, dense]) - exact).abs() / exact.abs().clamp_min(1e-30)
+    assert float(error.max()) <= {"fp32": 0.0, "bf16": 2**-8, "int8": 2**-7}[code]
+
+
+def test_golden_section_by_hand() -> None:
+    """int8, first block: scale, three values, three positions of 12 bits, read without the library."""
+    raw = bytes.fromhex(SECTIONS["int8"])
+    (scale,) = struct.unpack("<f", b"\0\0" + raw[:2])  # bf16: the upper half of an fp32
+    q = struct.unpack("<3b", raw[2:5])
+    x, y, z, u, v = raw[5:10]
+    assert [x | (y & 15) << 8, y >> 4 | z << 4, u | (v & 15) << 8] == [0, 924, 2390]
+    work = LAYOUT.blocks(fixed())[0]
+    for n, at in zip(q, (0, 924, 2390), strict=True):
+        assert abs(n * scale - float(work[at])) <= scale / 2 + 2**-8 * 127 * scale
+
+
+# ---- sizes and packing -------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.lists(st.integers(0, 4095), max_size=70))
+def test_pack12(numbers: list[int]) -> None:
+    packed = sparse.pack12(torch.tensor(numbers, dtype=torch.int64))
+    assert packed.dtype == torch.uint8 and packed.numel() == (3 * len(numbers) + 1) // 2
+    assert sparse.unpack12(packed, len(numbers)).tolist() == numbers
+
+
+@quick
+@given(st.lists(st.booleans(), max_size=40))
+def test_bits(bits: list[bool]) -> None:
+    packed = pack_bits(bits)
+    assert packed.numel() == (len(bits) + 7) // 8 and unpack_bits(packed, len(bits)) == bits
+
+
+SHAPES = [(), (0,), (0, 70), (1,), (5, 3), (64, 64), (65, 63), (124, 122), (4097,), (4096,), (131, 70), (3, 5, 300), (2, 64, 64)]
+
+
+@quick
+@given(st.lists(st.sampled_from(SHAPES)), st.data())
+def test_sparse_bytes_is_the_real_length(tensors: list[tuple[int, ...]], data: st.DataObject) -> None:
+    kinds = [data.draw(st.sampled_from(["transform", "plain", "dense"])) for _ in tensors]
+    k, code = data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])), data.draw(st.sampled_from(["fp32", "bf16", "int8"]))
+    codec = Codec("none", "topk", k, code)
+    lanes = data.draw(st.integers(1, 3))
+    for lane in range(lanes):
+        layout = Layout(tensors, kinds, lane, lanes)
+        work = layout.pack([torch.randn(s) for s in tensors], layout.new("cpu"))
+        coded = sparse.encode_sparse(layout, codec, work)
+        assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
+        positions, found, dense = sparse.decode_sparse(layout, codec, coded)
+        assert positions.numel() == found.numel() == positions.unique().numel() and dense.numel() == layout.num_dense
+        assert bool((work[positions] != 0).logical_or(found == 0).all())
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def sealed(digest: int = DIGEST, step: int = STEP) -> torch.Tensor:
+    return frame.seal(frame.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
+
+
+def test_every_bit_flip_is_refused() -> None:
+    message = sealed()
+    frame.unseal(message, HERE, "a")
+    for at in range(message.numel()):
+        for bit in range(8):
+            torn = message.clone()
+            torn[at] ^= 1 << bit
+            with pytest.raises(WireError, match="island 3"):
+                frame.unseal(torn, HERE, "island 3")
+
+
+def test_every_truncation_is_refused() -> None:
+    message = sealed()
+    for n in range(message.numel()):
+        with pytest.raises(WireError, match="truncated"):
+            frame.unseal(message[:n], HERE, "a")
+    with pytest.raises(WireError):
+        frame.unseal(torch.cat([message, uint8(b"\0")]), HERE, "a")
+
+
+def other_version(message: torch.Tensor, version: int) -> torch.Tensor:
+    """`message` as another release would have sent it: its checksum fits."""
+    raw = bytearray(message.tolist())
+    raw[4] = version
+    raw[52:56] = struct.pack("<I", zlib.crc32(raw[:52]))
+    return uint8(bytes(raw))
+
+
+def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
+    with pytest.raises(WireError, match=f"step {STEP + 2}.* step {STEP + 1}"):
+        frame.unseal(sealed(step=STEP + 1), HERE, "a")
+    with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
+        frame.unseal(sealed(digest=DIGEST - 1), HERE, "a")
+    with pytest.raises(WireError, match="version 3.*version 2"):
+        frame.unseal(other_version(sealed(), 3), HERE, "a")
+    assert frame.unseal(other_version(sealed(), 2), HERE, "a")[0].step == STEP
+
+
+# ---- the same through a real exchange of two islands -------------------------------------------------------------------
+
+SMALL = {"topk": 2, "clip": None}
+CONFIGS = {
+    "demo": preset("demo", **SMALL),
+    "consensus": preset("decoupled_momentum", transform=True, period=2, inner="as_is", **SMALL),
+    "released": preset("decoupled_momentum", transform=True, rule="released", period=2, inner="as_is", **SMALL),
+    "diloco": preset("diloco", period=2, inner="as_is", clip=None),
+    "full": preset("full"),
+}
+
+
+def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps: int = 2, kind: type = WireError) -> str:
+    """Train `steps` steps, then one exchange in which island 1's message number `sends` is changed on its way.
+
+    Returns the text of island 0's WireError, after checking that the exchange changed nothing there.
+    """
+
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        w = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(7)))
+        b = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([w, b], lr=0.25)
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+
+        def step(t: int) -> None:
+            for k, p in enumerate((w, b)):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + 10 * i + k))
+            optimizer.step()
+
+        for t in range(steps):
+            step(t)
+        while not config.channels[0].clock.due(exchange.step):
+            step(exchange.step)
+        now, (channel,) = exchange.step, exchange.channels
+        kept = {k: v.clone() for k, v in channel.state().items() if isinstance(v, torch.Tensor)}
+        params = [p.detach().clone() for p in (w, b)]
+        if i == 1:
+            Tap(exchange, lambda data, n: change(data, now) if n == sends else data)
+        try:
+            step(now)
+        except RuntimeError as error:
+            if i == 1:
+                return None
+            assert type(error) is kind, error
+            if not config.channels[0].before_step:  # the inner step is the island's own, and was taken
+                params = [p - 0.25 * p.grad for p in params_with_grads(params, (w, b))]
+            for p, old in zip((w, b), params, strict=True):
+                assert torch.equal(p.detach(), old)
+            state = exchange.state_dict()
+            (flight,) = state["in_flight"]  # what was sent stays, to be sent once more; nothing of what came was applied
+            assert flight["step"] == now and flight["arrived"] is None and set(flight["parts"]) == {channel.channel.name}
+            for k, old in kept.items():
+                assert k == "accumulator" or torch.equal(channel.state()[k], old)
+            with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
+                optimizer.step()
+            exchange.detach()
+            return str(error)
+        finally:
+            exchange.detach()
+        return None
+
+    first, _ = values(threaded.islands(island, timeout=5))
+    assert first is not None, "island 0 did not notice"
+    return first
+
+
+def params_with_grads(old: list[torch.Tensor], now: tuple[torch.nn.Parameter, ...]) -> list[torch.Tensor]:
+    for p, q in zip(old, now, strict=True):
+        p.grad = q.grad
+    return old
+
+
+def flip(at: int, bit: int = 0) -> Any:
+    def change(data: torch.Tensor, step: int) -> torch.Tensor:
+        torn = data.clone()
+        torn[at] ^= 1 << bit
+        return torn
+
+    return change
+
+
+def reheaded(digest: int = 0, step: int = 0) -> Any:
+    """The same body under a header that differs from the right one by these numbers."""
+
+    def change(data: torch.Tensor, now: int) -> torch.Tensor:
+        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = frame.HEADER.unpack(bytes(data[:56].tolist()))
+        assert at == now
+        return frame.seal(frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number), data[56:])
+
+    return change
+
+
+@pytest.mark.timeout(120)
+def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
+    def run(me: Any) -> int:
+        size = 56 + 1 + sparse.sparse_bytes(Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec)
+        for at in range(size):
+            text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
+            assert "island 1 (island1)" in text, text
+        with pytest.raises((IndexError, AssertionError)):
+            refused(CONFIGS["demo"], flip(size), steps=1)
+        return size
+
+    assert run_ranks(run, 1, 1, timeout=100) == [56 + 1 + 13]
+
+
+def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
+    def run(me: Any) -> None:
+        for name in ("demo", "consensus", "released"):
+            assert "damaged" in refused(CONFIGS[name], flip(59))
+            for cut in (3, 5, 20):
+                assert "damaged" in refused(CONFIGS[name], lambda data, _, cut=cut: data[:-cut])
+            assert "is at step" in refused(CONFIGS[name], reheaded(step=1), kind=frame.Mismatch)
+            assert "configuration digest" in refused(CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch)
+            assert "version 3" in refused(CONFIGS[name], lambda data, _: other_version(data, 3))
+        for name in ("full", "diloco"):  # header, then the two legs of the reduce
+            assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
+            for leg in (1, 2):
+                for at in (20, 100, -1):
+                    text = refused(CONFIGS[name], flip(at), leg)
+                    assert ("header" if at == 20 else "reduce") in text and "island1" in text and "damaged" in text
+                assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
+
+    run_ranks(run, 1, 1)
+
+
+# ---- the meter ---------------------------------------------------------------------------------------------------------
+
+METERED = {
+    "full": (preset("full"), 1),
+    "demo": (preset("demo"), 1),
+    "diloco-bf16": (preset("diloco", period=3, code="bf16", inner="as_is"), 3),
+    "diloco-int8": (preset("diloco", period=3, code="int8", inner="as_is"), 3),
+    "consensus": (preset("decoupled_momentum", transform=True, period=3, code="bf16", inner="as_is"), 3),
+    "released": (preset("decoupled_momentum", transform=True, period=3, rule="released", inner="as_is"), 3),
+    "delayed": (preset("demo", **{"clock.delay": 2}), 1),
+}
+
+
+def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> list[Any]:
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(70, 130), torch.nn.Linear(130, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+        before, tap = exchange.metrics(), Tap(exchange)
+
+        def to(rank: int) -> int:
+            return sum(n for r, n in tap.sent if r == rank)
+
+        for t in range(steps):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float(i - t))
+            optimizer.step()
+        exchange.flush()
+        out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.sent)
+        assert exchange.digests_equal() == config.consensus or not config.channels[0].clock.due(steps - 1)
+        after = exchange.metrics()
+        assert (after["bytes_sent"], after["messages"]) == (out[0]["bytes_sent"], out[0]["messages"])
+        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(out[2])
+        exchange.finish()
+        return out
+
+    return values(threaded.islands(island, count))
+
+
+@pytest.mark.parametrize("piece", [None, 1000])
+def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere, piece) -> None:
+    if piece:
+        everywhere.setattr(peers, "PIECE", piece)
+
+    def run(me: Any) -> None:
+        for name, (config, period) in METERED.items():
+            for count in (2, 3):
+                results = metered(config, count)
+                for i, (after, before, sent, sends) in enumerate(results):
+                    received = sum(r[2][i] for r in results)
+                    legs = 1 if config.channels[0].codec.sparse else 3
+                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, name
+                    assert (after["bytes_sent"], after["bytes_received"]) == (sum(sent), received), name
+                    assert received > 0 and after["exchanges"] == 7 // period and after["messages"] == legs * (7 // period), name
+                    assert piece or sends == after["messages"] * (count - 1), name
+
+    run_ranks(run, 1, 1)
+
+
+def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
+    """Header, one bit per tensor, the section: nothing else is sent, and both directions are equal."""
+    config = METERED["demo"][0]
+    layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
+    expected = 7 * (56 + 1 + sparse.sparse_bytes(layout, config.channels[0].codec))
+
+    def run(me: Any) -> None:
+        for after, *_ in metered(config, 2):
+            assert after["bytes_sent"] == after["bytes_received"] == expected
+
+    run_ranks(run, 1, 1)

@@ -1,0 +1,306 @@
+"""The hot path: windows, the descent to the largest, products in bf16, what arrives, and the benchmarks' keys (never their times)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, preset
+from fsdp_demo.channels.channel import ActiveChannel, Outgoing
+from fsdp_demo.channels.codec import Section
+from fsdp_demo.comm.topology import Position
+from fsdp_demo.compression import blocks as blocks_
+from fsdp_demo.compression import dense as vectors
+from fsdp_demo.compression import topk
+from fsdp_demo.compression.blocks import Layout
+from fsdp_demo.compression.dct import Transform, onednn, transform
+from fsdp_demo.compression.sparse import decode_sparse
+from fsdp_demo.compression.windows import Contiguous
+from fsdp_demo.config.channel import BLOCK, Codec
+from fsdp_demo.hosts.torch_params import TorchShards
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+from benchmarks import codec, decode, hotpath  # noqa: E402
+
+SHAPES = [(320, 192), (187, 250), (9000,), (70, 65), (5, 7)]
+KINDS = ["transform", "transform", "transform", "plain", "dense"]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows so small that a few blocks are several."""
+    monkeypatch.setattr(blocks_, "WINDOW", 8)
+    monkeypatch.setattr(blocks_, "CACHED", 4)
+    monkeypatch.setattr(vectors, "STEP", 4)
+
+
+# ---- windows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_windows_are_the_workspace(lanes: int, small: None) -> None:
+    """They follow each other without gaps, as do their parts; packing them one by one is packing the whole."""
+    tensors = [random(*s, seed=i) for i, s in enumerate(SHAPES)]
+    tensors[0] = tensors[0].t().contiguous().t()  # in another order in memory
+    for lane in range(lanes):
+        layout = Layout(SHAPES, KINDS, lane, lanes)
+        windows, whole = layout.windows("cpu"), layout.pack(tensors, torch.full((layout.numel,), torch.nan))
+        assert [w.begin for w in windows] == [0, *(w.end for w in windows[:-1])] and windows[-1].end == layout.numel
+        with Contiguous(tensors) as memory:
+            for w in windows:
+                assert [p.begin for p in w.inner] == [w.begin, *(p.end for p in w.inner[:-1])] and w.inner[-1].end == w.end
+                for part in w.inner:
+                    assert torch.equal(part.pack(memory, torch.full((part.numel,), torch.nan)), part.of(whole))
+
+
+# ---- selection ---------------------------------------------------------------------------------------------------------
+
+
+def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.sort(a.abs(), dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+
+
+@pytest.mark.parametrize("k", [1, 7, 8, 16, 17, 32, 64, 128, 129, 4095])
+@pytest.mark.parametrize("levels", [0, 3, 40, 4000])
+def test_the_largest_of_blocks_with_ties(k: int, levels: int) -> None:
+    """Whole numbers between -levels and levels: from all equal to few ties; a block of zeros, one with a NaN and an infinity."""
+    a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
+    a[3] = 0.0
+    a[5, 100], a[5, 7] = torch.nan, -torch.inf
+    found, expected = topk.top_k(a, k), by_sorting(a.nan_to_num(3e38, 1e38, -1e38), k)
+    assert found.dtype == torch.int64 and torch.equal(found, expected)
+    if k <= 64:  # what a GPU does
+        assert torch.equal(topk._grouped(a, k), expected)
+    assert torch.equal(topk._exact(a, k), expected)
+
+
+# ---- the transform -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
+def test_products(products: str, small: None) -> None:
+    """Forward into an accumulator and back; bf16 within its rounding of the exact, on blocks of every kind."""
+    layout = Layout(SHAPES, KINDS)
+    work = layout.pack([random(*s, seed=i) for i, s in enumerate(SHAPES)], layout.new("cpu"))
+    exact = transform(layout, work.clone())
+    near = 2e-6 if products == "fp32" else 4e-2
+    found, start = torch.ones_like(work), work.clone()
+    with Transform("cpu", products) as made:
+        for w in layout.windows("cpu"):
+            for part in w.inner:
+                room = made.room(part).copy_(part.of(start))
+                made.add(part.group, room, part.of(found), 0.5, 2.0)
+    inside = exact != 0
+    assert float((found - (0.5 + 2.0 * exact))[inside].abs().max()) < 2 * near
+    back = transform(layout, exact.clone(), inverse=True, products=products)
+    assert float((back - work).abs().max()) < near
+
+
+def test_few_coefficients_are_as_many_outer_products() -> None:
+    place = torch.stack([torch.randperm(BLOCK, generator=torch.Generator().manual_seed(i))[:20] for i in range(3)])
+    values, layout = random(3, 20), Layout([(64, 192)], ["transform"])
+    dense = torch.zeros(3, BLOCK).scatter_(1, place, values).view(-1)
+    exact = transform(layout, dense, inverse=True)
+    for products, near in (("fp32", 1e-5), ("bf16", 2e-2)):
+        with Transform("cpu", products) as made:
+            found = made.sparse_inverse(place, values, torch.empty(3 * BLOCK))
+        assert float((found - exact).abs().max()) < near
+
+
+def test_the_faster_products_are_fp32() -> None:
+    """Where oneDNN is chosen, it makes what MKL makes, to rounding; the setting is put back."""
+    before = torch.backends.mkldnn.matmul.fp32_precision if hasattr(torch.backends.mkldnn, "matmul") else None
+    assert onednn() in (True, False)
+    layout = Layout([(512, 512)], ["transform"])
+    work = random(layout.numel)
+    exact = torch.matmul(torch.matmul(hotpath.dct_matrix(64).double(), work.view(-1, 64, 64).double()), hotpath.dct_matrix(64).double().t())
+    assert float((transform(layout, work.clone()).view(-1, 64, 64).double() - exact).abs().max()) < 1e-5
+    if before is not None:
+        assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+# ---- a channel ---------------------------------------------------------------------------------------------------------
+
+
+def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[ActiveChannel, list[nn.Parameter]]:
+    named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
+    made = ActiveChannel(config.channels[0], TorchShards([fsdp_demo.base_optimizer(config, named)]), Position(1, 0, 1, 0), 1, None, size)
+    made.start()
+    return made, [p for _, p in named]
+
+
+@torch.no_grad()
+def step(made: ActiveChannel, parameters: list[nn.Parameter], seed: int) -> Outgoing:
+    for i, p in enumerate(parameters):
+        p.grad = random(*p.shape, seed=100 * seed + i)
+    made.note_gradients()
+    return made.encode(0, made.accumulate())
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
+@pytest.mark.parametrize("code", ["int8", "fp32", "2bit"])
+def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: None) -> None:
+    """The accumulator before it was sent, less the decoded section, is the accumulator after, bit for bit."""
+    config = preset("demo", topk=9, code=code, **{"codec.products": products})
+    (one, p), (two, q) = channel(config, 2), channel(config, 2)
+    sent = step(one, p, 1)
+    for i, parameter in enumerate(q):
+        parameter.grad = random(*parameter.shape, seed=100 + i)
+    two.accumulate()
+    before = two.accumulator
+    places, values, dense = decode_sparse(one.layout, config.channels[0].codec, sent.body)
+    expected = before.clone()
+    expected[places] -= values
+    one.layout.dense_part(expected).sub_(dense)
+    assert torch.equal(one.accumulator, expected)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 0.0, 2.5], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("kind, clip", [("senders", "none"), ("replicas", "none"), ("senders", "median_norm")])
+def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[float], small: None) -> None:
+    """Window by window as element by element, and as few terms; also where blocks are many for the cache."""
+    config = preset("demo", topk=40, **{"reducer.kind": kind, "reducer.clip": clip})
+    made, parameters = channel(config, 3)
+    bodies = [step(made, parameters, seed).body for seed in range(3)]
+    section = made.section
+    found = section.mean(bodies, weights, 0)
+    total, count = torch.zeros(made.layout.numel), torch.zeros(made.layout.numel)
+    for body, w in zip(bodies, weights, strict=True):
+        places, values, dense = decode_sparse(made.layout, section.codec, body)
+        if w:
+            total[places] += w * values
+            count[places] += w * (values != 0)
+            made.layout.dense_part(total).add_(dense, alpha=w)
+    made.layout.dense_part(count).fill_(sum(weights))
+    expected = total / (count.masked_fill(count == 0, 1.0) if kind == "senders" else max(sum(weights), 1e-9))
+    if clip == "none" or sum(w > 0 for w in weights) < 2:
+        assert torch.allclose(found, expected, atol=1e-6)
+    mean = section.received(bodies, weights, 0)
+    for w in made.windows:
+        terms = mean.terms(w)
+        if terms is not None:
+            dense = torch.zeros(w.count, BLOCK).scatter_add_(1, *terms)
+            assert torch.equal(dense.view(-1), w.of(found))
+
+
+def test_bf16_products_follow_fp32(small: None) -> None:
+    """The same steps with both: nearly the same choice, and gradients whose signs nearly all agree."""
+    configs = [preset("demo", topk=8, **{"codec.products": products}) for products in ("fp32", "bf16")]
+    found = []
+    for config in configs:
+        made, parameters = channel(config, 1, [(512, 512)])
+        sent = step(made, parameters, 1)
+        with torch.no_grad():
+            made.apply(made.mean([sent.body], [], [1.0], 0), sent, [True])
+        places, _, _ = decode_sparse(made.layout, config.channels[0].codec, sent.body)
+        found.append((set(places.tolist()), parameters[0].grad.clone()))
+    (exact, signs), (near, other) = found
+    assert len(exact & near) / len(exact) > 0.97 and float((signs == other).float().mean()) > 0.97
+
+
+@torch.no_grad()
+def test_what_is_not_transformed_is_not_transformed_back() -> None:
+    """Embeddings are plain by default: with bf16 products, too, their gradient is what was sent, where it was sent."""
+    config = preset("demo", topk=8, **{"applier.phi": "identity", "codec.products": "bf16"})
+    embedding = nn.Parameter(torch.zeros(128, 64))
+    optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
+    made = ActiveChannel(config.channels[0], TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 1)
+    made.start()
+    sent = step(made, [embedding], 1)
+    assert [g.transform for g in made.layout.groups] == [False]
+    made.apply(made.mean([sent.body], [], [1.0], 0), sent, [True])
+    places, values, _ = decode_sparse(made.layout, config.channels[0].codec, sent.body)
+    expected = torch.zeros(128 * 64)
+    expected[places] = values
+    assert torch.equal(embedding.grad.view(-1), expected)
+
+
+def test_products_are_part_of_the_configuration() -> None:
+    config = preset("demo", **{"codec.products": "bf16"})
+    assert ExchangeConfig.from_yaml(config.to_yaml()) == config and config.digest() != preset("demo").digest()
+    with pytest.raises(ValueError, match=r"codec.products='fp16'.*fp32.*bf16"):
+        Codec("dct", "topk", products="fp16")
+    with pytest.raises(ValueError, match="about the transform"):
+        Codec("none", "topk", products="bf16")
+
+
+@pytest.mark.parametrize("select_", ["random", "stride"])
+def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
+    config = preset(select_, topk=5)
+    made, parameters = channel(config, 1, [(512, 256), (130, 70)])
+    assert isinstance(made.section, Section)
+    with torch.no_grad():
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        made.note_gradients()
+        made.accumulate()
+        before = made.accumulator.clone()
+        sent = made.encode(0, None)
+    mean = made.section.workspace(sent.vectors, 0)
+    assert torch.allclose(made.accumulator + mean, before, atol=1e-6) and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100
+
+
+# ---- the benchmarks ----------------------------------------------------------------------------------------------------
+
+TINY = ["--hidden", "256", "--shards", "1", "--repeat", "1"]
+KEYS = {"published_ns", "ours_ns", "ratio", "bytes_per_coefficient", "same_coefficients", "residual_error", "workspace_mb"}
+
+
+def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(script, "pin", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    script.main()
+
+
+def test_codec_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    run(codec, monkeypatch, *TINY, "--training", "3", "--json", str(out))
+    rows, printed = json.loads(out.read_text()), capsys.readouterr().out
+    for name in ("k8", "k32", "k8_bf16", "k32_bf16"):
+        assert set(rows[name]) >= KEYS | {"published_temporaries_mb", "energy"} and f"\n{name} " in printed
+        assert rows[name]["bytes_per_coefficient"] == {8: 2.75, 32: 2.5625}[codec.HOT[name][0]]
+        assert rows[name]["workspace_mb"] <= 64 + 2 * 1024 * 256 * 4 / 1e6
+    for name in ("k8", "k32"):
+        assert rows[name]["same_coefficients"] > 0.9999 and rows[name]["residual_error"] < 1e-6
+    for name in ("k8_bf16", "k32_bf16"):
+        assert rows[name]["same_coefficients"] > 0.98 and rows[name]["energy"] > 0.999 and rows[name]["energy_recorded"] > 0.999
+    assert rows["plain_k64"]["ours_ns"] > 0
+
+
+def test_codes_and_decode_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(codec, monkeypatch, "--codes", "--elements", "8192", "--repeat", "1", "--json", str(tmp_path / "codes.json"))
+    assert [r["code"] for r in json.loads((tmp_path / "codes.json").read_text())["codes"]] == list(codec.CODES)
+    run(decode, monkeypatch, *TINY, "--json", str(tmp_path / "decode.json"))
+    found = json.loads((tmp_path / "decode.json").read_text())
+    assert list(found["replicas"]) == ["1", "2", "4", "8", "16", "32"] and set(found["growth"]) == {"published", "ours"}
+    assert "from 2 to 32 replicas" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        for script in (codec, decode):
+            run(script, monkeypatch, "--device", "cuda")
+            assert capsys.readouterr().out == "no GPU here: nothing measured\n"
+
+
+def test_the_published_form_is_the_definition() -> None:
+    """One block by hand: the yardstick's momentum, choice and step."""
+    one, g = hotpath.Published([(64, 64)], 3, "cpu"), random(64, 64)
+    d = hotpath.dct_matrix(64)
+    coefficients = hotpath.LR * (d @ g @ d.t())
+    (sent,) = one.send([g], hotpath.silent)
+    chosen = torch.zeros(BLOCK).scatter_(0, by_sorting(coefficients.view(1, -1), 3)[0], 1.0).view(64, 64) * coefficients
+    assert set(sent[0].flatten().tolist()) == set(chosen.view(-1).nonzero().flatten().tolist())
+    assert torch.allclose(one.momentum[0], hotpath.LR * g - d.t() @ chosen @ d, atol=1e-6)
+    one.receive([[sent]], hotpath.silent)
+    assert torch.equal(one.parameters[0], -hotpath.LR * torch.sign(d.t() @ chosen @ d))

@@ -1,0 +1,302 @@
+"""Codes of values against per-value oracles and by hand: bytes, errors, and what happens to zeros, signs and what is not finite."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_demo.compression import quantize
+from fsdp_demo.config.channel import CODES
+
+from ..oracles import quantise
+
+quick = settings(deadline=None, max_examples=30, derandomize=True)
+GROUPED = tuple(quantize.GROUP)
+SIZES = (0, 1, 2, 3, 5, 7, 31, 32, 33, 64, 97, 256, 257, 300, 521)
+shapes = st.tuples(st.integers(0, 5), st.sampled_from(SIZES))
+codes = pytest.mark.parametrize("code", CODES)
+grouped = pytest.mark.parametrize("code", GROUPED)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Rows of values whose scales are normal numbers: from even to heavy-tailed, zeros among them, of any order of magnitude."""
+    rows, cols = draw(shapes)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    v = torch.randn(rows, cols, generator=generator)
+    v = v.sign() * v.abs() ** draw(st.sampled_from((0.0, 0.5, 1.0, 4.0, 12.0))) * 10.0 ** draw(st.integers(-20, 20))
+    v *= (torch.rand(rows, cols, generator=generator) >= draw(st.sampled_from((0.0, 0.5, 0.99)))).float()
+    return v * torch.where(torch.rand(rows, 1, generator=generator) < 0.2, 2.0**-20, 1.0)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def back(code: str, v: torch.Tensor) -> torch.Tensor:
+    return quantize.decode(code, quantize.encode(code, v), *v.shape)
+
+
+def in_groups(code: str, v: torch.Tensor) -> list[torch.Tensor]:
+    """The groups of all rows; of a code without groups, the rows."""
+    return [g for row in v for g in (quantise.cut(row, code) if code in GROUPED else [row])]
+
+
+def check_against_oracle(code: str, v: torch.Tensor) -> None:
+    data = quantize.encode(code, v)
+    assert data.dtype == torch.uint8 and data.numel() == quantize.num_bytes(code, *v.shape)
+    assert bytes(data.tolist()) == quantise.encoded(v, code)
+    expected = torch.stack([quantise.dequantised(row, code) for row in v]) if len(v) else v
+    assert same_bits(quantize.decode(code, data, *v.shape), expected)
+
+
+# ---- against the oracle ------------------------------------------------------------------------------------------------
+
+
+@codes
+@quick
+@given(tensors())
+def test_bytes_and_values_are_the_oracles(code, v):
+    check_against_oracle(code, v)
+
+
+@codes
+@quick
+@given(st.lists(st.lists(st.floats(-(2.0**119), 2.0**119, width=32), min_size=6, max_size=6), min_size=1, max_size=3))
+def test_any_floats(code, rows):
+    """Subnormal numbers, signed zeros and scales that underflow among them."""
+    check_against_oracle(code, torch.tensor(rows, dtype=torch.float32))
+
+
+@codes
+@quick
+@given(st.lists(st.integers(-32, 32), min_size=1, max_size=80), st.integers(-6, 2))
+def test_ties(code, numbers, exponent):
+    """Multiples of a power of two: often just between two codes."""
+    check_against_oracle(code, torch.tensor([numbers], dtype=torch.float32) * 2.0**exponent)
+
+
+@codes
+def test_neighbours_of_every_threshold(code):
+    """fp32's next numbers below and above half-way, where a sum with one half would be rounded to the wrong side."""
+    half_way = torch.cat([torch.arange(0.0, 8.0, 0.125), 1.5 * 2.0 ** torch.arange(-9.0, 3.0), 2.0 ** torch.arange(-9.0, 3.0)])
+    near = torch.cat([half_way, half_way.nextafter(torch.tensor(math.inf)), half_way.nextafter(torch.tensor(-math.inf))])
+    for top in (1.0, 6.0, 7.0, 127.0):  # scale 1 in one of the codes
+        rows = near[near.abs() <= top]
+        rows = torch.cat([rows, torch.zeros(-rows.numel() % 31)]).view(-1, 31)
+        check_against_oracle(code, torch.cat([torch.full((len(rows), 1), top), rows], 1))
+
+
+@codes
+@pytest.mark.parametrize("shape", [(2, 4099), (1, 8192)])
+def test_rows_of_several_groups(code, shape):
+    check_against_oracle(code, torch.randn(shape, generator=torch.Generator().manual_seed(3)) ** 3)
+
+
+@codes
+@pytest.mark.parametrize("shape", [(40, 1), (37, 3), (19, 64), (50, 300), (3, 1000), (33, 256), (2, 4096)])
+def test_chunks_do_not_show(code, shape, monkeypatch):
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    data = quantize.encode(code, v)
+    monkeypatch.setattr(quantize, "CHUNK", 128)
+    assert torch.equal(quantize.encode(code, v), data)
+    assert same_bits(quantize.decode(code, data, *shape), back(code, v))
+    monkeypatch.undo()
+    assert same_bits(quantize.decode(code, data, *shape), back(code, v))
+
+
+@codes
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0)])
+def test_no_values(code, shape):
+    data = quantize.encode(code, torch.zeros(shape))
+    assert data.numel() == quantize.num_bytes(code, *shape) == 0 and quantize.decode(code, data, *shape).shape == shape
+
+
+@codes
+def test_a_slice_that_starts_at_any_byte_and_memory_in_any_order(code):
+    v = torch.randn(70, 9, generator=torch.Generator().manual_seed(5)).t()
+    data = quantize.encode(code, v)
+    assert torch.equal(data, quantize.encode(code, v.contiguous()))
+    for start in (1, 2, 3):
+        assert same_bits(quantize.decode(code, torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:], 9, 70), back(code, v))
+
+
+# ---- by hand: a change here is a new wire version ----------------------------------------------------------------------
+
+GOLDEN = {
+    # 1.0 in bf16 is 0x3f80; 7, -4 (tie), 0 (tie), 2 (tie), 0 and the padding: nibbles 7 c 0 2 0 0
+    "int4": ([[7, -3.5, 0.5, 1.5, -0.25]], "803f" + "c72000"),
+    # 1, -1 (tie), 0.5, 0 (tie), 2^-6, -0, 2^-4 (tie), -2^-6: 7 f 6 0 1 8 3 9
+    "fp4_e3m0": ([[1, -0.75, 0.74, 2**-7, 0.0079, -0.0, 1.5 * 2**-5, -(2**-6)]], "803f" + "f7068193"),
+    # 6, -4 (tie), 4 (tie), 2 (tie), 2 (tie), -1 (tie), 1 (tie), 0 (tie), 0.5, 4, 3, -1.5: 7 e 6 4 4 a 2 0 1 6 5 b
+    "fp4_e2m1": ([[6, -5, 3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.26, 4.9, 2.9, -1.6]], "803f" + "e746a40261b5"),
+    # threshold 8 / 5; low 1/3 is 0x3eab, high 3.5 is 0x4060; +low, -high, +low, -low, +high: 0 3 0 2 1
+    "2bit": ([[1, -3, 0, -0.0, 4]], "ab3e6040" + "8c01"),
+}
+
+
+@pytest.mark.parametrize("code", GOLDEN)
+def test_golden_by_hand(code):
+    rows, expected = GOLDEN[code]
+    assert bytes(quantize.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex() == expected
+
+
+def test_scales_come_first_and_rows_follow_without_gaps():
+    rows = torch.tensor([[7.0, 1.0, -1.0], [14.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+    assert bytes(quantize.encode("int4", rows).tolist()).hex() == "803f00400000" + "177f010000"
+    rows = torch.tensor([[1.0] * 256 + [-2.0], [4.0] * 257])  # 2bit: no value below the mean, so a lower level of 0
+    scales = "0000803f" + "00000040" + "00008040" + "00008040"
+    assert bytes(quantize.encode("2bit", rows).tolist()).hex() == scales + "55" * 64 + "57" + "55" * 63 + "05"
+
+
+def test_every_code_of_four_bits():
+    """Also -8, which no encoder writes."""
+    data = torch.tensor([0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
+    assert quantize.decode("int4", data, 1, 16).tolist() == [[*range(8), *range(-8, 0)]]
+    for code, sizes in quantize.MAGNITUDES.items():
+        assert quantize.decode(code, data, 1, 16).tolist() == [[*sizes, *(-m for m in sizes)]]
+
+
+@codes
+def test_bytes_by_hand(code):
+    size, scale = {"fp32": (4, 0), "bf16": (2, 0), "int8": (1, 4096), "int4": (0.5, 256), "fp4_e3m0": (0.5, 4096)}.get(
+        code, (0.5, 32) if code == "fp4_e2m1" else (0.25, 256)
+    )
+    assert quantize.bytes_per_value(code) == size and quantize.GROUP.get(code, 0) == scale
+    per_group = {"2bit": 4}.get(code, 2)
+    for rows, cols in ((1, 1), (3, 5), (2, 4096), (2, 4097), (7, 33)):
+        scales = per_group * rows * math.ceil(cols / scale) if scale else 0
+        assert quantize.num_bytes(code, rows, cols) == scales + math.ceil(rows * cols * size)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+def bound(code: str, v: torch.Tensor) -> torch.Tensor:
+    """The documented bound of each value (float64) of one group."""
+    size, slack = v.double().abs(), 1 + 2.0**-16
+    if code not in GROUPED:
+        return size * (0 if code == "fp32" else 2.0**-8)
+    top = float(size.max())
+    if code == "2bit":
+        mean = float(size.mean())
+        return torch.full_like(size, (max(mean, top - mean) + 2.0**-8 * top) * slack)
+    scale = quantise.bf16(top / quantize.LARGEST[code])
+    relative, absolute = {"fp4_e3m0": (1 / 3, 1 / 128), "fp4_e2m1": (1 / 5, 1 / 4)}.get(code, (0.0, 0.5))
+    return (relative * size).clamp_min(absolute * scale) * slack
+
+
+@codes
+@quick
+@given(tensors())
+def test_error_is_within_its_bound(code, v):
+    for x, y in zip(in_groups(code, v), in_groups(code, back(code, v)), strict=True):
+        if float(x.abs().sum()) > 1e-30:
+            assert bool(((y.double() - x.double()).abs() <= bound(code, x)).all())
+
+
+@grouped
+def test_the_bounds_are_met(code):
+    """No bound is a loose one: some value comes to within a tenth of it."""
+    v = torch.linspace(-1, 1, 4096).view(1, -1)
+    if code == "2bit":  # a zero among values that are all about as large
+        v = torch.tensor([[0.0] + 100 * [0.49] + 100 * [0.51]])
+    worst = max(
+        float(((y.double() - x.double()).abs() / bound(code, x)).max())
+        for x, y in zip(in_groups(code, v), in_groups(code, back(code, v)), strict=True)
+    )
+    assert worst > 0.9
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@codes
+@quick
+@given(tensors())
+def test_coding_again_changes_nothing(code, v):
+    """The same bytes again, since the largest value of a group comes back as the largest code. Not so where a scale is not a normal number;
+    and of 2bit only the values: where all are one level, it may be called the lower one or the higher."""
+    v = torch.where(v.abs() < 1e-30, 0.0, v)
+    once = back(code, v)
+    again = quantize.encode(code, once)
+    assert same_bits(quantize.decode(code, again, *v.shape), once)
+    if code != "2bit":
+        assert torch.equal(again, quantize.encode(code, v))
+
+
+@codes
+@quick
+@given(tensors())
+def test_zeros_stay_zero(code, v):
+    """In 2bit only where the whole group is zero: it has no code for zero."""
+    for x, y in zip(in_groups(code, v), in_groups(code, back(code, v)), strict=True):
+        if code != "2bit":
+            assert int((y[x == 0] != 0).sum()) == 0
+        if not x.any():
+            assert not y.any()
+
+
+@grouped
+def test_a_group_of_zeros_has_scale_zero(code):
+    v = torch.zeros(3, 5)
+    v[1] = 1.0
+    scales = quantize.encode(code, v)[: 6 * (2 if code == "2bit" else 1)].view(torch.bfloat16).view(3, -1)
+    assert scales.any(1).tolist() == [False, True, False]
+    assert not back(code, v)[[0, 2]].any()
+
+
+@codes
+@quick
+@given(tensors())
+def test_signs_are_symmetric(code, v):
+    assert torch.equal(back(code, -v), -back(code, v))
+    if code != "2bit":
+        assert bool((back(code, v) * v >= 0).all())
+
+
+@codes
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_visible(code, bad):
+    """In the whole group, and in no other."""
+    v = torch.randn(3, 4200, generator=torch.Generator().manual_seed(6))
+    expected = back(code, v)
+    v[1, 4150] = bad
+    got, size = back(code, v), quantize.GROUP.get(code, 1)
+    start = 4150 // size * size
+    assert not got[1, start : start + size].isfinite().any()
+    got[1, start : start + size] = expected[1, start : start + size]
+    assert same_bits(got, expected)
+
+
+def test_the_input_is_not_changed():
+    v = torch.randn(5, 300, generator=torch.Generator().manual_seed(7))
+    before = v.clone()
+    for code in CODES:
+        data = quantize.encode(code, v)
+        kept = data.clone()
+        quantize.decode(code, data, 5, 300).zero_()
+        assert torch.equal(data, kept) and same_bits(v, before)
+
+
+def test_a_bf16_scale_is_the_upper_half_of_an_fp32():
+    v = torch.tensor([[3.0, -1.0]])
+    for code, top in quantize.LARGEST.items():
+        (scale,) = struct.unpack("<f", b"\0\0" + bytes(quantize.encode(code, v)[:2].tolist()))
+        assert scale == quantise.bf16(3 / top)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@codes
+@pytest.mark.parametrize("shape", [(0, 5), (3, 1), (1000, 7), (300, 300), (64, 4096), (2, 4099)])
+def test_the_same_bytes_on_a_gpu(code, shape):
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(8)) ** 3
+    data = quantize.encode(code, v.cuda())
+    assert torch.equal(data.cpu(), quantize.encode(code, v))
+    assert same_bits(quantize.decode(code, data, *shape).cpu(), back(code, v))

@@ -1,0 +1,471 @@
+"""The configuration: what is refused, what an error says, and that yaml, `--set` and the digest lose nothing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsdp_demo
+from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, Reducer, load_config, preset, presets
+from fsdp_demo.config.channel import BLOCK
+
+PRESETS = sorted(presets())
+quick = settings(max_examples=40, deadline=None)
+
+
+def refusal(call: Any, *parts: str) -> str:
+    """The text of the ValueError that `call()` raises; it must hold all `parts`."""
+    with pytest.raises(ValueError) as error:
+        call()
+    for part in parts:
+        assert part in str(error.value), f"{part!r} is not in {error.value}"
+    return str(error.value)
+
+
+# ---- unknown names -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"perid": 4}, ["'perid'", "did you mean 'period'"]),
+        ({"clock.perod": 4}, ["clock.perod", "did you mean 'clock.period'"]),
+        ({"codec.topkk": 4}, ["codec.topkk", "did you mean 'codec.topk'"]),
+        ({"delta.codec.cod": "fp32"}, ["cod"]),
+        ({"accumulator.bta": 0.5}, ["bta", "did you mean 'beta'"]),
+        ({"codec.topk.more": 1}, ["codec.topk.more"]),
+        ({"other.codec.topk": 8}, ["other.codec.topk"]),
+        ({"cliip": 1.0}, ["cliip", "did you mean 'clip'"]),
+        ({"": 1}, ["''"]),
+    ],
+)
+def test_unknown_keys_offer_the_nearest(changes: dict[str, Any], parts: list[str]) -> None:
+    refusal(lambda: preset("decoupled_momentum", **changes), *parts)
+
+
+def test_unknown_preset_offers_the_nearest() -> None:
+    refusal(lambda: preset("dilocco"), "preset='dilocco'", "did you mean 'diloco'", *PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"codec.transform": "dtc"}, ["codec.transform='dtc'", "none, dct", "did you mean 'dct'"]),
+        ({"codec.code": "int3"}, ["codec.code='int3'", "fp32, bf16, int8, int4, fp4_e3m0, fp4_e2m1, 2bit", "did you mean 'int8'"]),
+        ({"codec.select": "top-k"}, ["codec.select='top-k'", "did you mean 'topk'"]),
+        ({"reducer": "sender"}, ["reducer.kind='sender'", "did you mean 'senders'"]),
+        ({"reducer.weight": "token"}, ["did you mean 'tokens'"]),
+        ({"residual": "subtrakt"}, ["did you mean 'subtract'"]),
+        ({"source": "gradients"}, ["did you mean 'gradient'"]),
+        ({"applier.kind": "outr"}, ["did you mean 'outer'"]),
+        ({"applier.phi": "sgn"}, ["did you mean 'sign'"]),
+        ({"rule": "consensu"}, ["did you mean 'consensus'"]),
+    ],
+)
+def test_unknown_words_offer_the_nearest(changes: dict[str, Any], parts: list[str]) -> None:
+    dotted = {f"delta.{k}" if k in ("residual", "source") else k: v for k, v in changes.items()}
+    refusal(lambda: preset("decoupled_momentum", **dotted), *parts)
+
+
+def test_unknown_keys_of_a_yaml_file_name_their_place() -> None:
+    data = preset("demo").to_dict()
+    data["channels"][0]["codec"]["topq"] = 3
+    refusal(lambda: ExchangeConfig.from_dict(data), "channels[0].codec.topq", "did you mean 'topk'")
+    data = preset("demo").to_dict()
+    data["clipp"] = 3
+    refusal(lambda: ExchangeConfig.from_dict(data), "clipp", "did you mean 'clip'")
+    refusal(lambda: ExchangeConfig.from_dict({"preset": "x"}), "lacks channels")
+    refusal(lambda: ExchangeConfig.from_yaml("- 1"), "must be a mapping")
+    refusal(lambda: ExchangeConfig.from_yaml(""), "must be a mapping")
+    refusal(lambda: ExchangeConfig.from_dict({"preset": "x", "channels": ["demo"]}), "channels[0]='demo' must be a mapping")
+    refusal(lambda: ExchangeConfig.from_dict({"preset": "x", "channels": "demo"}), "channels='demo' must be a list")
+
+
+# ---- numbers out of range ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"topk": BLOCK + 1}, [f"codec.topk={BLOCK + 1}", f"1 <= topk <= {BLOCK}"]),
+        ({"topk": 0}, ["codec.topk=0"]),
+        ({"period": 0}, ["clock.period=0", "clock.period >= 1"]),
+        ({"period": -3}, ["clock.period=-3"]),
+        ({"clock.offset": 128}, ["clock.offset=128", "127"]),
+        ({"clock.offset": -1}, ["clock.offset=-1"]),
+        ({"clock.delay": -1}, ["clock.delay=-1"]),
+        ({"beta": 1.5}, ["accumulator.beta=1.5"]),
+        ({"beta": float("nan")}, ["accumulator.beta=nan"]),
+        ({"accumulator.alpha": -0.1}, ["accumulator.alpha=-0.1"]),
+        ({"accumulator.gain": 0.0}, ["accumulator.gain=0.0"]),
+        ({"lr": -1.0}, ["applier.lr=-1.0"]),
+        ({"lr": float("nan")}, ["applier.lr=nan"]),
+        ({"applier.momentum": 1.0}, ["applier.momentum=1.0", "momentum < 1"]),
+        ({"applier.mix": 1.01}, ["applier.mix=1.01"]),
+        ({"clip": 0.0}, ["clip=0.0", "null"]),
+        ({"clip": -1.0}, ["clip=-1.0"]),
+        ({"clip": float("nan")}, ["clip=nan"]),
+        ({"max_in_flight": 0}, ["max_in_flight=0"]),
+        ({"inner": ()}, ["inner"]),
+    ],
+)
+def test_numbers_out_of_range(changes: dict[str, Any], parts: list[str]) -> None:
+    refusal(lambda: preset("decoupled_momentum", **changes), *parts)
+
+
+def test_too_much_in_flight_says_how_much_is_allowed() -> None:
+    refusal(lambda: preset("full", **{"clock.delay": 16}), "17 payloads", "max_in_flight=16", "clock.delay=16", "shorten the delay")
+    assert preset("full", **{"clock.delay": 15}).channels[0].clock.in_flight == 16
+    assert preset("full", max_in_flight=17, **{"clock.delay": 16}).max_in_flight == 17
+
+
+def lone(*args: Any, **options: Any) -> ExchangeConfig:
+    return ExchangeConfig("lone", (Channel(*args, **options),))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: lone("c", "gradient", applier=Applier("outer")),
+        lambda: lone("c", "delta", applier=Applier("gradient")),
+        lambda: lone("c", "parameter", applier=Applier("outer")),
+        lambda: lone("c", "gradient", residual="subtract"),  # nothing to subtract from
+        lambda: lone("c", "gradient", Clock(period=2)),  # gradients between exchanges would be lost
+        lambda: lone("c", "gradient", reducer=Reducer("senders")),  # everybody sends
+        lambda: lone("c", "delta", applier=Applier("outer", phi="sign")),
+        lambda: lone("c", "delta", applier=Applier("outer", local_delta=True)),
+        lambda: lone("c", "gradient", Clock(), Accumulator(0.9), Codec("none", "topk"), "put_back"),
+        lambda: lone("c", "delta", Clock(), Accumulator(0.9), residual="put_back", applier=Applier("outer")),  # would count twice
+        lambda: lone("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
+        lambda: lone("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),  # everybody sends
+        lambda: lone("c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")),
+        lambda: lone("c", "parameter", applier=Applier("replace"), after="c"),
+        lambda: lone("c", "parameter", codec=Codec(code="int8"), applier=Applier("replace")),
+        lambda: lone("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
+        lambda: lone("c", "state:exp_avg", accumulator=Accumulator(), applier=Applier("replace")),
+        lambda: Codec("dct", "all"),
+        lambda: Applier("outer", nesterov=True),
+        lambda: preset("diloco", momentum_warmup=-1),
+        lambda: preset("demo", version=3),
+        lambda: preset("demo", inner="adagrad"),
+        lambda: preset("decoupled_momentum", average_every=2),  # consensus replicas are equal anyway
+        lambda: preset("desloc", states={"exp_avg": 0}),
+        lambda: fsdp_demo.half_life_multiples({"exp_avg": 1.0}),
+        lambda: Fragments(layers=0),
+        lambda: Fragments(order="random"),
+        lambda: preset("diloco", outer_state="disk"),
+        lambda: preset("diloco", clip_over="world"),
+        lambda: two(average()),  # both write the parameters after every tenth step
+        lambda: two(average(after="nobody")),
+        lambda: two(average(after="delta"), delay=1),  # no anchor can be set under what is in flight
+        lambda: two(Channel("again", "delta", Clock(10), applier=Applier("outer"))),  # each would undo the other
+        lambda: two(Channel("again", "delta", Clock(10), applier=Applier("outer"), include=("layers.*",))),
+        lambda: ExchangeConfig("none", ()),
+        lambda: ExchangeConfig("twice", (Channel("c", "gradient"), Channel("c", "gradient"))),
+    ],
+)
+def test_what_has_no_meaning_is_refused(build: Any) -> None:
+    text = refusal(build)
+    assert len(text) > 40 and any(mark in text for mark in (":", "allowed", "needs", "found")), text
+
+
+def average(**options: Any) -> Channel:
+    clock = Clock(options.pop("period", 10), options.pop("offset", 0))
+    return Channel("average", "parameter", clock, applier=Applier("replace"), **options)
+
+
+def two(second: Channel, **clock: int) -> ExchangeConfig:
+    """A delta channel of period 10 over all parameters, and another one."""
+    return ExchangeConfig("two", (Channel("delta", "delta", Clock(10, **clock), applier=Applier("outer")), second))
+
+
+def test_the_right_combinations_are_allowed() -> None:
+    two(average(after="delta"))
+    two(average(offset=1))  # they never meet
+    two(average(period=5, offset=2))
+    two(Channel("moments", "state:exp_avg", Clock(30), applier=Applier("replace")))
+    two(Channel("gradient", "gradient"))  # acts before the step, the delta after it
+    ExchangeConfig(
+        "embeddings apart",
+        (
+            Channel("delta", "delta", Clock(10), applier=Applier("outer"), exclude=("*embed*",)),
+            Channel("embeddings", "delta", Clock(30), applier=Applier("outer"), include=("*embed*",)),
+        ),
+    )
+    Channel("c", "delta", Clock(period=2, delay=5), applier=Applier("outer"))
+    Channel("c", "gradient", Clock(period=2), Accumulator(0.9))
+    Channel("c", "state:exp_avg", applier=Applier("replace"))
+    preset("decoupled_momentum", rule="released", reducer="senders")
+    preset("demo", topk=BLOCK, code="fp32")
+
+
+# ---- types -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "read"),
+    [
+        ("demo", ["lr=1e-3"], lambda c: c.lr == 1e-3),
+        ("diloco", ["lr=1e-1"], lambda c: c.channels[0].applier.lr == 0.1),  # a keyword of the preset: the outer rate
+        ("diloco", ["applier.lr=5e-1"], lambda c: c.channels[0].applier.lr == 0.5),
+        ("diloco", ["momentum=0"], lambda c: c.channels[0].applier.momentum == 0.0 and not c.channels[0].applier.nesterov),
+        ("diloco", ["clip=null"], lambda c: c.clip is None),
+        ("diloco", ["clip=2"], lambda c: c.clip == 2.0),
+        ("demo", ["codec.topk=16", "codec.code=bf16"], lambda c: (c.channels[0].codec.topk, c.channels[0].codec.code) == (16, "bf16")),
+        ("demo", ["momentum.codec.topk = 16"], lambda c: c.channels[0].codec.topk == 16),
+        ("demo", ["sign=false"], lambda c: c.channels[0].applier.phi == "identity"),
+        ("demo", ["exclude=[a*, b]"], None),
+        ("demo", ["momentum.exclude=[a*, b]"], lambda c: c.channels[0].exclude == ("a*", "b")),
+        ("demo", ["inner=as_is"], lambda c: c.inner == ("as_is",)),
+        ("demo", ["inner=[sgd, muon]"], lambda c: c.inner == ("sgd", "muon")),
+        ("full", ["accumulator.beta=0.9", "clock.period=3"], lambda c: c.channels[0].accumulator == Accumulator(beta=0.9)),
+        ("decoupled_momentum", ["lr=null"], lambda c: c.channels[0].applier.lr == 1.0),
+    ],
+)
+def test_set_texts(name: str, texts: list[str], read: Any) -> None:
+    if read is None:
+        refusal(lambda: load_config(name, texts), "exclude")
+    else:
+        assert read(load_config(name, texts))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("diloco", "period=true", ["period", "int", "bool"]),
+        ("diloco", "clock.period=true", ["clock.period", "int", "bool"]),
+        ("diloco", "period=4.5", ["period", "4.5", "int"]),
+        ("diloco", "period=1e3", ["period", "1e3", "int"]),
+        ("diloco", "period=often", ["period", "often", "int"]),
+        ("diloco", "lr=fast", ["lr", "fast", "float"]),
+        ("diloco", "lr=true", ["lr", "float", "bool"]),
+        ("diloco", "applier.lr=true", ["applier.lr", "float", "bool"]),
+        ("diloco", "applier.nesterov=1", ["nesterov", "bool", "int"]),
+        ("demo", "sign=1", ["sign", "bool", "int"]),
+        ("demo", "codec.topk=null", ["codec.topk", "int"]),
+        ("demo", "codec.code=8", ["code", "str"]),
+        ("demo", "momentum.exclude=lm_head", ["exclude", "list"]),
+        ("demo", "topk", ["path=value"]),
+        ("diloco", "clip=[1]", ["clip", "float"]),
+    ],
+)
+def test_set_texts_of_a_wrong_type(name: str, text: str, parts: list[str]) -> None:
+    refusal(lambda: load_config(name, [text]), *parts)
+
+
+def test_keywords_in_code_are_checked_like_texts() -> None:
+    refusal(lambda: preset("diloco", period="4"), "period", "int", "str")
+    refusal(lambda: preset("diloco", period=True), "period", "bool")
+    assert preset("diloco", lr=1).channels[0].applier.lr == 1.0
+
+
+# ---- yaml --------------------------------------------------------------------------------------------------------------
+
+
+def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Changes that are allowed for a preset, as `preset(name, **changes)` takes them."""
+    number = st.floats(1e-8, 1e8)
+    delays = {} if name == "streaming_diloco" else {"clock.delay": st.integers(0, 3)}
+    options: dict[str, Any] = {
+        **delays,
+        "clip": st.none() | number,
+        "max_in_flight": st.integers(16, 100),
+        "lr": number,
+        "inner": st.lists(st.sampled_from(["sgd", "adamw", "muon", "any"]), min_size=1, max_size=3, unique=True).map(tuple),
+        "applier.dense_lr": number,
+        "reducer.weight": st.sampled_from(["equal", "tokens"]),
+        "include": st.lists(st.text(max_size=8), max_size=3).map(tuple),
+        "exclude": st.lists(st.sampled_from(["*", "yes", "1e5", "null", "~", "a: b", "#c", "é"]), max_size=3).map(tuple),
+    }
+    if name == "demo":
+        options |= {"beta": st.floats(0, 1), "topk": st.integers(1, BLOCK), "sign": st.booleans()}
+        options |= {"code": st.sampled_from(["fp32", "bf16", "int8"])}
+    if name in ("diloco", "decoupled_momentum"):
+        options |= {"period": st.integers(4, 10**6)}
+    if name == "decoupled_momentum":
+        options |= {"rule": st.sampled_from(["consensus", "released"]), "reducer": st.sampled_from(["replicas", "senders"])}
+    return st.fixed_dictionaries({}, optional=options)
+
+
+def build(name: str, changes: dict[str, Any]) -> ExchangeConfig:
+    channel = presets()[name]().channels[0].name
+    return preset(name, **{f"{channel}.{k}" if k in ("include", "exclude") else k: v for k, v in changes.items()})
+
+
+@quick
+@given(st.data())
+def test_yaml_round_trip(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(PRESETS))
+    config = build(name, data.draw(changes_of(name)))
+    again = ExchangeConfig.from_yaml(config.to_yaml())
+    assert again == config and again.digest() == config.digest()
+    assert type(again.channels) is tuple and all(type(p) is tuple for c in again.channels for p in (c.include, c.exclude, c.dense, c.plain))
+
+
+@quick
+@given(st.data())
+def test_digest_changes_with_any_change(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(PRESETS))
+    a, b = (build(name, data.draw(changes_of(name))) for _ in range(2))
+    assert (a.digest() == b.digest()) == (a == b)
+    assert 0 <= a.digest() < 2**64
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(node, dict):
+        return [leaf for k, v in node.items() for leaf in leaves(v, (*path, k))]
+    if isinstance(node, list) and node and isinstance(node[0], dict):
+        return [leaf for i, v in enumerate(node) for leaf in leaves(v, (*path, i))]
+    return [path]
+
+
+def others(value: Any) -> list[Any]:
+    """Values of the same kind, some of which the checks will refuse."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value + 1, value / 2 if isinstance(value, float) else value + 2]
+    if isinstance(value, str):
+        return ["equal", "tokens", "senders", "replicas", "bf16", "none", "identity", "keep", value + "x"]
+    return [["x"], 0.5, 3] if value is None else [[*value, "x"]]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_field_is_in_the_digest(name: str) -> None:
+    config, changed = preset(name), set()
+    for *parents, leaf in leaves(config.to_dict()):
+        for value in others(functools.reduce(lambda node, key: node[key], [*parents, leaf], config.to_dict())):
+            data = config.to_dict()
+            functools.reduce(lambda node, key: node[key], parents, data)[leaf] = value
+            try:
+                other = ExchangeConfig.from_dict(data)
+            except ValueError:
+                continue
+            assert (other.digest() == config.digest()) == (other == config), (parents, leaf, value)
+            if other != config:
+                changed.add((*parents, leaf))
+    unmoved = {path[-1] for path in set(map(tuple, leaves(config.to_dict()))) - changed}
+    # What cannot change alone: other values of these are refused without a change elsewhere.
+    words = {"source", "transform", "select", "residual", "kind", "code", "phi", "order", "clip", "clip_over", "outer_state", "after"}
+    words |= {"rate"}
+    assert unmoved <= words | {"products", "nesterov", "local_delta", "accumulator", "offset", "period", "momentum", "mix", "fragments"}
+
+
+def test_a_yaml_file_may_be_short_or_whole(tmp_path: Any) -> None:
+    short, whole = tmp_path / "short.yaml", tmp_path / "whole.yml"
+    short.write_text("preset: demo\ntopk: 16\nclip: null\ncodec:\n  code: bf16\nmomentum:\n  clock: {delay: 2}\n")
+    config = load_config(str(short), ["codec.topk=8"])
+    assert config == preset("demo", clip=None, code="bf16", **{"codec.topk": 8, "clock.delay": 2})
+    whole.write_text(config.to_yaml())
+    assert load_config(str(whole)) == config
+    assert load_config(str(whole), ["max_in_flight=20"]).max_in_flight == 20
+    assert load_config(str(whole), ["inner=as_is"]).inner == ("as_is",)
+    refusal(lambda: load_config(str(whole), ["codec.top=8"]), "did you mean 'codec.topk'")
+    (tmp_path / "list.yaml").write_text("- demo\n")
+    refusal(lambda: load_config(str(tmp_path / "list.yaml")), "list.yaml", "preset")
+    with pytest.raises(FileNotFoundError):
+        load_config(str(tmp_path / "nowhere.yaml"))
+
+
+def test_yaml_is_readable() -> None:
+    data = yaml.safe_load(preset("demo").to_yaml())
+    assert list(data)[:2] == ["preset", "channels"] and data["channels"][0]["codec"]["topk"] == 32
+
+
+# ---- clock, consensus, sentences ---------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(1, 9), st.data())
+def test_clock(period: int, data: st.DataObject) -> None:
+    offset = data.draw(st.integers(0, period - 1))
+    clock = Clock(period, offset)
+    due = [t for t in range(5 * period) if clock.due(t)]
+    assert due == [t for t in range(5 * period) if t >= offset and (t + 1 - offset) % period == 0]
+    assert all(b - a == period for a, b in zip(due, due[1:], strict=False))
+
+
+def test_consensus_is_derived() -> None:
+    assert [name for name in PRESETS if not preset(name).consensus] == ["streaming_diloco"]  # local steps are mixed in
+    assert all(preset(name).shared for name in PRESETS)
+    assert not preset("decoupled_momentum", rule="released").shared
+    assert not preset("diloco", period=4, **{"clock.delay": 4}).consensus and preset("diloco", period=4, **{"clock.delay": 3}).consensus
+    assert not preset("local_sgd", **{"clock.delay": 1}).consensus
+    assert not preset("decoupled_momentum", rule="released").consensus
+    assert not preset("diloco", **{"applier.mix": 0.5}).consensus
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_describe_is_one_line_with_the_numbers(name: str) -> None:
+    config = preset(name)
+    text = config.describe()
+    assert "\n" not in text and name in text
+    for c in config.channels:
+        assert c.source in text and f"every {c.clock.period}" in text and c.reducer.kind in text and c.codec.code in text
+        assert (f"top-{c.codec.topk}" in text) == c.codec.indexed and (f"{name} {c.codec.topk}" in text) == c.codec.seeded
+
+
+# ---- the inner optimizer -----------------------------------------------------------------------------------------------
+
+
+def single(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    return torch.nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "found"),
+    [
+        ("demo", lambda p: torch.optim.AdamW(p), "AdamW"),
+        ("demo", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD with momentum 0.9"),
+        ("diloco", lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
+        ("decoupled_momentum", lambda p: torch.optim.RMSprop(p), "RMSprop"),
+    ],
+)
+def test_a_wrong_inner_optimizer_is_refused_with_the_cure(monkeypatch, name, make, found) -> None:
+    model = single(monkeypatch)
+    refusal(lambda: fsdp_demo.attach(make(model.parameters()), name), f"found {found}", "fsdp_demo.base_optimizer(", "inner='as_is'")
+    for config, changes in ((name, {"inner": "as_is"}), (preset(name), {"inner": "as_is"}), (preset(name, inner="as_is"), {})):
+        exchange = fsdp_demo.attach(make(model.parameters()), config, **changes)
+        exchange.detach()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
+    model, config = single(monkeypatch), preset(name)
+    if config.lr is None:
+        refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "lr=")
+    optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=None if config.lr else 1e-3, weight_decay=0.25)
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.25}
+    assert optimizer.param_groups[0]["lr"] == (config.lr or 1e-3)
+    if config.channels[0].fragments is None:
+        fsdp_demo.attach(optimizer, config, model=model).detach()
+    else:
+        refusal(lambda: fsdp_demo.attach(optimizer, config, model=model), "no parameter name holds a layer number", "weight, bias")
+    if name == "muloco":
+        refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "model.named_parameters()")
+        return
+    assert fsdp_demo.base_optimizer(config, model.parameters(), lr=0.5).param_groups[0]["lr"] == 0.5
+
+
+def test_published_rates() -> None:
+    """As the papers (DESIGN.md 3, algorithms.md) have them."""
+    assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {"full": None, "local_sgd": None, "muloco": 0.0224}
+    assert preset("demo", inner="adamw").lr == 1e-3
+    outer = preset("diloco").channels[0].applier
+    assert (outer.lr, outer.momentum, outer.nesterov) == (0.7, 0.9, True)
+    assert preset("decoupled_momentum", rule="released").channels[0].applier.lr == 0.7
+    assert preset("decoupled_momentum").channels[0].applier.lr == 1.0
+    assert preset("demo").channels[0].accumulator == Accumulator(0.999)
+
+
+def test_attach_refuses_what_is_no_optimizer(monkeypatch) -> None:
+    model = single(monkeypatch)
+    refusal(lambda: fsdp_demo.attach(model, "demo"), "torch.optim.Optimizer", "Linear")
+    refusal(lambda: fsdp_demo.attach([torch.optim.SGD(model.parameters(), lr=0.1), 3], "demo"), "int")

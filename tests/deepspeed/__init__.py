@@ -1,0 +1,1 @@
+"""Tests of `deepspeed_ext`."""

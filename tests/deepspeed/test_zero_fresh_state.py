@@ -1,0 +1,77 @@
+"""Under ZeRO, too, state that is made at attach changes nothing, and momentum survives a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_ext
+
+from ..support import zero
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, dampening=0.5),
+    "adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+}
+STAGES = ["zero1", "zero2", "zero3-parts", "wrapper"]
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups with decay of their own: a master takes that of its group."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": matrices, "weight_decay": 0.3}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_replica_is_plain_training(run_ranks: Any, stage: str) -> None:
+    """`full` on one rank, 20 steps, bit for bit; every state is there before the first step, on the masters."""
+
+    def run(me: Any) -> None:
+        for name, make in OPTIMIZERS.items():
+            ends = []
+            for attached in (True, False):
+                torch.manual_seed(7)
+                model = zero.Model()
+                made = zero.engine(zero.settings(stage), make, model, groups=groups(model))
+                exchange = deepspeed_ext.attach(made, "full") if attached else None
+                if exchange is not None:
+                    assert bool(exchange.shards.states()) == (name != "dampened"), name
+                zero.train(made, range(20), me.rank)
+                ends.append(zero.whole(made))
+                if exchange is not None:
+                    assert exchange.metrics()["exchanges"] == 20
+                    exchange.finish()
+            assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
+
+    run_ranks(run, 1, 1, group=True, timeout=240)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
+def test_momentum_survives_a_checkpoint(run_ranks: Any, stage: str, tmp_path: Any) -> None:
+    """Six steps are three, a checkpoint, and three in an engine that has stepped never."""
+
+    def run(me: Any) -> None:
+        for name in ("sgd", "dampened"):
+            ends = []
+            for parts in ((range(6),), (range(3), range(3, 6))):
+                for steps in parts:
+                    made = zero.engine(zero.settings(stage), OPTIMIZERS[name])
+                    with zero.another_run():
+                        exchange = deepspeed_ext.attach(made, "full")
+                    if steps.start:
+                        made.load_checkpoint(str(tmp_path / name))
+                    zero.train(made, steps, me.rank)
+                    if steps.stop == 3:
+                        made.save_checkpoint(str(tmp_path / name))
+                    exchange.finish()
+                ends.append(zero.whole(made))
+            assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
+
+    run_ranks(run, 2, 1, group=True, timeout=240)

@@ -1,0 +1,625 @@
+"""One world of two nodes x two ranks: ZeRO shards and reduces inside a node, and whatever would reach further is seen or refused."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # every engine imports it: 3 s in each fork, once here
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.utils import groups, safe_get_full_grad
+from torch import nn
+
+from deepspeed_ext.confinement import assert_confined
+from deepspeed_ext.node_config import node_config, refuse_beside
+from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
+from fsdp_demo.comm.island import Island
+from fsdp_demo.comm.topology import Position
+
+from ..support import zero
+from ..support.collectives import Recorder
+
+NODE = 2
+NUMEL = sum(p.numel() for p in zero.Model().parameters())
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+CASES = {
+    **{f"{stage}-{'bf16' if bf16 else 'fp32'}": (stage, bf16, {}) for stage in zero.STAGES for bf16 in (False, True)},
+    "bf16-optimizer": ("zero1", True, BF16_OPTIMIZER),
+}
+
+
+@pytest.fixture
+def world(run_ranks):
+    """`world(fn, *args)`: `fn(rank, *args)` on the four ranks of one world."""
+    return lambda fn, *args, **options: run_ranks(fn, islands=1, procs=4, args=args, **options)
+
+
+def error_of(kind: type[BaseException], call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------------------
+
+
+def trained(me, case: str, confined: bool) -> dict[str, Any]:
+    stage, bf16, more = CASES[case]
+    if confined:
+        shard_within_node(NODE)
+    made = zero.engine(zero.settings(stage, bf16=bf16, accumulate=2, **more), fast_sgd)
+    with Recorder() as seen:
+        zero.train(made, range(4), me.rank, accumulate=2)
+    return {
+        "wrapper": type(made.optimizer).__name__,
+        "crossing": seen.crossing(NODE),
+        "inside": [e for e in seen.events if len(e.ranks) > 1 and e not in seen.crossing(NODE)],
+        "weights": zero.whole(made),
+        "sharded": sum(p.numel() for g in made.optimizer.optimizer.param_groups for p in g["params"]),
+    }
+
+
+def fast_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def averaged(ranks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """What the ranks of a node make of the model: SGD with the mean of their gradients, in this process."""
+    torch.manual_seed(7)
+    model = zero.Model()
+    optimizer = fast_sgd(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in ranks:
+            for micro in range(2):
+                rows, targets = zero.batch(step, rank, micro)
+                (nn.functional.cross_entropy(model(rows), targets) / (2 * len(ranks))).backward()
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_stays_inside_the_node_and_averages_it(world, case: str) -> None:
+    out = world(trained, case, True)
+    wrapper = {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16-": "BF16_Optimizer"}.get(case[:5], "DeepSpeedZeroOptimizer")
+    for rank, mine in enumerate(out):
+        assert mine["wrapper"] == wrapper
+        assert mine["crossing"] == []
+        assert {e.ranks for e in mine["inside"]} == {(rank // NODE * NODE, rank // NODE * NODE + 1)}
+        assert sum(e.size for e in mine["inside"]) > 2 * 4 * NUMEL * 2  # gradients and parameters, bf16
+    for name, value in averaged((0, 1)).items():
+        assert torch.equal(out[0]["weights"][name], out[1]["weights"][name])
+        limit = 0.02 if CASES[case][1] else 2e-6
+        torch.testing.assert_close(out[0]["weights"][name], value, rtol=limit, atol=limit)
+    for name, value in averaged((2, 3)).items():
+        torch.testing.assert_close(out[2]["weights"][name], value, rtol=limit, atol=limit)
+    assert not torch.equal(out[0]["weights"]["head.weight"], out[2]["weights"]["head.weight"])  # replicas go their own ways
+
+
+@pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
+def test_without_it_the_recorder_sees_zero_reduce_between_the_nodes(world, case: str) -> None:
+    out = world(trained, case, False)
+    for mine in out:
+        assert {e.ranks for e in mine["crossing"]} == {(0, 1, 2, 3)}
+        assert sum(e.size for e in mine["crossing"]) > 2 * 4 * NUMEL * 2
+        assert mine["inside"] == []
+
+
+def gradients(me, stage: str) -> dict[str, torch.Tensor]:
+    with shard_within_node(NODE):
+        made = zero.engine(zero.settings(stage), zero.sgd)
+        rows, targets = zero.batch(0, me.rank)
+        made.backward(nn.functional.cross_entropy(made(rows), targets))
+        return {n: safe_get_full_grad(p).clone() for n, p in made.module.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_gradients_are_the_mean_of_the_node(world, stage: str) -> None:
+    out = world(gradients, stage)
+    for node, ranks in enumerate([(0, 1), (2, 3)]):
+        torch.manual_seed(7)
+        model = zero.Model()
+        for rank in ranks:
+            rows, targets = zero.batch(0, rank)
+            (nn.functional.cross_entropy(model(rows), targets) / 2).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(out[NODE * node][name], p.grad, rtol=1e-5, atol=1e-7)
+
+
+def wandering(me) -> list[Any]:
+    """Node 1 alone uses a module once more, so that it alone records its fetch order anew."""
+    shard_within_node(NODE)
+    made = zero.engine(zero.settings("zero3"), zero.sgd)
+    for step in range(5):
+        rows, targets = zero.batch(step, me.rank)
+        out = made(rows)
+        if step == 2 and me.rank >= NODE:
+            out = out + made.module.embed(rows).sum() * 0
+        made.backward(nn.functional.cross_entropy(out, targets))
+        made.step()
+    same = stage3.assert_ints_same_as_other_ranks
+    same([me.rank // NODE, 5])  # equal in the node, different between nodes
+    same([])
+    wrong = error_of(RuntimeError, same, [1, 2] if me.rank == 3 else [1]) if me.rank >= NODE else ""
+    return [made.global_steps, wrong]
+
+
+def test_nodes_may_fetch_in_different_orders_but_not_the_ranks_of_one(world) -> None:
+    out = world(wandering, timeout=40)
+    assert [steps for steps, _ in out] == [5] * 4
+    for rank in (2, 3):
+        assert "the ranks of [2, 3], one node, disagree" in out[rank][1] and "{2: 1, 3: 2}" in out[rank][1]
+
+
+# ---- ZeRO-3 before there is an engine ------------------------------------------------------------------------------------------------
+
+
+class Initialised(zero.Model):
+    """A model that sets its weights in its constructor, as GPT-like ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self.fill)
+
+    @staticmethod
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def constructed(me) -> dict[str, Any]:
+    shard_within_node(NODE)
+    config = zero.settings("zero3", train_batch_size=16)
+    torch.manual_seed(me.rank)
+    with Recorder() as seen, deepspeed.zero.Init(config_dict_or_path=config):
+        model = Initialised()
+    ranks = {tuple(dist.get_process_group_ranks(p.ds_process_group)) for p in model.parameters()}
+    sizes = {n: (p.ds_numel, p.ds_tensor.numel()) for n, p in model.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    own = nn.Linear(3, 3).apply(lambda m: None)
+    made = zero.engine(config, fast_sgd, model)
+    with Recorder() as training:
+        zero.train(made, range(3), me.rank)
+    return {
+        "ranks": ranks,
+        "sizes": sizes,
+        "weights": weights,
+        "plain": own.weight.shape,
+        "crossing": (seen.crossing(NODE), training.crossing(NODE)),
+        "batch": made.train_batch_size(),
+    }
+
+
+def test_zero_init_cuts_parameters_inside_the_node(world) -> None:
+    out = world(constructed)
+    for rank, mine in enumerate(out):
+        assert mine["ranks"] == {(0, 1) if rank < NODE else (2, 3)}
+        assert all(part == -(-whole // NODE) for whole, part in mine["sizes"].values())
+        assert mine["crossing"][1] == [] and mine["batch"] == 8
+        # What the constructor set goes from the first replica to the others, and to nobody twice.
+        assert {e.ranks for e in mine["crossing"][0]} <= {(0, 2)} and (mine["crossing"][0] != []) == (rank % NODE == 0)
+        for name in ("layers.0.weight", "head.weight"):
+            assert torch.equal(mine["weights"][name], out[0]["weights"][name]) and 0.01 < mine["weights"][name].std() < 0.03
+
+
+def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
+    from transformers import LlamaForSequenceClassification
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = zero.settings("zero3", bf16=bf16, train_batch_size=16)
+    shard_within_node(NODE)
+    keep = HfDeepSpeedConfig(config)  # as TrainingArguments do
+    torch.manual_seed(me.rank)
+    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=3, pad_token_id=0)
+    del keep
+    ranks = {tuple(dist.get_process_group_ranks(p.ds_process_group)) for p in model.parameters()}
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        weights = {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    made = zero.engine(config, fast_sgd, model)
+    with Recorder() as seen:
+        for step in range(3):
+            rows, _ = zero.batch(step, me.rank)
+            made.backward(made(input_ids=rows, labels=torch.zeros(4, dtype=torch.long)).loss)
+            made.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if me.rank == 0:  # an engine's parameters are its replica's own
+            model.score.weight.data.fill_(3.0)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        score = float(model.score.weight.flatten()[0])
+    return {"ranks": ranks, "weights": weights, "crossing": seen.crossing(NODE), "score": score}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_from_pretrained_loads_every_replica_and_cuts_inside_the_node(world, tmp_path: Path, bf16: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401  # before the fork
+
+    small = LlamaConfig(vocab_size=37, hidden_size=20, intermediate_size=33, num_hidden_layers=2, num_attention_heads=2)
+    model = LlamaForCausalLM(small)
+    model.save_pretrained(tmp_path / "model")
+    out = world(pretrained, str(tmp_path / "model"), bf16)
+    saved = {n: p.detach() for n, p in model.named_parameters() if not n.startswith("lm_head")}
+    for rank, mine in enumerate(out):
+        assert mine["ranks"] == {(0, 1) if rank < NODE else (2, 3)} and mine["crossing"] == []
+        for name, value in saved.items():
+            assert torch.equal(mine["weights"][name], value.bfloat16().float() if bf16 else value), name
+        assert torch.equal(mine["weights"]["score.weight"], out[0]["weights"]["score.weight"])  # in no file: made on rank 0
+        assert out[0]["weights"]["score.weight"].std() > 0
+        assert (mine["score"] == 3.0) == (rank < NODE)
+
+
+# ---- topology ------------------------------------------------------------------------------------------------------------------------
+
+
+def placed(me) -> dict[str, Any]:
+    before = (deepspeed.initialize, partition_parameters.Init.__init__, stage3.assert_ints_same_as_other_ranks, nn.Module.apply)
+    nobody = installed()
+    handle = shard_within_node(NODE)
+    again = shard_within_node(NODE) is handle
+    mpu = installed()
+    made = zero.engine(zero.settings("zero2"), zero.sgd)
+    topology = topology_of(made)
+    position = Position(shards=topology.world, shard=topology.rank)
+    island = Island(topology, position)
+    line, lanes = topology.join(position)
+    heard = line.all_gather(torch.tensor([10 * me.rank], dtype=torch.uint8))
+    handle.remove()
+    after = (deepspeed.initialize, partition_parameters.Init.__init__, stage3.assert_ints_same_as_other_ranks, nn.Module.apply)
+    plain = zero.engine(zero.settings("zero2"), zero.sgd)
+    other = shard_within_node(1)  # another size, now that the first is gone
+    alone = topology_of(zero.engine(zero.settings("zero3"), zero.sgd))
+    return {
+        "before": (nobody, again, isinstance(mpu, NodeMPU), mpu is made.mpu),
+        "topology": (topology.kind, topology.island, topology.islands, topology.name, topology.timeout, topology.rank, topology.world),
+        "groups": (dist.get_process_group_ranks(topology.group), dist.get_process_group_ranks(topology.line_group)),
+        "said": (island.total(me.rank), island.largest(me.rank), [int(t) for t in heard], line.label(1), lanes),
+        "restored": (after == before, topology_of(plain), plain.seq_dp_world_size, groups.mpu is other.mpu),
+        "alone": (alone.islands, alone.world, alone.group, dist.get_process_group_ranks(alone.line_group)),
+    }
+
+
+def test_topology_of_an_engine_is_that_of_a_mesh(world) -> None:
+    out = world(placed)
+    for rank, mine in enumerate(out):
+        node, place = divmod(rank, NODE)
+        assert mine["before"] == (None, True, True, True)
+        assert mine["topology"] == ("mesh", node, 2, f"island{node}", 30.0, place, 2)
+        assert mine["groups"] == ([2 * node, 2 * node + 1], [place, place + 2])
+        assert mine["said"] == ([4.0 * node + 1], [2.0 * node + 1], [10 * place, 10 * (place + 2)], "island 1 (island1)", 1)
+        assert mine["restored"] == (True, None, 4, True)
+        assert mine["alone"] == (4, 1, None, [0, 1, 2, 3])
+
+
+def one_node(me) -> tuple[Any, ...]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_demo").addHandler(handler)
+    logging.getLogger("fsdp_demo").setLevel(logging.INFO)
+    shard_within_node(4)
+    topology = topology_of(zero.engine(zero.settings("zero1"), zero.sgd))
+    return topology.kind, topology.islands, topology.world, records
+
+
+def test_a_world_of_one_node_is_allowed_and_says_that_nothing_is_exchanged(world) -> None:
+    for kind, islands, ranks, records in world(one_node):
+        assert (kind, islands, ranks) == ("single", 1, 4)
+        assert "the world is one node, there is nothing to exchange" in records[0]
+
+
+# ---- configuration -------------------------------------------------------------------------------------------------------------------
+
+
+def configured(me) -> dict[str, Any]:
+    shard_within_node(NODE)
+    comm = zero.settings("zero1", train_batch_size=16)
+    file = me.folder / "zero.json"
+    if me.rank == 0:
+        file.write_text(json.dumps(comm))
+    dist.barrier()
+    model = zero.Model()
+    command = argparse.Namespace(deepspeed_config=str(file), local_rank=me.rank)
+    engines = [
+        deepspeed.initialize(command, model, zero.sgd(model.parameters()))[0],
+        zero.engine(str(file), zero.sgd),
+        deepspeed.initialize(model=model, optimizer=zero.sgd(model.parameters()), config_params=comm)[0],
+    ]
+    made, _, loader, _ = deepspeed.initialize(
+        model=model, optimizer=zero.sgd(model.parameters()), config=comm, training_data=list(range(32)), mpu=installed()
+    )
+    evaluation = made.deepspeed_io(list(range(8)), route="eval", num_local_io_workers=0)
+    return {
+        "batch": [e.train_batch_size() for e in [*engines, made]],
+        "given": (comm["train_batch_size"], command.deepspeed_config == str(file)),
+        "drawn": [int(i) for i in loader.data_sampler],
+        "loader": loader is made.training_dataloader,
+        "evaluated": [int(i) for i in evaluation.data_sampler],
+    }
+
+
+def test_batches_are_translated_and_replicas_draw_different_samples(world) -> None:
+    out = world(configured)
+    for rank, mine in enumerate(out):
+        assert mine["batch"] == [8] * 4 and mine["given"] == (16, True) and mine["loader"]
+        assert mine["evaluated"] == [rank, rank + 4]
+    assert sorted(i for mine in out for i in mine["drawn"]) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "steps", "expected"),
+    [
+        (None, 4, 2, None),
+        (32, 4, 2, 16),
+        (16, 4, 2, 16),
+        (32, 4, None, 16),
+        (32, None, 2, 16),
+        (32, None, None, 16),
+        ("auto", 4, 2, "auto"),
+    ],
+)
+def test_train_batch_size_becomes_that_of_the_node(total: Any, micro: Any, steps: Any, expected: Any) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = {n: v for n, v in zip(names, (total, micro, steps), strict=True) if v is not None}
+    before = copy.deepcopy(given)
+    assert node_config(given, 2, 2).get("train_batch_size") == expected
+    assert given == before
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "steps", "words"),
+    [
+        (20, 4, 2, "train_batch_size=20 with train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2: 4 ranks make 32"),
+        (18, None, None, "does not divide over 2 replicas of 2 ranks: allowed are multiples of 4"),
+        (8, 4, None, "allowed are multiples of 16"),
+    ],
+)
+def test_a_train_batch_size_that_does_not_fit_is_refused(total: int, micro: int | None, steps: int | None, words: str) -> None:
+    given = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    assert words in error_of(ValueError, node_config, given, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "words"),
+    [
+        ({}, (2, 2), "mesh_param=(2, 2)"),
+        ({"sequence_parallel_size": 2}, None, "sequence_parallel_size=2"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, None, "zero_hpz_partition_size=2"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, None, "zero_quantized_gradients"),
+        ({"tensor_parallel": {"autotp_size": 2}}, None, "autotp_size=2"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, None, "autotp_size=2"),
+    ],
+)
+def test_what_makes_groups_over_the_world_is_refused(config: dict[str, Any], mesh: Any, words: str) -> None:
+    text = error_of(ValueError, refuse_beside, config, mesh)
+    assert text.startswith(f"{words} beside shard_within_node") and "launch each node as an island" in text
+
+
+def test_a_mesh_of_all_ranks_is_not_made_from_a_sequence_size_of_one() -> None:
+    refuse_beside({"sequence_parallel_size": 1, "zero_optimization": None})
+    assert node_config({"sequence_parallel_size": 1, "data_parallel_size": 4, "bf16": {}}, 2, 2) == {"bf16": {}}
+
+
+def test_without_torch_distributed_it_says_where_to_call_it() -> None:
+    text = error_of(ValueError, shard_within_node, 2)
+    assert "torch.distributed is not initialised" in text and "before the model is made" in text
+    assert installed() is None and topology_of(object()) is None
+
+
+class OtherMPU:
+    """What somebody else might pass."""
+
+
+def refused(me) -> dict[str, str]:
+    import os
+
+    texts = {str(n): error_of(ValueError, shard_within_node, n) for n in (0, 3, 8, -2, 2.0, True)}
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    texts["local"] = error_of(ValueError, shard_within_node, 4)
+    os.environ["ISLAND_TIMEOUT"] = "soon"
+    texts["timeout"] = error_of(ValueError, shard_within_node, 2)
+    os.environ["ISLAND_TIMEOUT"] = "30"
+    shard_within_node(2)
+    texts["twice"] = error_of(ValueError, shard_within_node, 1)
+    model, config = zero.Model(), zero.settings("zero3")
+    parts = {"model": model, "optimizer": zero.sgd(model.parameters()), "config": config}
+    texts["mpu"] = error_of(ValueError, deepspeed.initialize, **parts, mpu=OtherMPU())
+    texts["mesh"] = error_of(ValueError, deepspeed.initialize, **parts, mesh_param=(2, 2))
+    texts["config"] = error_of(ValueError, deepspeed.initialize, **{**parts, "config": {**config, "sequence_parallel_size": 2}})
+    texts["batch"] = error_of(ValueError, deepspeed.initialize, **{**parts, "config": {**config, "train_batch_size": 12}})
+    texts["init group"] = error_of(ValueError, deepspeed.zero.Init, data_parallel_group=dist.group.WORLD)
+    texts["init mpu"] = error_of(ValueError, deepspeed.zero.Init, mpu=OtherMPU())
+    hpz = {**config, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    texts["init hpz"] = error_of(ValueError, deepspeed.zero.Init, config_dict_or_path=hpz)
+    texts["args"] = error_of(AssertionError, deepspeed.initialize, model=model)  # DeepSpeed's own: no configuration
+    return texts
+
+
+def test_bad_input_is_refused_with_what_is_allowed(world) -> None:
+    wanted = {
+        **dict.fromkeys(("0", "3", "8", "-2", "2.0", "True"), "in a world of 4 ranks: allowed are its divisors 1, 2, 4"),
+        "local": "on nodes of LOCAL_WORLD_SIZE=2 ranks: shards would cross the slow link. Allowed are 1, 2",
+        "timeout": "ISLAND_TIMEOUT='soon' must be a number of seconds",
+        "twice": "nodes of 2 ranks are in place. Call remove() on those first",
+        "mpu": "deepspeed.initialize(mpu=OtherMPU) after shard_within_node, which supplies it: pass none",
+        "mesh": "mesh_param=(2, 2) beside shard_within_node",
+        "config": "sequence_parallel_size=2 beside shard_within_node",
+        "batch": "train_batch_size=12 with",
+        "init group": "over ranks [0, 1, 2, 3] after shard_within_node, which supplies the node: pass none",
+        "init mpu": "zero.Init(mpu=OtherMPU) after shard_within_node",
+        "init hpz": "zero_hpz_partition_size=2 beside shard_within_node",
+        "args": "DeepSpeed requires --deepspeed_config",
+    }
+    for texts in world(refused):
+        assert texts.keys() == wanted.keys()
+        for key, words in wanted.items():
+            assert words in texts[key], (key, texts[key])
+
+
+# ---- the proof can fail ----------------------------------------------------------------------------------------------------------------
+
+
+def broken(me, case: str) -> dict[str, str]:
+    """An engine whose groups are bent by hand, one after the other; and DeepSpeed that ignores the mpu."""
+    stage, bf16, more = CASES[case]
+    config = zero.settings(stage, bf16=bf16, **more)
+    shard_within_node(NODE)
+    mpu = installed()
+    made = zero.engine(config, zero.sgd)
+    z = made.optimizer
+    assert_confined(made, mpu)
+    texts = {}
+    bend = {"seq": (made, "seq_data_parallel_group", dist.group.WORLD), "dp": (z, "dp_process_group", dist.group.WORLD)}
+    bend["size"] = (made, "seq_dp_world_size", 4)
+    bend["mpu"] = (made, "mpu", OtherMPU())
+    bend["gone"] = (z, "dp_process_group", None)
+    if stage == "zero3":
+        weight = made.module.layers[1].weight
+        bend["parameter"] = (weight, "ds_process_group", mpu.cross)
+        bend["sub-group"] = (z, "sub_group_process_groups", [dist.group.WORLD])
+    else:
+        bend["real"] = (z, "real_dp_process_group", [mpu.cross])
+    if case != "bf16-optimizer":
+        bend["model"] = (z, "model_parallel_group", mpu.cross)
+    for key, (owner, attribute, value) in bend.items():
+        good = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        texts[key] = error_of(RuntimeError, assert_confined, made, mpu)
+        setattr(owner, attribute, good)
+    assert_confined(made, mpu)
+    groups._get_sequence_data_parallel_group = lambda: dist.group.WORLD
+    texts["door"] = error_of(RuntimeError, zero.engine, config, zero.sgd)
+    return texts
+
+
+def late(me) -> str:
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_init_required=False)
+    config = zero.settings("zero3")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = zero.Model()
+    shard_within_node(NODE)
+    return error_of(RuntimeError, zero.engine, config, zero.sgd, model)
+
+
+def test_a_model_that_was_cut_over_the_world_before_is_noticed(world) -> None:
+    for text in world(late):
+        assert "spans ranks [0, 1, 2, 3]" in text and "Call shard_within_node before the model is made" in text
+
+
+@pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
+def test_an_engine_that_is_not_confined_raises(world, case: str) -> None:
+    for rank, texts in enumerate(world(broken, case)):
+        assert {"seq", "dp", "size", "mpu", "gone", "door"} < texts.keys()
+        line = [rank % 2, rank % 2 + 2]
+        wanted = {
+            "seq": "the group that reduces gradients spans ranks [0, 1, 2, 3], allowed are",
+            "dp": "dp_process_group spans ranks [0, 1, 2, 3]",
+            "size": "the engine works with NodeMPU over 4 ranks, where 2 are a node",
+            "mpu": "the engine works with OtherMPU over 2 ranks",
+            "gone": "has no dp_process_group, so nobody can tell whether ZeRO stays inside the node",
+            "real": f"real_dp_process_group[0] spans ranks {line}",
+            "parameter": f"the partition of layers.1.weight spans ranks {line}",
+            "sub-group": "sub_group_process_groups[0] spans ranks [0, 1, 2, 3]",
+            "model": f"model_parallel_group spans ranks {line}, allowed are [{rank}]",
+            "door": "spans ranks [0, 1, 2, 3]",
+        }
+        for key, text in texts.items():
+            assert wanted[key] in text, (key, text)
+
+
+# ---- with the exchange, and under the Trainer ------------------------------------------------------------------------------------------
+
+
+def exchanged(me, case: str) -> dict[str, Any]:
+    import deepspeed_ext
+
+    stage, bf16, more = CASES[case]
+    with shard_within_node(NODE):
+        made = zero.engine(zero.settings(stage, bf16=bf16, **more), zero.sgd)
+        exchange = deepspeed_ext.attach(made, "demo")
+        with Recorder() as seen:
+            zero.train(made, range(4), me.rank)
+        sent = exchange.metrics()["bytes_sent"]
+        weights = zero.whole(made)
+        exchange.finish()
+    return {"crossing": seen.crossing(NODE), "sent": sent, "weights": weights}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_payloads_cross_and_replicas_stay_equal(world, case: str) -> None:
+    out = world(exchanged, case)
+    for rank, mine in enumerate(out):
+        assert {e.ranks for e in mine["crossing"]} == {(rank % NODE, rank % NODE + NODE)}
+        assert {e.name for e in mine["crossing"]} == {"send", "recv"}
+        assert sum(e.size for e in mine["crossing"] if e.name == "send") == mine["sent"] > 0
+        for name, value in out[0]["weights"].items():
+            assert torch.equal(mine["weights"][name], value), name
+
+
+def trainer(me, folder: str, stage: str) -> dict[str, Any]:
+    import os
+
+    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    auto = {name: "auto" for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    config = {**auto, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero.STAGES[stage]}
+    args = TrainingArguments(
+        output_dir=str(me.folder / "out"),
+        use_cpu=True,
+        bf16=True,
+        deepspeed=config,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=100,
+        save_strategy="no",
+        report_to=[],
+        average_tokens_across_devices=False,
+        disable_tqdm=True,
+    )
+    shard_within_node(NODE)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    rows = [{"input_ids": torch.full((6,), i % 37), "labels": torch.full((6,), i % 37)} for i in range(64)]
+    made = Trainer(model, args, train_dataset=rows)
+    with Recorder() as seen:
+        made.train()
+    engine = made.model_wrapped
+    return {
+        "mpu": engine.mpu is installed(),
+        "batch": engine.train_batch_size(),
+        "steps": (engine.global_steps, made.accelerator.num_processes),
+        "topology": topology_of(engine).name,
+        "crossing": seen.crossing(NODE),
+        "inside": sum(e.size for e in seen.events if e not in seen.crossing(NODE)),
+    }
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_the_trainer_is_confined_by_one_line(world, tmp_path: Path, stage: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer  # noqa: F401  # before the fork
+
+    small = LlamaConfig(vocab_size=37, hidden_size=20, intermediate_size=33, num_hidden_layers=2, num_attention_heads=2)
+    LlamaForCausalLM(small).save_pretrained(tmp_path / "model")
+    for rank, mine in enumerate(world(trainer, str(tmp_path / "model"), stage)):
+        assert mine["mpu"] and mine["batch"] == 2 * 2 * NODE and mine["steps"] == (4, 4)
+        assert mine["topology"] == f"island{rank // NODE}"
+        assert sum(e.size for e in mine["crossing"]) < 1000 < mine["inside"], mine["crossing"]
+
+
+def test_unlike_sizes_are_an_error_on_all_ranks(run_ranks):
+    """Where the size comes from the GPUs of unlike nodes, say: without it groups would wait for each other."""
+
+    def run(me):
+        with pytest.raises(ValueError, match="different sizes: 2 on ranks 0-2; 1 on rank 3. Give one number"):
+            shard_within_node(1 if me.rank == 3 else 2)
+
+    run_ranks(run, 1, 4)

@@ -1,0 +1,547 @@
+"""Checkpoints of ZeRO engines under the exchange: a folder per replica, resumed bit for bit, taken over by more or fewer replicas."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+import deepspeed_ext
+import fsdp_demo
+from deepspeed_ext import checkpoints
+from deepspeed_ext.checkpoint_choice import choose_tags
+from deepspeed_ext.checkpoints import separate
+from fsdp_demo.checkpoint import open_exchange
+from fsdp_demo.checkpoint.fence import Fence
+from fsdp_demo.checkpoint.files import copied
+from fsdp_demo.checkpoint.inspect import inspect
+from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.integrations.export.weights import anchors
+
+from ..support import resharded, zero
+
+N = 5
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "diloco": {"period": 3},
+    "decoupled_momentum": {"period": 2},
+    "desloc": {"period": 2},
+    "streaming_diloco": {"layers": 1, "period": 4, "delay": 2},
+}
+QUICK = {("zero1", "desloc"), ("zero1", "demo"), ("zero2", "streaming_diloco"), ("zero3", "decoupled_momentum"), ("zero3-parts", "diloco")}
+CASES = [pytest.param(s, p, id=f"{s}-{p}", marks=() if (s, p) in QUICK else pytest.mark.slow) for s in zero.STAGES for p in PRESETS]
+
+
+def make(config: dict[str, Any], preset: str, seed: int = 7, width: int = 130, **keywords: Any) -> tuple[Any, Any]:
+    """An engine whose tensors are large enough for sparse codes, attached."""
+    torch.manual_seed(seed)
+    optimizer = zero.sgd if preset == "demo" else zero.adamw
+    made = zero.engine(config, optimizer, zero.Model(width), **keywords.pop("engine", {}))
+    made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
+    return made, deepspeed_ext.attach(made, preset, **{**PRESETS.get(preset, {}), **keywords})
+
+
+def everything(made: Any, exchange: Any) -> dict[str, Any]:
+    """All that must come back, on this rank."""
+    inner = [{k: v for k, v in state.items()} for _, state in exchange.shards.optimizer_states()]
+    steps = [made.global_steps, made.skipped_steps, exchange.step, made.lr_scheduler.get_last_lr()]
+    masters = exchange.shards.partitions.masters()
+    model = [getattr(p, "ds_tensor", p).detach() for p in made.module.parameters()]
+    return copied({"masters": masters, "model": model, "inner": inner, "steps": steps, "exchange": exchange.state_dict()})
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Paths at which two trees differ in any bit (NaN, which DeepSpeed leaves in padding, included)."""
+    if isinstance(a, torch.Tensor):
+        return [] if isinstance(b, torch.Tensor) and a.dtype == b.dtype and bits(a) == bits(b) else [where]
+    if isinstance(a, dict):
+        return [where] if set(a) != set(b) else [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
+    if isinstance(a, list | tuple):
+        pairs = enumerate(zip(a, b, strict=False))
+        return [where] if len(a) != len(b) else [d for i, (x, y) in pairs for d in differences(x, y, f"{where}.{i}")]
+    return [] if a == b or a != a and b != b else [f"{where}: {a} {b}"]
+
+
+def bits(t: torch.Tensor) -> bytes:
+    return bytes(t.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def through(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """N steps, a save, N more; then the same from the checkpoint with an engine of other weights."""
+    made, exchange = make(config, preset, **keywords)
+    first = zero.train(made, range(N), me.rank)
+    made.save_checkpoint(str(root), client_state={"mine": 3})
+    saved, weights = everything(made, exchange), zero.whole(made)
+    losses = zero.train(made, range(N, 2 * N), me.rank)
+    wanted = everything(made, exchange)
+    exchange.finish()
+    made, exchange = make(config, preset, seed=8 + me.island, **keywords)
+    zero.train(made, range(N), me.rank)
+    flying = len(exchange.state_dict()["in_flight"])  # when the checkpoint is loaded
+    path, client = made.load_checkpoint(str(root))
+    loaded = everything(made, exchange)
+    again = zero.train(made, range(N, 2 * N), me.rank)
+    got = everything(made, exchange)
+    exchange.finish()
+    return {
+        "loaded": differences(saved, loaded),
+        "resumed": differences(wanted, got) + differences(losses, again),
+        "moved": bool(differences(saved["masters"], wanted["masters"])),
+        "flying": min(flying, len(saved["exchange"]["in_flight"])),
+        "path": path,
+        "client": client,
+        "weights": weights,
+        "losses": first + losses,
+    }
+
+
+def check(out: list[dict[str, Any]], root: Path, procs: int = 2, whole: bool = True) -> None:
+    """`whole`: DeepSpeed's script reads what this wrapper saves."""
+    for rank, o in enumerate(out):
+        folder = root / f"island{rank // procs}"
+        assert o["loaded"] == [] and o["resumed"] == [] and o["moved"], (rank, o["loaded"], o["resumed"])
+        assert Path(o["path"]).is_relative_to(folder) and o["client"]["mine"] == 3
+        if rank % procs == 0:
+            merged = get_fp32_state_dict_from_zero_checkpoint(str(folder)) if whole else o["weights"]
+            assert all(torch.equal(merged[n], w) for n, w in o["weights"].items())
+            assert (folder / "latest").read_text() == f"global_step{N}" and (folder / "zero_to_fp32.py").exists()
+            assert sorted(p.name for p in (folder / f"global_step{N}" / "exchange").iterdir()) == sorted(
+                f"rank{r}.{kind}" for r in range(procs) for kind in ("json", "safetensors")
+            )
+
+
+@pytest.mark.parametrize("stage, preset", CASES)
+def test_resumes_bit_for_bit(run_ranks, tmp_path, stage, preset) -> None:
+    out = run_ranks(through, args=(tmp_path, zero.settings(stage), preset, {}))
+    check(out, tmp_path)
+    assert all(o["flying"] for o in out) == (preset == "streaming_diloco")
+
+
+WRAPPERS = {
+    "bf16": ("zero2", {"bf16": True}),
+    "bf16-zero3": ("zero3-parts", {"bf16": True}),
+    "BF16_Optimizer": ("zero1", {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "offload": ("zero2", {"offload": True}),
+}
+
+
+@pytest.mark.parametrize("wrapper", [pytest.param(w, marks=pytest.mark.slow if w in ("offload", "bf16-zero3") else ()) for w in WRAPPERS])
+def test_low_precision_resumes(run_ranks, tmp_path, wrapper) -> None:
+    stage, options = WRAPPERS[wrapper]
+    out = run_ranks(through, args=(tmp_path, zero.settings(stage, **options), "diloco", {}))
+    check(out, tmp_path, whole=wrapper != "BF16_Optimizer")  # "is not a zero checkpoint", says deepspeed 0.19.8 of its own file
+
+
+def in_mesh(me: Any, root: Path, config: dict[str, Any], preset: str) -> Any:
+    me = type(me)(me.rank // 2, me.rank % 2, 2, 2, me.rank, me.folder)
+    with deepspeed_ext.shard_within_node(2):
+        return through(me, root, config, preset, {})
+
+
+@pytest.mark.parametrize("stage, preset", [("zero3", "diloco"), pytest.param("zero1", "demo", marks=pytest.mark.slow)])
+def test_a_mesh_resumes(run_ranks, tmp_path, stage, preset) -> None:
+    """One world: DeepSpeed's rank 0 writes `latest` and the scripts for itself only."""
+    check(run_ranks(in_mesh, islands=1, procs=4, args=(tmp_path, zero.settings(stage), preset)), tmp_path)
+
+
+# ---- other numbers, other processes -----------------------------------------------------------------------------------------------
+
+
+def save(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """N steps and a save; N more."""
+    made, exchange = make(config, preset, **keywords)
+    zero.train(made, range(N), me.rank)
+    made.save_checkpoint(str(root))
+    saved = everything(made, exchange)
+    losses = zero.train(made, range(N, 2 * N), me.rank)
+    saved |= {"later": everything(made, exchange), "losses": losses}
+    exchange.detach()
+    return saved
+
+
+def load(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any], tag: str | None = None, **options: Any) -> Any:
+    """A fresh engine with other weights, loaded; N more steps."""
+    logging.basicConfig(level=logging.WARNING, force=True)
+    made, exchange = make(config, preset, seed=8 + me.island, **keywords)
+    made.load_checkpoint(str(root), tag, **options)
+    loaded = everything(made, exchange)
+    losses = zero.train(made, range(N, 2 * N), me.rank)
+    loaded |= {"later": everything(made, exchange), "losses": losses}
+    exchange.finish()
+    return loaded | {"end": copied(exchange.shards.read("parameter"))}
+
+
+def test_processes_resume(run_ranks, tmp_path) -> None:
+    args = (tmp_path, zero.settings("zero3-parts", clip=1.0), "streaming_diloco", {})
+    for a, b in zip(run_ranks(save, args=args), run_ranks(load, args=args), strict=True):
+        b.pop("end")
+        assert a["exchange"]["in_flight"] and differences(a, b) == []
+
+
+def mean(saved: list[dict[str, Any]], proc: int, key: str) -> Any:
+    a, b = (saved[2 * island + proc][key] for island in (0, 1))
+    if key == "masters":
+        return [(x + y) / 2 for x, y in zip(a, b, strict=True)]
+    return [{k: (x[k] + y[k]) / 2 for k in x} for x, y in zip(a, b, strict=True)]
+
+
+def close(a: list[Any], b: list[Any]) -> bool:
+    if isinstance(a[0], dict):
+        return all(close([x[k] for x in a], [y[k] for y in b]) for k in a[0])
+    return all(torch.allclose(x, y, rtol=1e-6, atol=1e-9, equal_nan=True) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero3")), "zero3-parts"])
+def test_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
+    """Replicas differ between exchanges: one that is added takes the mean, and so does one that is left."""
+    args = (tmp_path, zero.settings(stage), "diloco", {})
+    saved = run_ranks(save, args=args)
+    assert differences(saved[0]["masters"], saved[2]["masters"])
+    for proc, one in enumerate(run_ranks(load, islands=1, args=args)):
+        assert close(one["masters"], mean(saved, proc, "masters")) and close(one["inner"], mean(saved, proc, "inner"))
+        assert one["steps"][0] == one["steps"][2] == N
+        ours, theirs = (x["exchange"]["channels"]["delta"] for x in (one, saved[proc]))
+        assert torch.equal(ours["anchor"], theirs["anchor"]) and torch.equal(ours["momentum"], theirs["momentum"])
+    three = run_ranks(load, islands=3, args=args)
+    for rank, one in enumerate(three):
+        if rank < 4:
+            wanted = {k: v for k, v in saved[rank].items() if k not in ("later", "losses")}
+            assert differences(wanted, {k: one[k] for k in wanted}) == []
+        else:
+            assert close(one["masters"], mean(saved, rank - 4, "masters")) and close(one["inner"], mean(saved, rank - 4, "inner"))
+            assert one["steps"] == saved[0]["steps"]
+        assert differences(one["end"], three[rank % 2]["end"]) == []
+
+
+@pytest.mark.parametrize("preset", [pytest.param("demo", marks=pytest.mark.slow), "streaming_diloco"])
+def test_a_lost_folder(run_ranks, tmp_path, preset) -> None:
+    """It takes over from the other replica; that one goes on as if nothing had happened, with what was under way."""
+    args = (tmp_path, zero.settings("zero2"), preset, {})
+    saved = run_ranks(save, args=args)
+    shutil.rmtree(tmp_path / "island1")
+    out = run_ranks(load, args=args, check=False)
+    assert all(o.error is None for o in out), [o.error for o in out]
+    for proc in (0, 1):
+        kept, new = out[proc].value, out[2 + proc].value
+        wanted = {k: v for k, v in saved[proc].items() if k not in ("later", "losses")}
+        assert differences(wanted, {k: kept[k] for k in wanted}) == []
+        for key in ("masters", "inner", "steps"):
+            assert differences(saved[proc][key], new[key]) == []
+        assert differences(kept["end"], new["end"]) == []
+    assert f"island1 takes over global_step{N}" in out[2].log and "1 of island0" in out[2].log
+
+
+def test_what_is_not_whole(run_ranks, tmp_path) -> None:
+    """A save that one replica did not end is not resumed by any; alone, it is an error that says so."""
+    args = (tmp_path, zero.settings("zero1"), "demo", {})
+    saved = run_ranks(save, args=args)
+    run_ranks(save_more, args=args)
+    assert (tmp_path / "island0" / "latest").read_text() == "later"
+    (tmp_path / "island1" / "later" / "exchange" / "rank1.json").unlink()
+    (tmp_path / "island1" / "latest").write_text(f"global_step{N}")
+    out = run_ranks(load, args=args, check=False)
+    assert all(o.error is None for o in out), [o.error for o in out]
+    assert all(differences(a["later"], b.value["later"]) == [] for a, b in zip(saved, out, strict=True))
+    assert f"names global_step{N}, later: global_step{N} is the newest that all hold whole" in out[0].log
+    for o in run_ranks(load, args=(*args, "later"), check=False):
+        assert o.error is not None and "lacks the parts of (island, rank) [(1, 1)]: half-written, or a file is lost" in o.error
+        assert "ValueError" in o.error and "engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach" in o.error
+
+
+def save_and_fail(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
+    logging.basicConfig(level=logging.WARNING, force=True)
+    made, exchange = make(config, "diloco")
+    zero.train(made, range(2), me.rank)
+    out = [made.save_checkpoint(str(root), "again")]
+    zero.train(made, range(2), me.rank)
+    if me.rank == 3:
+        checkpoints.save_exchange = full
+    for tag in ("again", "more", "last"):
+        try:
+            out.append(made.save_checkpoint(str(root), tag))
+        except OSError as error:
+            out.append(str(error))
+    exchange.detach()
+    return out
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def test_a_save_over_another_fails(run_ranks, tmp_path) -> None:
+    """All ranks of the replica hear of it, what is left of the older one does not count as whole; the third failure in a row ends it."""
+    config = zero.settings("zero1")
+    out = run_ranks(save_and_fail, args=(tmp_path, config), check=False)
+    said = [o.value for o in out]
+    assert said[:2] == [[True] * 4] * 2 and said[2][:3] == said[3][:3] == [True, False, False]
+    assert said[2][3].endswith("another rank could not write") and said[3][3] == "the disk is full"
+    assert "no checkpoint saved" in out[2].log and "failure 2 in a row of the 3" in out[2].log
+    assert not (tmp_path / "island1" / "again").exists() and (tmp_path / "island0" / "again" / "manifest.json").exists()
+
+
+def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[Any]:
+    made, exchange = make(config, "diloco")
+    zero.train(made, range(2), me.rank)
+    if me.island == 1 and me.proc == 1:
+        tensors = exchange.shards.read(where)
+        next(t for t in tensors if t is not None and t.numel()).view(-1)[0] = float("nan")
+    saved = made.save_checkpoint(str(root), "one")
+    exchange.detach()
+    return [saved, (root / f"island{me.island}" / "one").exists()]
+
+
+@pytest.mark.parametrize("where", ["parameter", "state:exp_avg"])
+def test_no_checkpoint_of_a_nan(run_ranks, tmp_path, where) -> None:
+    assert run_ranks(poisoned, args=(tmp_path, zero.settings("zero1"), where)) == [[True, True]] * 2 + [[False, False]] * 2
+
+
+def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
+    made, exchange = make(config, "demo")
+    made.save_checkpoint(str(root), "one")
+    torch.distributed.barrier()
+    if me.proc == 0:
+        Fence([root / f"island{me.island}"], "later").begin("token")
+    torch.distributed.barrier()
+    with pytest.raises(Superseded, match="belongs to a later life"):
+        made.save_checkpoint(str(root), "two")
+    exchange.detach()
+    return (root / f"island{me.island}" / "two").exists()
+
+
+def test_a_process_of_an_earlier_life_writes_nothing(run_ranks, tmp_path) -> None:
+    assert run_ranks(usurped, args=(tmp_path, zero.settings("zero1"))) == [False] * 4
+    assert (tmp_path / "island0" / "latest").read_text() == "one"
+
+
+def test_a_flipped_bit_is_found(run_ranks, tmp_path) -> None:
+    args = (tmp_path, zero.settings("zero2"), "demo", {})
+    run_ranks(save, args=args)
+    (file,) = (tmp_path / "island1" / f"global_step{N}").glob("zero_pp_rank_1_*optim_states.pt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    out = run_ranks(load, args=args, check=False)
+    assert any("optim_states.pt: checksum does not fit" in str(o.error) for o in out[2:]) and all(o.error for o in out[2:])
+
+
+def save_more(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> None:
+    made, exchange = make(config, preset, **keywords)
+    made.load_checkpoint(str(root))
+    zero.train(made, range(N, N + 2), me.rank)
+    made.save_checkpoint(str(root), "later")
+    exchange.detach()
+
+
+# ---- what is refused, and what starts anew ------------------------------------------------------------------------------------------
+
+
+def refused(run_ranks: Any, *args: Any, **keywords: Any) -> str:
+    """The error that all ranks raise."""
+    out = run_ranks(load, args=args, check=False, **keywords)
+    errors = {str(o.error).strip().splitlines()[-1].replace("island1", "island0") for o in out}
+    assert len(errors) == 1, errors
+    return errors.pop()
+
+
+def test_what_belongs_to_another_run(run_ranks, tmp_path) -> None:
+    config = zero.settings("zero2")
+    run_ranks(save, args=(tmp_path, config, "diloco", {}))
+    text = refused(run_ranks, tmp_path, config, "desloc", {})
+    assert "ValueError" in text and "was saved by preset 'diloco', this run has 'desloc'" in text
+    text = refused(run_ranks, tmp_path, config, "diloco", {"width": 66})
+    assert "belongs to another model: embed.weight is (37, 130) there, (37, 66) here" in text
+    text = refused(run_ranks, tmp_path, config, "diloco", {}, procs=1, group=True)
+    assert "other stretches of the parameters (2 shards, cut by ZeRO) than those of this run (1 shards, cut by ZeRO)" in text
+    text = refused(run_ranks, tmp_path, zero.settings("zero3"), "diloco", {})
+    assert "the same ZeRO stage and parameter groups" in text and "before attach" in text
+
+
+def test_stretches_and_rows(tmp_path) -> None:
+    """What FSDP2 has saved is not what ZeRO holds, and the other way round."""
+    config, form = fsdp_demo.preset("diloco"), resharded.Form(2, 2)
+    by_rows, by_zero = ([[resharded.make(config, form, i, p, fill=True) for p in form.places(i)] for i in range(2)] for _ in range(2))
+    for rank in (r for island in by_zero for r in island):
+        rank.shards.shards[:] = [replace(s, offset=0) for s in rank.shards.shards]
+    rows, stretches = (open_exchange(*resharded.save(s, tmp_path / n)) for s, n in ((by_rows, "rows"), (by_zero, "zero")))
+    rows.check(by_rows[0][0])
+    stretches.check(by_zero[0][1])
+    for saved, rank in ((rows, by_zero[0][0]), (stretches, by_rows[1][0])):
+        with pytest.raises(ValueError, match="parts that ZeRO has cut are not cut anew"):
+            saved.state_for(rank)
+
+
+def anew(me: Any, root: Path, config: dict[str, Any], options: dict[str, Any], empty: Path) -> dict[str, Any]:
+    logging.basicConfig(level=logging.WARNING, force=True)
+    made, exchange = make(config, "streaming_diloco", seed=8 + me.island)
+    zero.train(made, range(9), me.rank)
+    assert made.load_checkpoint(str(empty)) == (None, None) and exchange.step == 9
+    assert exchange.state_dict()["in_flight"]
+    made.load_checkpoint(str(root), **options)
+    loaded = everything(made, exchange) | {"whole": zero.whole(made)}
+    zero.train(made, range(4), me.rank)
+    exchange.finish()
+    return loaded | {"end": copied(exchange.shards.read("parameter"))}
+
+
+@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
+def test_weights_alone(run_ranks, tmp_path, stage, options) -> None:
+    """The channels start anew: anchors at the weights of one replica, which all have."""
+    config = zero.settings(stage)
+    run_ranks(save, args=(tmp_path, config, "streaming_diloco", {}))
+    (tmp_path / "empty").mkdir()
+    out = run_ranks(anew, args=(tmp_path, config, options, tmp_path / "empty"), check=False)
+    assert all(o.error is None for o in out), [o.error for o in out]
+    whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
+    for o in out:
+        assert all(torch.equal(whole[n], w) for n, w in o.value["whole"].items())
+        state = o.value["exchange"]
+        assert not any(c["momentum"].any() for c in state["channels"].values()) and state["in_flight"] == []
+        steps = 9 if "load_module_only" in options else N  # DeepSpeed's own count
+        assert o.value["steps"][0] == o.value["steps"][2] == steps
+        assert differences(o.value["end"], out[o.rank % 2].value["end"]) == []
+    assert "was loaded without optimizer states: the channels start anew" in out[0].log
+
+
+def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without an exchange, taken up by replicas."""
+    logging.basicConfig(level=logging.WARNING, force=True)
+    torch.manual_seed(7)
+    made = zero.engine(config, zero.adamw, zero.Model(130))
+    made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
+    if me.island == 0:
+        made.save_checkpoint(str(root), "start")
+        (root / "written").touch()
+    while not (root / "written").exists():
+        pass
+    wanted = zero.whole(made)
+    made, exchange = make(config, "diloco", seed=8)
+    path, _ = made.load_checkpoint(str(root))
+    got = zero.whole(made)
+    made.save_checkpoint(str(root))
+    exchange.finish()
+    return {"path": path, "differences": differences(wanted, got)}
+
+
+def test_a_plain_checkpoint(run_ranks, tmp_path) -> None:
+    out = run_ranks(plain, args=(tmp_path, zero.settings("zero1")), check=False)
+    assert all(o.error is None and o.value["differences"] == [] for o in out), [o.error for o in out]
+    assert out[2].value["path"].startswith(str(tmp_path / "start")) and "and holds no exchange state: the channels start anew" in out[0].log
+    assert (tmp_path / "island1" / "latest").exists()
+
+
+def seen(tag: str, step: int, applied: str, owner: int | None = None) -> dict[str, Any]:
+    """What a replica sees that shares no disk with the others: the tag in its own folder, and one of step 10."""
+    own = [[10, "9", 0, "ten", "r10"], [step, applied, 0, tag, f"r{step}{applied}"]]
+    note = {"name": "n", "tag": None, "latest": tag, "plain": [], "bad": {}, "beside": {}, "plain_latest": None, "own": own}
+    note["seen"] = {t: {run: [s, 0.0]} for s, _, _, t, run in own}
+    return note | ({} if owner is None else {"owner": owner, "own": []})
+
+
+def test_replicas_between_the_same_exchanges_load_unlike_tags() -> None:
+    assert choose_tags([seen("a", 17, "9"), seen("b", 19, "9")]) == [("a", "r179"), ("b", "r199")]
+    assert choose_tags([seen("a", 17, "9"), seen("b", 19, "18")]) == [("a", "r179"), ("ten", "r10")]  # 19 has applied what 17 lost
+    assert choose_tags([seen("a", 17, "9"), seen("a", 17, "9")]) == [("a", "r179")] * 2
+    with pytest.raises(NeedsDecision, match="swapped"):
+        choose_tags([seen("a", 17, "9", 1), seen("a", 17, "9", 0)])
+
+
+def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:
+    made, exchange = make(config, "diloco")
+    try:
+        made.load_checkpoint(str(root / ("here" if me.island == 0 or len(set(tags)) > 1 else "there")), *tags[me.island : me.island + 1])
+    finally:
+        exchange.detach()
+
+
+def test_replicas_that_do_not_see_it(run_ranks, tmp_path) -> None:
+    config = zero.settings("zero1")
+    run_ranks(save, args=(tmp_path / "here", config, "diloco", {}))
+    (tmp_path / "there").mkdir()
+    for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5"] * 2), check=False):
+        assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none): copy" in str(o.error)
+    for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5", "other"]), check=False):
+        assert "NeedsDecision: replicas load different tags (island0: 'global_step5', island1: 'other')" in str(o.error)
+
+
+def clipped(me: Any, root: Path, config: dict[str, Any], preset: str) -> list[float]:
+    made, exchange = make(config, preset)
+    before = made.optimizer.clip_grad
+    zero.train(made, range(2), me.rank)
+    made.save_checkpoint(str(root))
+    during = made.optimizer.clip_grad
+    made.load_checkpoint(str(root))
+    after = made.optimizer.clip_grad
+    exchange.finish()
+    return [before, during, after]
+
+
+def test_clipping_stays_with_the_exchange(run_ranks, tmp_path) -> None:
+    """The exchange clips the mean gradient, the engine does not; a checkpoint that is loaded without the exchange clips."""
+    assert run_ranks(clipped, args=(tmp_path, zero.settings("zero2", clip=0.5), "full"))[0] == [0.0, 0.0, 0.0]
+    (file,) = tmp_path.glob("island1/*/zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert torch.load(file, weights_only=False)["optimizer_state_dict"]["clip_grad"] == 0.5
+
+
+def test_inspect_and_anchors(run_ranks, tmp_path) -> None:
+    """What `fsdp-demo inspect` says of DeepSpeed's folders, and the outer parameters in them."""
+    run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco", {"period": N}))  # at step N the parameters are the anchor
+    found = inspect(tmp_path)
+    assert [Path(f["folder"]).relative_to(tmp_path).as_posix() for f in found] == [f"island{i}/global_step{N}" for i in (0, 1)]
+    count = sum(p.numel() for p in zero.Model(130).parameters())
+    for f in found:
+        assert f["complete"] and f["step"] == N and f["islands"] == 2 and f["shards"] == 2 and f["parameters"] == count
+    assert inspect(tmp_path / "island1" / f"global_step{N}")[0]["holds"] == {"1": "island1"}
+    whole = anchors(open_exchange(tmp_path / "island0" / f"global_step{N}" / "exchange"), 0)
+    merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
+    assert sum(t.numel() for t in whole.values()) == count and all(torch.equal(merged[n], t) for n, t in whole.items())
+    (tmp_path / "island0" / f"global_step{N}" / "exchange" / "rank1.json").unlink()
+    assert [f["complete"] for f in inspect(tmp_path)] == [False, True]
+
+
+class Tied(zero.Model):
+    """Two names for one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].weight = self.layers[0].weight
+
+
+def apart(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    with deepspeed_ext.shard_within_node(2) as mesh:
+        torch.manual_seed(7)
+        made = zero.engine(config, zero.adamw, Tied())
+        separate(made, mesh.mpu.replica)
+        zero.train(made, range(2), me.rank)
+        made.save_checkpoint(str(root), client_state={"who": mesh.mpu.replica})
+        wanted, whole = copied(made.optimizer.optimizer.state_dict()), zero.whole(made)
+        made = zero.engine(config, zero.adamw, Tied())
+        separate(made, mesh.mpu.replica)
+        path, client = made.load_checkpoint(str(root))
+        got = copied(made.optimizer.optimizer.state_dict())
+        same = differences(wanted, got) + differences(whole, zero.whole(made))
+        merged = get_fp32_state_dict_from_zero_checkpoint(str(root / "replica1" if mesh.mpu.replica else root))
+        assert all(torch.equal(merged[n], w) for n, w in whole.items())
+        assert torch.equal(merged["layers.1.weight"], whole["layers.0.weight"])  # known to rank 0 of the world only, in plain DeepSpeed
+        torch.distributed.barrier()
+        if me.rank == 0:
+            shutil.rmtree(root / "replica1")
+        torch.distributed.barrier()
+        taken, _ = made.load_checkpoint(str(root))
+        return {"path": path, "client": client["who"], "differences": same, "whole": whole, "taken": taken}
+
+
+def test_separate_folders_for_the_trainer(run_ranks, tmp_path) -> None:
+    out = run_ranks(apart, islands=1, procs=4, args=(tmp_path, zero.settings("zero2")))
+    for rank, o in enumerate(out):
+        own = tmp_path / "replica1" if rank > 1 else tmp_path
+        assert o["differences"] == [] and o["client"] == rank // 2 and Path(o["path"]).parent == own / "global_step2"
+        assert Path(o["taken"]).parent == tmp_path / "global_step2"
+    assert not (tmp_path / "global_step2" / "exchange").exists()

@@ -1,0 +1,413 @@
+"""What a rank holds under ZeRO, that it is the same as under FSDP2 where it can be, and steps that only some replicas take."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_ext
+import fsdp_demo
+from deepspeed_ext.zero_params import pieces
+from fsdp_demo.exchange.plan import Plan
+
+from ..support import zero
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (4, 3, 2), (11,), (1, 6), (6, 1), ()])
+def test_pieces_cover_every_stretch_once_and_keep_whole_rows(shape):
+    total = math.prod(shape)
+    row = math.prod(shape[1:])
+    for start in range(total + 1):
+        for numel in range(total - start + 1):
+            found = list(pieces(shape, start, numel))
+            assert sum(math.prod(s) for _, s in found) == numel
+            at = start
+            for begin, local in found:
+                assert begin == at
+                at += math.prod(local)
+                if len(local) > 1 or len(shape) < 2 and local != shape:
+                    assert local[1:] == tuple(shape[1:]) and (begin % row == 0 or not numel)
+            assert len(found) <= 3 and [s for _, s in found].count(()) == (shape == () and numel == 1)
+            if start % row == numel % row == 0 and numel:  # rows only: one shard, as FSDP2 has it
+                assert len(found) == 1
+    assert list(pieces(shape, 0, total)) == [(0, shape)]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {stage: {} for stage in (*zero.STAGES, "wrapper")}
+LAYOUTS |= {"zero1-round": {"round_robin_gradients": True}, "zero2-round": {"round_robin_gradients": True}}
+LAYOUTS |= {"zero2-aligned": {"parameter_alignment": True, "round_robin_gradients": True}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout, bf16):
+    """In one island of 3 ranks: nothing is even. Every rank names every parameter; a write through a shard is seen by the model."""
+
+    def run(me):
+        settings = zero.settings(layout.split("-r")[0].split("-a")[0], bf16=bf16)
+        settings["zero_optimization"] |= LAYOUTS[layout]
+        made = zero.engine(settings)
+        shards = deepspeed_ext.ZeroShards(made)
+        assert shards.position(me.proc, me.procs) == fsdp_demo.comm.topology.Position(3, me.proc, 1, 0)
+        with zero.gathered(made.module):  # what the model computes with, and the masters are made of
+            full = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
+        held = [
+            (s.name, s.offset, bool(torch.equal(full[s.name].reshape(-1)[s.offset : s.offset + x.numel()].view(s.shape), x)), x.numel())
+            for s, x in zip(shards.shards, shards.read("parameter"), strict=True)
+        ]
+        with torch.no_grad():
+            for x in shards.read("parameter"):
+                x.mul_(2.0)
+        shards.commit()
+        with zero.gathered(made.module):
+            low = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
+        seen = all(torch.equal(low[n], 2 * full[n]) for n in full)
+        if me.proc == 1:  # one rank holds it, all hear of it
+            next(x for x in shards.read("parameter") if x.numel()).add_(1.0)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="is not what the model computes with"):
+            shards.partitions.check()
+        return {n: tuple(p.shape) for n, p in full.items()}, held, seen
+
+    results = run_ranks(run, 1, 3)
+    shapes = results[0][0]
+    for _, held, seen in results:
+        assert seen and {name for name, *_ in held} == set(shapes) and all(equal for *_, equal, _ in held)
+    for name, shape in shapes.items():
+        stretches = sorted((o, n) for _, held, _ in results for m, o, _, n in held if m == name and n)
+        assert sum(n for _, n in stretches) == math.prod(shape)
+        assert all(a + n == b for (a, n), (b, _) in zip(stretches, stretches[1:], strict=False)) and stretches[0][0] == 0
+
+
+# -- ZeRO-3 and FSDP2 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["demo", "decoupled_momentum"])
+def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(run_ranks, preset):
+    """10 exchanges in fp32 of a model whose every dim 0 is even, on real data: bit for bit."""
+    periods = {} if preset == "demo" else {"period": 2, "transform": True}
+    optimizer = zero.sgd if preset == "demo" else zero.adamw
+    steps = range(10 * periods.get("period", 1))
+
+    def model() -> nn.Module:
+        torch.manual_seed(7)
+        return zero.Aligned()
+
+    def with_zero(me):
+        made = zero.engine(zero.settings("zero3"), optimizer, model())
+        exchange = deepspeed_ext.attach(made, preset, **periods)
+        losses = zero.train(made, steps, me.rank)
+        return losses, vars(exchange._meter), zero.whole(made), [s.shape for s in exchange.shards.shards]
+
+    def with_fsdp2(me):
+        from torch.distributed.fsdp import fully_shard
+
+        made = model()
+        fully_shard(made, mesh=me.mesh())
+        inner = optimizer(made.parameters())
+        exchange = fsdp_demo.attach(inner, preset, model=made, clip=None, **periods)
+        losses = []
+        for t in steps:
+            rows, targets = zero.batch(t, me.rank)
+            loss = nn.functional.cross_entropy(made(rows).float(), targets)
+            loss.backward()
+            inner.step()
+            inner.zero_grad()
+            losses.append(float(loss))
+        whole = {n: p.full_tensor().detach().clone() for n, p in made.named_parameters()}
+        return losses, vars(exchange._meter), whole, [s.shape for s in exchange.shards.shards]
+
+    for ours, theirs in zip(run_ranks(with_zero), run_ranks(with_fsdp2), strict=True):
+        assert ours[0] == theirs[0] and ours[3] == theirs[3]
+        assert all(ours[1][k] == theirs[1][k] for k in ("exchanges", "messages", "bytes_sent", "bytes_received"))
+        assert ours[1]["exchanges"] == 10
+        assert all(torch.equal(ours[2][n], theirs[2][n]) for n in theirs[2])
+
+
+def test_what_stays_gathered_is_sent_once(run_ranks):
+    """All tensors persistent, so that every rank holds all of them: an island sends as much as with none persistent, a whole copy once."""
+
+    def run(me):
+        sent = {}
+        for threshold in (0, 10**9):
+            settings = zero.settings("zero3")
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+            made = zero.engine(settings)
+            if threshold:
+                assert all(p.ds_persist for p in made.module.parameters())
+            with zero.another_run():
+                exchange = deepspeed_ext.attach(made, "local_sgd", period=1)
+            zero.train(made, range(1), me.rank)
+            sent[threshold] = exchange.metrics()["bytes_sent"]
+            exchange.detach()
+            made.destroy()
+        return sent
+
+    results = run_ranks(run)
+    numel = sum(p.numel() for p in zero.Model().parameters())
+    for island in (results[:2], results[2:]):
+        gathered, none = (sum(sent[t] for sent in island) for t in (10**9, 0))
+        assert gathered == none
+        assert 4 * numel <= gathered < 4 * numel + 1000  # fp32; headers and checksums
+
+
+# -- start -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", zero.STAGES)
+def test_islands_start_from_the_masters_frozen_parameters_and_buffers_of_island_0(run_ranks, stage):
+    def run(me):
+        torch.manual_seed(me.island)
+        model = zero.Model()
+        model.layers[1].weight.requires_grad_(False)
+        model.norm.weight.requires_grad_(False).fill_(1.0 + me.island)
+        model.scale.fill_(me.island + 1.0)
+        made = zero.engine(zero.settings(stage), model=model)
+        exchange = deepspeed_ext.attach(made, "diloco")
+        with torch.no_grad():
+            seen = made(zero.batch(0, 0)[0]).clone()
+        with zero.gathered(made.module):
+            out = {n: p.detach().clone() for n, p in [*made.module.named_parameters(), *made.module.named_buffers()]}
+        exchange.detach()
+        return out, seen
+
+    results = run_ranks(run)
+    torch.manual_seed(0)
+    first = zero.Model().state_dict()
+    for result, seen in results:
+        assert all(torch.equal(result[n], value) for n, value in first.items())
+        assert torch.equal(seen, results[0][1])
+
+
+# -- steps that are not taken ----------------------------------------------------------------------------------------
+
+
+class Rate:
+    """A schedule that counts."""
+
+    def __init__(self, optimizer: Any):
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+        for g in self.optimizer.param_groups:
+            g["lr"] = 0.01 / (1 + self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+SKIPS = [("full", stage) for stage in (*zero.STAGES, "wrapper")]
+SKIPS += [("full", "zero2-offload"), ("diloco", "zero3-parts-offload")]
+SKIPS += [("demo", "zero2"), ("demo", "zero3-parts"), ("diloco", "zero1"), ("diloco", "zero3")]
+
+
+@pytest.mark.parametrize("preset, stage", SKIPS)
+def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset, stage):
+    """A NaN on one rank of island 1 in step 2: DeepSpeed skips there alone. Steps, exchanges, rates and replicas stay together; under
+    `full` what is applied in that step is the other replica's gradient."""
+    period = {} if preset != "diloco" else {"period": 3}
+
+    def run(me, poisoned):
+        torch.manual_seed(7)
+        model = zero.Model()
+        inner = (zero.sgd if preset == "demo" else zero.adamw)(model.parameters())
+        made = zero.engine(zero.settings(stage), lambda _: inner, model, lr_scheduler=Rate(inner))
+        with zero.another_run():
+            exchange = deepspeed_ext.attach(made, preset, **period)
+        skipped = []
+        for t in range(6):
+            rows, targets = zero.batch(t, me.rank)
+            loss = nn.functional.cross_entropy(made(rows), targets)
+            made.backward(loss * (math.nan if poisoned and t == 2 and me.rank == 2 else 1.0))
+            made.step()
+            skipped.append(not made.was_step_applied())
+            assert exchange.step == made.global_steps == t + 1
+        equal = exchange.digests_equal()
+        count, rate, exchanges = made.lr_scheduler.count, made.get_lr()[0], exchange.metrics()["exchanges"]
+        out = skipped, count, rate, exchanges, equal, zero.whole(made)
+        exchange.detach()
+        return out
+
+    pairs = run_ranks(lambda me: (run(me, False), run(me, True)))
+    sound, results = [a for a, _ in pairs], [b for _, b in pairs]
+    for rank, (skipped, count, rate, exchanges, equal, whole) in enumerate(results):
+        assert skipped == [rank >= 2 and t == 2 for t in range(6)]
+        assert count == 6 and rate == results[0][2] == sound[0][2] and exchanges == (2 if preset == "diloco" else 6)
+        assert equal and all(bool(x.isfinite().all()) for x in whole.values())
+        assert not all(torch.equal(whole[n], sound[0][5][n]) for n in whole)
+
+
+@pytest.mark.parametrize(
+    "stage, preset",
+    [("zero1", "full"), ("zero3-parts", "demo"), ("zero2", "diloco"), ("wrapper", "full"), ("zero2-offload", "demo"), ("zero3", "full")],
+)
+def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(run_ranks, stage, preset):
+    def run(me, by_loop):
+        made = zero.engine(zero.settings(stage, accumulate=2), zero.sgd if preset == "demo" else zero.adamw)
+        with zero.another_run():
+            exchange = deepspeed_ext.attach(made, preset, **({} if preset != "diloco" else {"period": 2}))
+        for t in range(5):
+            for micro in range(2):
+                rows, targets = zero.batch(t, me.rank, micro)
+                loss = nn.functional.cross_entropy(made(rows), targets)
+                made.backward(loss * (math.nan if me.island == 1 and t == 3 else 1.0))
+                if me.island == 1 and t == 3 and micro == 1 and by_loop:
+                    exchange.skip()
+                else:
+                    made.step()
+        assert exchange.step == made.global_steps == 5 and made.skipped_steps == me.island
+        out = zero.whole(made)
+        exchange.detach()
+        return out
+
+    for one, other in run_ranks(lambda me: (run(me, True), run(me, False))):
+        assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_attaching_changes_no_step(run_ranks, dampening):
+    """SGD whose first step is not like later ones: making its state early must not make the first step a later one."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=dampening)
+
+    def run(me):
+        ends = []
+        for attached in (True, False):
+            made = zero.engine(zero.settings("zero3-parts"), sgd)
+            exchange = deepspeed_ext.attach(made, "local_sgd", period=100) if attached else None
+            zero.train(made, range(3), me.rank)
+            ends.append(zero.whole(made))
+            if exchange is not None:
+                exchange.detach()
+        return all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+
+    assert all(run_ranks(run))
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
+@pytest.mark.parametrize("preset, changes", [("diloco", {"period": 4}), ("streaming_diloco", {"period": 6, "delay": 2, "layers": 1})])
+def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(run_ranks, stage, preset, changes):
+    def run(me):
+        made = zero.engine(zero.settings(stage, bf16=True))
+        exchange = deepspeed_ext.attach(made, preset, **changes)
+        zero.train(made, range(6), me.rank)
+        rows, _ = zero.batch(100, 0)
+
+        def shown() -> torch.Tensor:
+            with torch.no_grad():
+                return made(rows).float().clone()
+
+        before = shown()
+        with exchange.outer_parameters(made.module):
+            outer = shown()
+            with pytest.raises(RuntimeError, match="leave the context first"):
+                made.save_checkpoint(str(me.folder))
+        after = shown()
+        exchange.finish()
+        return before, outer, after, shown(), exchange.digests_equal()
+
+    results = run_ranks(run)
+    for before, outer, after, end, equal in results:
+        assert torch.equal(before, after) and not torch.equal(before, outer)
+        assert torch.equal(outer, results[0][1]) or preset == "streaming_diloco"  # seen with a fragment's delta under way
+        assert equal and torch.equal(end, results[0][3])
+
+
+def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_ranks):
+    def run(me):
+        made = zero.engine(zero.settings("zero2", accumulate=3, clip=0.5))
+        zero.train(made, range(2), me.rank, accumulate=3)
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        assert exchange.step == made.global_steps == 2
+        assert exchange.clips == "DeepSpeed clips each replica's own gradient to norm 0.5"
+        with pytest.raises(ValueError, match="has an exchange already"):
+            deepspeed_ext.attach(made, "diloco")
+        zero.train(made, range(2, 5), me.rank, accumulate=3)
+        assert exchange.step == made.global_steps == 5 and exchange.metrics()["exchanges"] == 1
+        with exchange.paused():
+            zero.train(made, range(1), me.rank, accumulate=3)
+        assert exchange.step == 5
+        exchange.detach()
+        zero.train(made, range(1), me.rank, accumulate=3)
+        assert exchange.step == 5 and made.global_steps == 7
+        with zero.another_run():
+            exchange = deepspeed_ext.attach(made, "full")
+        assert made.optimizer.clip_grad == 0.0 and "0.5 clips the mean" in exchange.clips
+        exchange.detach()
+        assert made.optimizer.clip_grad == 0.5
+        for clip, said in ((0.3, "0.3"), (1.0, "1"), (None, "0")):
+            with pytest.raises(ValueError, match=f'set "gradient_clipping": {said} there'):
+                deepspeed_ext.attach(made, "full", clip=clip)
+        with pytest.raises(ValueError, match="no covered parameter has it"):
+            deepspeed_ext.attach(made, "desloc", states={"momentum_buffer": 2})
+        assert made.optimizer.clip_grad == 0.5
+
+    run_ranks(run)
+
+
+REST = [p for p in fsdp_demo.presets() if p not in ("full", "demo", "diloco", "desloc", "streaming_diloco")]
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
+@pytest.mark.parametrize("preset", REST)
+def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ranks, preset, stage):
+    """Those that `test_zero_oracle.py` does not follow step by step."""
+
+    def run(me):
+        config = fsdp_demo.preset(preset)
+        made = zero.engine(zero.settings(stage, bf16=True), zero.sgd if config.inner[0] == "sgd" else zero.adamw)
+        exchange = deepspeed_ext.attach(made, preset, **({} if config.channels[0].before_step else {"period": 2}))
+        sections = [(c.channel, c.section, len(c.present)) for c in (*exchange.channels, *exchange._flow.buffers)]
+        planned = Plan(sections, me.islands, me.island).over(range(4)).bytes_sent
+        zero.train(made, range(4), me.rank)
+        counted = exchange.metrics()["bytes_sent"]
+        exchange.finish()
+        return planned, counted, zero.whole(made)
+
+    results = run_ranks(run)
+    for planned, counted, whole in results:
+        assert planned == counted > 0
+        assert all(torch.equal(whole[n], results[0][2][n]) and bool(whole[n].isfinite().all()) for n in whole)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
+def test_after_the_end_one_attaches_again_and_the_old_exchange_touches_nothing(run_ranks, stage):
+    def run(me):
+        made = zero.engine(zero.settings(stage, clip=0.7))
+        first = deepspeed_ext.attach(made, "diloco", period=2)
+        zero.train(made, range(2), me.rank)
+        first.finish()
+        with pytest.raises(RuntimeError, match="the exchange is finished"):
+            zero.train(made, range(1), me.rank)
+        with zero.another_run():
+            second = deepspeed_ext.attach(made, "diloco", period=2)
+        first.detach()
+        at = made.global_steps
+        zero.train(made, range(4), me.rank)
+        assert second.step == made.global_steps == at + 4 and second.metrics()["exchanges"] == 2
+        second.finish()
+        with zero.another_run():
+            third = fsdp_demo.attach(made, "full", step=0)
+        assert third.step == 0 and made.optimizer.clip_grad == 0.0
+        ours = made.step
+        made.step = lambda *args, **kwargs: ours(*args, **kwargs)  # a profiler, say
+        zero.train(made, range(2), me.rank)
+        assert third.step == 2 and ours.__name__ == "step" and "lr_kwargs" in inspect.signature(ours).parameters
+        third.detach()
+        third.detach()
+        assert made.optimizer.clip_grad == 0.7 and "_optimizer_step" not in vars(made.optimizer)
+        zero.train(made, range(1), me.rank)
+        return third.step == 2
+
+    assert all(run_ranks(run))

@@ -1,0 +1,219 @@
+"""ZeRO replicas that see no checkpoint take over from those that have one: plain DeepSpeed, the recipe, and the Trainer.
+
+Each replica has a directory of its own, as on disks that nobody shares."""
+
+import json
+import logging
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed_ext.checkpoint_choice import choose_tags  # noqa: E402
+from deepspeed_ext.taking_over import OF_DEEPSPEED, advance  # noqa: E402
+from fsdp_demo import Topology  # noqa: E402
+from fsdp_demo.checkpoint.files import copied  # noqa: E402
+from fsdp_demo.errors import NeedsDecision  # noqa: E402
+
+from ..support import zero  # noqa: E402
+from .test_zero_resume import N, differences, everything, make, seen  # noqa: E402
+
+
+def root_of(me: Any, root: Path) -> str:
+    return str(root / f"disk{me.island}")
+
+
+def save(me: Any, root: Path, config: dict[str, Any], preset: str) -> dict[str, Any]:
+    made, exchange = make(config, preset)
+    zero.train(made, range(N), me.rank)
+    made.save_checkpoint(root_of(me, root), client_state={"mine": [3, "x"], "tensor": torch.ones(2)})
+    losses = zero.train(made, range(N, 2 * N), me.rank)
+    exchange.finish()
+    return {"losses": losses, "end": copied(exchange.shards.read("parameter"))}
+
+
+def load(me: Any, root: Path, config: dict[str, Any], preset: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A fresh engine of other weights; from there to the end, and a save of its own."""
+    logging.basicConfig(level=logging.WARNING, force=True)
+    made, exchange = make(config, preset, seed=8 + me.island)
+    path, client = made.load_checkpoint(root_of(me, root), **options)
+    samples, steps = made.global_samples, everything(made, exchange)["steps"]
+    losses = zero.train(made, range(N, 2 * N), me.rank)
+    made.save_checkpoint(root_of(me, root))
+    exchange.finish()
+    kept = sorted(p.name for p in Path(root_of(me, root)).glob(f"island{me.island}/global_step*"))
+    mine = {k: v for k, v in (client or {}).items() if k not in OF_DEEPSPEED and k != "tensor"}
+    return {
+        "path": path,
+        "client": mine,
+        "samples": samples,
+        "steps": steps,
+        "losses": losses,
+        "kept": kept,
+        "end": copied(exchange.shards.read("parameter")),
+    }
+
+
+CASES = [("zero1", "full"), ("zero2", "demo"), ("zero3-parts", "diloco"), ("zero2", "streaming_diloco")]
+
+
+@pytest.mark.parametrize("stage, preset", CASES)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_both_end_equal(run_ranks, tmp_path, stage, preset, lost) -> None:
+    config = zero.settings(stage)
+    saved = run_ranks(save, args=(tmp_path, config, preset))
+    shutil.rmtree(tmp_path / f"disk{lost}")
+    out = run_ranks(load, args=(tmp_path, config, preset, {}), check=False)
+    assert all(o.error is None for o in out), [o.error for o in out if o.error]
+    for o in out:
+        value, donor = o.value, out[2 * (1 - lost) + o.rank % 2].value
+        assert value["steps"] == donor["steps"] and value["steps"][0] == value["steps"][2] == N and value["samples"] == donor["samples"]
+        assert differences(value["end"], donor["end"]) == [] and value["client"] == {"mine": [3, "x"]}
+        assert set(value["kept"]) == {f"global_step{2 * N}"} | (set() if o.rank // 2 == lost else {f"global_step{N}"})
+        assert f"global_step{N}" in value["path"] and f"disk{o.rank // 2}" in value["path"]
+        if preset == "full":  # nothing is lost: as if the folder were there
+            assert value["losses"] == saved[o.rank]["losses"] and differences(value["end"], saved[o.rank]["end"]) == []
+    log = out[2 * lost].log
+    assert f"took over step {N} from island{1 - lost}, with its client_state; without tensor, which are not plain JSON" in log
+    assert "begin anew here" in log
+
+
+def test_weights_alone_are_not_taken_over(run_ranks, tmp_path) -> None:
+    config = zero.settings("zero1")
+    run_ranks(save, args=(tmp_path, config, "demo"))
+    shutil.rmtree(tmp_path / "disk1")
+    for o in run_ranks(load, args=(tmp_path, config, "demo", {"load_module_only": True}), check=False):
+        assert "NeedsDecision: load_module_only: no replica takes over weights alone" in str(o.error)
+    for o in run_ranks(load, args=(tmp_path, config, "demo", {"tag": f"global_step{N}"}), check=False):
+        assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none)" in str(o.error)
+        assert "without a tag, an island that holds no checkpoint takes over from the others" in str(o.error)
+
+
+def unlike(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
+    """Island 0 saves after step 4, island 1 after step 5, between the same exchanges; island 2 nowhere."""
+    made, exchange = make(config, "diloco")
+    for step in (4, 5):
+        zero.train(made, range(exchange.step, step), me.rank)
+        if me.island == step - 4:
+            made.save_checkpoint(root_of(me, root))
+    exchange.detach()
+    again, exchange = make(config, "diloco", seed=8 + me.island, topology=replace(Topology.from_env(), run="again"))
+    again.load_checkpoint(root_of(me, root))
+    loaded = everything(again, exchange)["steps"]
+    zero.train(again, range(5, 9), me.rank)
+    exchange.finish()
+    return [loaded, copied(exchange.shards.read("parameter"))]
+
+
+def test_the_furthest_is_taken_over_by_all(run_ranks, tmp_path) -> None:
+    out = run_ranks(unlike, islands=3, procs=1, group=True, args=(tmp_path, zero.settings("zero1")))
+    assert all(o[0] == out[1][0] and o[0][0] == 5 and differences(o[1], out[0][1]) == [] for o in out)
+
+
+def nothing(**more: Any) -> dict[str, Any]:
+    note = {"name": "n", "tag": None, "latest": None, "seen": {}, "plain": [], "bad": {}, "beside": {}, "plain_latest": None, "own": []}
+    return note | more
+
+
+def test_who_loads_and_who_takes_over() -> None:
+    assert choose_tags([nothing(), seen("b", 19, "9")]) == [None, ("b", "r199")]
+    torn = nothing(bad={"b": "cut off"}, latest="b")
+    assert choose_tags([seen("a", 17, "9"), torn, seen("b", 19, "9")]) == [("a", "r179"), None, ("b", "r199")]
+    assert choose_tags([nothing(), nothing()]) is None
+    with pytest.raises(NeedsDecision, match="no checkpoint is seen by all replicas"):
+        choose_tags([nothing(), seen("b", 19, "9")], take_over=False)
+    with pytest.raises(NeedsDecision, match=r"do not see the same checkpoint of plain DeepSpeed \(n: none; n: start\)"):
+        choose_tags([nothing(), nothing(plain=["start"], plain_latest="start")])
+    with pytest.raises(NeedsDecision, match="different tags"):
+        choose_tags([nothing(tag="b"), seen("b", 19, "9")])
+
+
+def test_an_engine_goes_to_the_place() -> None:
+    class Engine:
+        global_steps, global_samples, lr_scheduler = 2, 8, None
+
+        def train_batch_size(self) -> int:
+            return 4
+
+    engine = Engine()
+    advance(engine, 5)
+    assert (engine.global_steps, engine.global_samples) == (5, 20)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    advance(engine, 5)
+    advance(engine, 7)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+# ---- the recipe and the Trainer ---------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
+    recipes = Path(__file__).parents[2] / "recipes"
+    monkeypatch.syspath_prepend(str(recipes))
+    import pretrain_deepspeed
+
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda *a: None)  # lives share a process and its group here
+
+    def work(me):
+        text = me.folder / "text.txt"
+        if me.rank == 0:
+            text.write_text("to be, or not to be, that is the question\n" * 400)
+            (me.folder / "written").touch()
+        while not (me.folder / "written").exists():
+            time.sleep(0.01)
+        flags = f"--model tiny --sequence_length 32 --exchange demo --lr 3e-3 --eval_batches 2 --steps 6 --data {text} --log_every 1"
+        flags += f" --save_every 3 --output {me.folder / f'disk{me.island}'}"
+        out = []
+        for more in ("", "--resume"):
+            monkeypatch.setattr("sys.argv", ["pretrain_deepspeed.py", *flags.split(), *more.split()])
+            pretrain_deepspeed.main()
+            torch.distributed.barrier()
+            home = me.folder / f"disk{me.island}" / f"island{me.island}"
+            out.append([json.loads(line)["step"] for line in (home / "metrics.jsonl").read_text().splitlines()])
+            if me.proc == 0 and not more:
+                shutil.rmtree(home if me.island else home / "global_step6")
+                (home / "latest").write_text("global_step3") if not me.island else None
+            torch.distributed.barrier()
+        return out
+
+    for o in run_ranks(work, islands=2, procs=2, timeout=180):
+        assert o[0] == [1, 2, 3, 4, 5, 6] and o[1][-3:] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("stage, preset, changes", [("zero1", "full", {}), ("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})])
+def test_the_trainer_takes_over(run_ranks, stage, preset, changes) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
+    import transformers.integrations.deepspeed  # noqa: F401
+
+    from ..integrations.test_trainer import history
+    from ..support import trainer_script as script
+    from .test_zero_trainer import extra, settings, shown, whole
+
+    def work(me):
+        plan = {"max_steps": 10, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1}
+        out = []
+        for resume in (None, True):
+            where = me.folder / f"disk{me.island}" / "out"
+            trained = script.trainer(where, extra(preset, **changes), deepspeed=settings(stage), **plan)
+            trained.train(resume_from_checkpoint=resume)
+            counts = (trained.state.global_step, trained.deepspeed.global_steps)
+            out.append((whole(trained), shown(trained), history(trained, "learning_rate")[-5:], counts))
+            torch.distributed.barrier()
+            if me.proc == 0 and resume is None:
+                home = where / f"island{me.island}"
+                shutil.rmtree(home if me.island else home / "checkpoint-10")
+            torch.distributed.barrier()
+        return out
+
+    out = run_ranks(work, islands=2, procs=2, timeout=120)
+    for first, again in out:
+        assert again[3] == (10, 10) and again[2] == first[2] and torch.equal(again[0], out[0][1][0])
+        assert torch.equal(again[1], again[0]) and (preset != "full" or torch.equal(again[0], first[0]))

@@ -1,0 +1,93 @@
+"""Wrong uses under ZeRO that would go on in silence."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_ext
+
+from ..support import zero
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
+def test_steps_that_would_be_lost_and_switched_parameters(run_ranks: Any, stage: str) -> None:
+    def run(me: Any) -> None:
+        for preset, changes in (("diloco", {"period": 2}), ("demo", {"inner": "as_is"})):
+            made = zero.engine(zero.settings(stage))
+            with zero.another_run():
+                exchange = deepspeed_ext.attach(made, preset, **changes)
+            zero.train(made, range(1), me.rank)
+            before = zero.whole(made)
+            with exchange.outer_parameters(made.module), pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+                made.step()
+            after = zero.whole(made)
+            assert exchange.step == 1 and all(torch.equal(before[n], after[n]) for n in before)
+            zero.train(made, range(1, 2), me.rank)
+            made.module.head.bias.requires_grad_(False)
+            with pytest.raises(RuntimeError, match="requires_grad of head.bias was switched off after attach"):
+                exchange.skip()
+            made.module.head.bias.requires_grad_(True)
+            zero.train(made, range(2, 3), me.rank)
+            assert exchange.step == 3
+            exchange.finish()
+
+    run_ranks(run, timeout=120)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
+def test_masters_that_were_changed_since_attach(run_ranks: Any, stage: str) -> None:
+    """On one rank of an island: all of them refuse."""
+
+    def run(me: Any) -> None:
+        made = zero.engine(zero.settings(stage))
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        if me.proc:
+            with torch.no_grad():
+                exchange.shards.partitions.masters()[0].add_(1.0)
+        with pytest.raises(ValueError, match="parameters were changed since attach"):
+            zero.train(made, range(1), me.rank)
+        exchange.detach()
+
+    run_ranks(run, timeout=120)
+
+
+def test_a_checkpoint_of_other_weights_is_loaded_after_attach(run_ranks: Any, tmp_path: Any) -> None:
+    def run(me: Any) -> None:
+        torch.manual_seed(99)
+        first = zero.engine(zero.settings("zero2"), model=zero.Model())
+        exchange = deepspeed_ext.attach(first, "diloco", period=2)
+        zero.train(first, range(3), me.rank)
+        first.save_checkpoint(str(tmp_path))
+        exchange.detach()
+        made = zero.engine(zero.settings("zero2"))
+        with zero.another_run():
+            exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        made.load_checkpoint(str(tmp_path))
+        zero.train(made, range(3, 5), me.rank)
+        assert exchange.step == 5
+        exchange.finish()
+
+    run_ranks(run, timeout=120)
+
+
+def test_engines_that_differ_and_parameters_that_nobody_steps(run_ranks: Any) -> None:
+    def run(me: Any) -> None:
+        said: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        torch.manual_seed(7)
+        model = zero.Model()
+        made = zero.engine(zero.settings("zero1"), model=model, groups=[p for n, p in model.named_parameters() if "head" not in n])
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        assert any("2 trainable parameters of the model are in no attached optimizer" in line and "head.weight" in line for line in said)
+        exchange.detach()
+        other = zero.engine(zero.settings("zero1"), lambda p: torch.optim.AdamW(p, lr=1e-2 * (1 + me.island)))
+        with zero.another_run(), pytest.raises(ValueError, match="optimizer0.group0.lr: 0.0. here, 0.0. there"):
+            deepspeed_ext.attach(other, "diloco", period=2)
+
+    run_ranks(run, 2, 1, group=True, timeout=120)

@@ -1,0 +1,383 @@
+"""Channels put together: fragments, an order between channels, one norm over the islands, overlap, and what the log says at the start."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, preset
+from fsdp_demo.config.channel import Accumulator, Reducer
+from fsdp_demo.config.fragments import expand, layer_of
+
+from ..channels.test_presets_oracle import adamw, sgd
+from ..support import probe, threaded
+
+LLAMA = [f"model.layers.{i}.{part}.weight" for i in range(8) for part in ("self_attn.q_proj", "mlp.up_proj")]
+LLAMA = ["model.embed_tokens.weight", *LLAMA, "model.norm.weight", "lm_head.weight"]
+
+
+def average_after(name: str, first: str, delay: int = 0) -> Channel:
+    return Channel(name, "state:x" if name == "a" else "parameter", Clock(4, delay=delay), applier=Applier("replace"), after=first)
+
+
+# -- fragments ---------------------------------------------------------------------------------------------------------
+
+
+def layers(channel: Channel) -> set[int | None]:
+    return {layer_of(n) for n in channel.include}
+
+
+@pytest.mark.parametrize(
+    "order, wanted",
+    [("strided", [{0, 3, 6}, {1, 4, 7}, {2, 5}, {None}]), ("sequential", [{0, 1, 2}, {3, 4, 5}, {6, 7}, {None}])],
+)
+def test_fragments_hold_layers_and_the_last_one_the_rest(order, wanted) -> None:
+    parts = expand(preset("streaming_diloco", layers=3, order=order, period=30), LLAMA)
+    assert [layers(c) for c in parts] == wanted
+    assert sorted(n for c in parts for n in c.include) == sorted(LLAMA)
+    assert [(c.clock.offset, c.clock.period, c.clock.delay) for c in parts] == [(p * 30 // 4, 30, 5) for p in range(4)]
+    due = [c.name for t in range(60, 90) for c in parts if c.clock.due(t)]
+    assert sorted(due) == [f"delta.{p}" for p in range(4)]
+
+
+def test_fragments_of_any_names() -> None:
+    names = ["transformer.h.0.w", "transformer.h.2.w", "transformer.h.11.w[0]*?", "transformer.wte.weight"]
+    parts = expand(preset("streaming_diloco", layers=2, period=9), names)
+    assert [[fsdp_demo.config.fragments.covers(c, n) for n in names] for c in parts] == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
+    assert layer_of("h.12.mlp.0.weight") == 12 and layer_of("layer12.weight") is None and layer_of("3") == 3
+    few = expand(preset("streaming_diloco", layers=50, period=9), LLAMA[1:5])
+    assert len(few) == 1 and few[0].clock.offset == 0
+    with pytest.raises(ValueError, match="no parameter name holds a layer number"):
+        expand(preset("streaming_diloco"), ["embed.weight", "head.weight"])
+
+
+def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
+    """The patterns alone do not tell that they meet: the names do."""
+    delta = Channel("delta", "delta", Clock(10), applier=Applier("outer"), include=("*.q_proj.*",))
+    other = Channel("other", "delta", Clock(10), applier=Applier("outer"), include=("model.layers.0.*",))
+    config = ExchangeConfig("two", (delta, other))
+    with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj.weight': channels 'delta' and 'other' both exchange 'delta'"):
+        expand(config, LLAMA)
+    assert len(expand(config, LLAMA[4:])) == 2
+
+
+# -- an order, and the drift ----------------------------------------------------------------------------------------------
+
+
+def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
+    config = preset("decoupled_momentum", transform=True, rule="released", period=2, average_every=3, clip=None, inner="as_is")
+
+    def run(me):
+        def each(t, exchange):
+            delta = exchange.channels[0]
+            here = torch.equal(delta.anchor, delta.pack("parameter"))
+            return here, exchange.drift
+
+        return probe.train(me, config, sgd, 13, True, 3, each=each)
+
+    for procs in (1, 2):
+        results = run_ranks(run, 2, procs)
+        for out in results:
+            assert out["equal"] == [(t + 1) % 6 == 0 for t in range(13)]
+            # The anchor is where the parameters are after every exchange, averaged or not.
+            assert [h for h, _ in out["each"]][1::2] == [True] * 6
+            drifts = [d for _, d in out["each"]]
+            assert drifts[:5] == [None] * 5 and drifts[5] > 0 and drifts[11] != drifts[5] and drifts[11] == drifts[12]
+
+
+def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) -> None:
+    """Nothing ships this together: sparse deltas with error feedback, embeddings dense and rarely, moments on clocks of their own."""
+    sparse = Channel(
+        "delta",
+        "delta",
+        Clock(2),
+        Accumulator(0.95),
+        Codec("dct", "topk", 64, "int8"),
+        "subtract",
+        Reducer("senders"),
+        Applier("outer"),
+        exclude=("embed*",),
+    )
+    embed = Channel("embeddings", "delta", Clock(4), codec=Codec(code="bf16"), applier=Applier("outer", lr=0.7), include=("embed*",))
+    moments = [Channel(n, f"state:{n}", Clock(p), applier=Applier("replace")) for n, p in (("exp_avg", 6), ("exp_avg_sq", 8))]
+    config = ExchangeConfig("mixture", (sparse, embed, *moments))
+
+    def run(me):
+        def each(t, exchange):
+            states = [exchange.shards.read(f"state:{n}") for n in ("exp_avg", "exp_avg_sq")]
+            return [[s.clone() for s in kind if s is not None] for kind in states]
+
+        return probe.train(me, config, adamw, 8, True, 0, each=each, finish=True)
+
+    a, b = run_ranks(run, 2, 1)
+    for t in range(8):
+        same = {n: torch.equal(a["params"][t][n], b["params"][t][n]) for n in a["params"][t] if n.endswith(".weight")}
+        assert all(same[n] == ((t + 1) % (4 if n.startswith("embed") else 2) == 0) for n in same), (t, same)
+        for kind, every in ((0, 6), (1, 8)):
+            together = all(torch.equal(x, y) for x, y in zip(a["each"][t][kind], b["each"][t][kind], strict=True))
+            assert together == ((t + 1) % every == 0)
+    assert a["final_equal"]
+
+
+# -- clipping by one norm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_one_norm_over_the_islands(run_ranks, procs) -> None:
+    limit = 0.5
+
+    def run(me):
+        model = probe.Probe(0)
+        if me.procs > 1:
+            probe.shard(model, me.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        exchange = fsdp_demo.attach(optimizer, preset("local_sgd", period=100), model=model, clip=limit, clip_over="islands")
+        before = probe.whole(model)
+        probe.backward(model, me, 0, 0, me.procs > 1)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1 + me.island)
+        optimizer.step()
+        after = probe.whole(model)
+        exchange.detach()
+        return {n: before[n] - after[n] for n in before}
+
+    raw = [{n: g * (1 + i) for n, g in probe.island_gradient(0, 0, i).items()} for i in range(2)]
+    norms = [float(sum(g.double().square().sum() for g in r.values())) for r in raw]
+    factor = limit / (((norms[0] + norms[1]) / 2) ** 0.5 + 1e-6)
+    for rank, steps in enumerate(run_ranks(run, 2, procs)):
+        for n, g in raw[rank // procs].items():
+            torch.testing.assert_close(steps[n], g * factor, rtol=1e-4, atol=1e-6)
+
+
+# -- overlap ------------------------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
+    """The line is held back until both replicas have taken the steps of the delay: without overlap this would never end."""
+
+    def play(island: int, topology: fsdp_demo.Topology) -> Any:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = preset("diloco", period=4, inner="as_is", **{"clock.delay": 3, "applier.mix": 0.5})
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+        gate, line = threading.Event(), exchange._line
+        swap = line.swap
+
+        def held(*args: Any, **kw: Any) -> Any:
+            if threading.current_thread().name == "exchange":
+                assert gate.wait(20)
+            return swap(*args, **kw)
+
+        line.swap = held
+        flying = []
+        for t in range(8):
+            if t == 6:
+                gate.set()  # the steps 4 and 5 were taken; the mean is applied after step 6
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            flying.append(len(exchange._mailbox.flights))
+        exchange.finish()
+        return flying, [(f.step, f.applied, f.channels, f.ended > f.began) for f in exchange.timeline()]
+
+    def run():
+        return threaded.values(threaded.islands(play, 2))
+
+    for flying, timeline in run_ranks(run, 1, 1)[0]:
+        assert flying == [0, 0, 0, 1, 1, 1, 0, 1]
+        assert timeline[0] == (3, 6, ("delta",), True) and timeline[1][:2] == (7, 7)
+
+
+def test_host_memory_is_where_anchors_and_momentum_may_live(run_ranks) -> None:
+    """On the CPU both are the same memory; the rules around it must not care."""
+
+    def run(me, where):
+        config = preset("diloco", period=3, clip=None, inner="as_is", outer_state=where)
+        return probe.train(me, config, sgd, 7)["params"][-1]
+
+    for a, b in zip(*(run_ranks(run, 2, 1, args=(where,)) for where in ("device", "host")), strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned host memory needs an NVIDIA GPU")
+def test_anchors_in_pinned_memory_beside_a_gpu(monkeypatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    results = []
+    for where in ("device", "host"):
+        torch.manual_seed(0)
+        model = nn.Linear(200, 200).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner="as_is", outer_state=where)
+        anchor = exchange.channels[0].anchor
+        assert (anchor.device.type, anchor.is_pinned()) == (("cpu", True) if where == "host" else ("cuda", False))
+        for _ in range(6):
+            model(torch.ones(2, 200, device="cuda")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+        results.append(model.weight.detach().cpu())
+    assert torch.equal(*results)
+
+
+# -- the line in the log --------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    model = nn.Linear(64, 64)
+    with caplog.at_level(logging.INFO, logger="fsdp_demo"):
+        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, batch=(4, 8)).detach()
+    line = next(m for m in caplog.messages if "preset" in m)
+    batch = "effective batch 32 rows = 4 x 8 accumulation x 1 ranks x 1 islands"
+    for part in ("preset diloco, one replica", "delta every 500", "inner AdamW", batch, "0 B per exchange"):
+        assert part in line, line
+    assert Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
+
+
+# -- what a careful reader found ---------------------------------------------------------------------------------------------------
+
+
+class Line(nn.Module):
+    """One parameter whose gradient is given: SGD with rate 1 takes steps of -g."""
+
+    def __init__(self, value: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4,), value, dtype=dtype))
+
+
+def walk(config: ExchangeConfig | str, steps: int, g: float = 0.125, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """(value after every step, value after finish()) of one replica that steps by -g."""
+    model = Line(dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exchange = fsdp_demo.attach(optimizer, config, model=model, **options)
+    values = []
+    for _ in range(steps):
+        model.w.grad = torch.full_like(model.w, g)
+        exchange.note(tokens=3)
+        optimizer.step()
+        values.append(float(model.w[0].detach()))
+    exchange.finish()
+    return values, float(model.w[0].detach())
+
+
+PLAIN = {"lr": 1.0, "momentum": 0.0, "inner": "as_is", "clip": None}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+
+
+def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
+    runs = [walk("diloco", 6, dtype=d, period=1, **PLAIN, **{"applier.mix": 0.5})[0] for d in (torch.float32, torch.bfloat16)]
+    assert runs[0] == runs[1]  # all values are exact in bf16
+
+
+def test_finish_keeps_the_order_of_channels(alone) -> None:
+    delta = Channel("delta", "delta", Clock(4), applier=Applier("outer", lr=0.5))
+    config = ExchangeConfig("two", (delta, Channel("average", "parameter", Clock(4), applier=Applier("replace"), after="delta")))
+    assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375  # a part of a round has outer rate 1
+
+
+def test_finish_sends_what_a_queue_has_not(alone) -> None:
+    for steps in (7, 8, 9, 11):
+        assert walk("diloco", steps, period=4, **PLAIN, **{"clock.delay": 4})[1] == 1 - 0.125 * steps
+
+
+def test_a_first_exchange_at_the_end_has_no_momentum(alone) -> None:
+    assert walk("diloco", 1, g=0.5, period=100, lr=1.0, inner="as_is", clip=None)[1] == 0.5
+    assert [Applier("outer", momentum=0.9, momentum_warmup=3).momentum_in(n) for n in range(5)] == [0, 0, 0.3, 0.6, 0.9]
+
+
+def test_a_flush_of_gradients_leaves_others_alone(alone) -> None:
+    """Channel b is two steps late: at the end its gradients are applied once, those of a, which have been, not again."""
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    channels = (Channel("a", "gradient", include=("a",)), Channel("b", "gradient", Clock(delay=2), include=("b",)))
+    exchange = fsdp_demo.attach(optimizer, ExchangeConfig("late", channels), model=model)
+    for _ in range(3):
+        for p in model.values():
+            p.grad = torch.ones(2)
+        optimizer.step()
+    exchange.finish()
+    assert float(model["a"][0].detach()) == float(model["b"][0].detach()) == -3
+
+
+def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
+    class Deep(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = preset("streaming_diloco", period=6, delay=0, layers=1, inner="as_is", **{"reducer.weight": "tokens"})
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    sent = []
+    launch = exchange._mailbox.launch
+    exchange._mailbox.launch = lambda outgoing, step, said: (
+        sent.append((list(outgoing), step, said.weight)),
+        launch(outgoing, step, said),
+    )
+    for t in range(14):
+        if t == 9:
+            state = exchange.state_dict()
+            assert state["tokens"][0] == 9 * 5
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        exchange.note(tokens=5)
+        optimizer.step()
+    exchange.finish()
+    assert all(weight == 30 for names, step, weight in sent if step >= 10 and step < 14), sent
+
+
+def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
+    def run(me):
+        model = nn.Linear(6, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3, inner="as_is", clip_over="islands")
+        for t in range(7):
+            model(torch.ones(2, 6)).sum().backward()
+            if (t, me.island) == (1, 1):
+                exchange.skip()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+        return exchange.digests_equal()
+
+    assert run_ranks(run, 2, 1) == [True, True]
+
+
+def test_names_and_forms(alone) -> None:
+    assert preset("demo", inner="as_is").channels[0].applier.phi == "sign" and preset("random", inner="as_is").lr == 4e-4
+    assert not preset("demo", version=2).clips_mean and not preset("random", sign=False).clips_mean and preset("full").clips_mean
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no parameter name holds a layer number"):
+        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco")
+    assert preset("decoupled_momentum", transform=True, **{"fragments.layers": 2}).channels[0].fragments == Fragments(2)
+    body = Channel("body", "delta", Clock(10), applier=Applier("outer"), exclude=("*embed*",))
+    rest = Channel("rest", "delta", Clock(10), applier=Applier("outer"), include=("model.embed_tokens.weight",))
+    assert len(expand(ExchangeConfig("apart", (body, rest)), LLAMA)) == 2
+
+
+@pytest.mark.parametrize(
+    "channels, part",
+    [
+        ((average_after("a", "b"), average_after("b", "a")), "an order has two places"),
+        ((Channel("g", "gradient"), average_after("b", "g")), "gradient channels act before the base step"),
+        ((Channel("d", "delta", Clock(4), applier=Applier("outer")), average_after("b", "d", delay=1)), "use delay=0"),
+        ((Channel("a.b", "gradient"),), "no dot"),
+    ],
+)
+def test_orders_that_cannot_work_are_refused(channels, part) -> None:
+    with pytest.raises(ValueError, match=part):
+        ExchangeConfig("order", channels)

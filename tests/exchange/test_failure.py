@@ -1,0 +1,544 @@
+"""Peers that die, fall silent or are told to stop; the way back; and how processes end. Real processes, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, PeerLost, WireError, preset
+
+from .. import conftest
+from ..support import probe, threaded
+from ..support.threaded import Tap, values
+
+SILENCE = 3.0  # ISLAND_TIMEOUT here, seconds
+runs = itertools.count()
+
+DEMO = preset("demo", code="fp32")
+DILOCO = preset("diloco", period=2, inner="as_is")
+CONSENSUS = preset("decoupled_momentum", transform=True, period=2, code="bf16", inner="as_is")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors may take as long as the timeout and the vote after the first has died."""
+    monkeypatch.setattr(conftest, "GRACE", 30.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to which ranks of island 1 at step `at`, before its optimizer step or inside its message number `message`."""
+
+    config: ExchangeConfig
+    procs: int = 1
+    victims: tuple[int, ...] = (0,)
+    with_signal: int = signal.SIGKILL
+    at: int = 3
+    message: int | None = None
+    sharded: bool = True
+    timed_out: bool = False  # some survivor can only learn of it by silence
+
+
+LOST = {
+    "killed between exchanges": Case(DEMO),
+    "killed inside an exchange": Case(DEMO, message=0),
+    "killed inside the second leg of a reduce": Case(DILOCO, message=2),
+    "killed with a payload in flight": Case(DEMO.changed({"clock.delay": 2})),
+    "silent": Case(CONSENSUS, with_signal=signal.SIGSTOP, timed_out=True),
+    "2x2, all of it killed": Case(DEMO, 2, (0, 1)),
+    "2x2, one rank killed inside an exchange": Case(CONSENSUS, 2, (1,), message=0, timed_out=True),
+    "2x2 unsharded, one rank killed": Case(DEMO, 2, (1,), sharded=False, timed_out=True),
+    "2x2, one rank silent inside a reduce": Case(DILOCO, 2, (1,), signal.SIGSTOP, message=1, timed_out=True),
+}
+
+
+def job(me: Any, case: Case) -> None:
+    """Ten steps under guard(); island 1's victims strike themselves. Survivors write down what they saw when they saved."""
+    logging.basicConfig(level=logging.INFO, force=True)
+    (me.folder / f"pid{me.rank}").write_text(str(os.getpid()))
+    model = probe.Probe()
+    sharded = case.sharded and me.procs > 1
+    if sharded:
+        probe.shard(model, me.mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    exchange = fsdp_demo.attach(optimizer, case.config, model=model)
+
+    def save() -> None:
+        state = exchange.state_dict()
+        record = {"step": exchange.step, "at": time.time(), "last": state["last"], "flights": len(state["in_flight"])}
+        partial = me.folder / f"partial{me.rank}"
+        torch.save(record, partial)
+        partial.rename(me.folder / f"saved{me.rank}")
+        if len(list(me.folder.glob("saved*"))) == me.procs:  # the last survivor ends what is left of island 1
+            for rank in range(me.procs, 2 * me.procs):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int((me.folder / f"pid{rank}").read_text()), signal.SIGKILL)
+
+    def strike(*_: Any) -> None:
+        (me.folder / "struck").write_text(str(time.time()))
+        os.kill(os.getpid(), case.with_signal)
+        time.sleep(60)  # a signal to a process of several threads may come late: nothing more leaves this one
+
+    victim = me.island == 1 and me.proc in case.victims
+    with fsdp_demo.guard(exchange, save, resume="python job.py --resume"):
+        for t in range(10):
+            probe.backward(model, me, t, 0, sharded)
+            if victim and t == case.at:
+                if case.message is None:
+                    strike()
+                else:
+                    Tap(exchange, lambda data, n: strike() or data if n == case.message else data)
+            optimizer.step()
+            optimizer.zero_grad()
+    raise AssertionError("the peer was not missed")
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -> None:
+    case = LOST[name]
+    env = {"ISLAND_TIMEOUT": str(SILENCE), "ISLAND_STATUS": str(tmp_path / "status")}
+    outcomes = run_ranks(job, 2, case.procs, timeout=45, env=env, check=False, args=(case,))
+    folder = next(tmp_path.glob("ranks-*"))
+    struck = float((folder / "struck").read_text())
+    due = case.at if case.config.channels[0].clock.due(case.at) else case.at + 1
+    expected = [due + d + (not case.config.channels[0].before_step) for d in range(case.config.channels[0].clock.delay + 1)]
+    where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in outcomes[0].log]
+    assert len(where) == 1, outcomes[0].log
+    for rank in range(case.procs):
+        log = outcomes[rank].log
+        assert outcomes[rank].status == 75, (outcomes[rank].status, outcomes[rank].error, log)
+        assert f"island0 (island 0, rank {rank}), step {where[0]}:" in log
+        assert "python job.py --resume" in outcomes[0].log
+        saved = torch.load(folder / f"saved{rank}")
+        delay, before = case.config.channels[0].clock.delay, case.config.channels[0].before_step
+        sent = saved["last"][case.config.channels[0].name]  # what was sent and not received is kept, to be sent once more
+        assert saved["step"] == where[0] and sent == where[0] + before and 1 <= saved["flights"] <= delay + 1
+        assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
+        late = saved["at"] - struck
+        assert late < SILENCE * case.timed_out + 8, f"saved {late:.1f} s after"
+        if case.with_signal == signal.SIGSTOP and case.procs == 1:
+            assert late > SILENCE - 0.5
+    assert "island 1 (island1) is gone or was silent" in "".join(o.log for o in outcomes[: case.procs])
+
+
+# ---- SIGTERM -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
+def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None:
+    config, procs = {
+        "2x2, every step": (DEMO, 2),
+        "in flight": (DEMO.changed({"clock.delay": 2}), 1),
+        "every few steps": (preset("diloco", period=5, inner="as_is"), 1),
+    }[name]
+
+    def run(me: Any) -> None:
+        logging.basicConfig(level=logging.INFO, force=True)
+        model = probe.Probe()
+        if me.procs > 1:
+            probe.shard(model, me.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+
+        def save() -> None:
+            state = copy.deepcopy(exchange.state_dict())
+            local = [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+            torch.save((exchange.step, state, local), me.folder / f"saved{me.rank}")
+
+        with fsdp_demo.guard(exchange, save):
+            for t in range(30):
+                probe.backward(model, me, t, 0, me.procs > 1)
+                if t == 3 and me.rank == me.islands * me.procs - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    env = {"ISLAND_TIMEOUT": "10", "ISLAND_STATUS": str(tmp_path / "status")}
+    outcomes = run_ranks(run, 2, procs, timeout=45, env=env, check=False)
+    assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
+    saved = [torch.load(next(tmp_path.glob("ranks-*")) / f"saved{r}") for r in range(2 * procs)]
+    steps = [s[0] for s in saved]
+    # The wish was in the header of step 3: all stop when it lands, equal. With rare exchanges the others miss the island later.
+    assert steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
+    if name != "every few steps":
+        for r in range(procs):
+            assert len(saved[r][1]["in_flight"]) == len(saved[procs + r][1]["in_flight"]) == config.channels[0].clock.delay
+            assert all(torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True))
+
+
+def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
+    def run(me: Any) -> None:
+        logging.basicConfig(level=logging.INFO, force=True)
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "full")
+        old = signal.getsignal(signal.SIGTERM)
+        with fsdp_demo.guard(exchange):
+            assert signal.getsignal(signal.SIGTERM) is not old
+        assert signal.getsignal(signal.SIGTERM) is old
+        with pytest.raises(KeyError), fsdp_demo.guard(exchange):
+            raise KeyError("the user's own errors pass")
+
+        def save() -> None:
+            raise OSError("disk full")
+
+        with fsdp_demo.guard(exchange, save):
+            os.kill(os.getpid(), signal.SIGTERM)
+            p.grad = torch.ones(3)
+            optimizer.step()
+
+    (outcome,) = run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""}, check=False)
+    assert outcome.status == 1 and "disk full" in outcome.log and "saving failed" in outcome.log
+
+
+# ---- islands out of step -----------------------------------------------------------------------------------------------
+
+
+def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
+    """One island does something else than the other: an error on both sides, never SIGABRT, never a hang."""
+
+    def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
+        def island(i: int, topology: Any) -> Any:
+            p = torch.nn.Parameter(torch.zeros(64, 80))
+            optimizer = torch.optim.SGD([p], lr=0.1)
+            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+
+            def step() -> None:
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+
+            try:
+                for _ in range(4):
+                    step()
+                if i:
+                    other(exchange, step)
+                for _ in range(4):
+                    step()
+                return "not noticed"
+            finally:
+                exchange.detach()
+
+        return threaded.islands(island, timeout=2)
+
+    def run(me: Any) -> None:
+        for config in (DEMO, preset("full"), preset("diloco", period=2, inner="as_is")):
+            for name, other in {
+                "finish": lambda e, step: e.finish(),
+                "digest": lambda e, step: e.digests_equal(),
+                "other steps": lambda e, step: setattr(e, "step", e.step + 2),
+            }.items():
+                results = pair(config, other)
+                errors = [r for r in results if isinstance(r, RuntimeError)]
+                assert len(errors) == 2 and any(isinstance(r, (PeerLost, WireError)) for r in errors), (config.preset, name, results)
+
+    run_ranks(run, 1, 1)
+
+
+# ---- the way back ------------------------------------------------------------------------------------------------------
+
+RESUMED = {
+    "full": preset("full"),
+    "full, in flight": preset("full", clip=0.5, **{"clock.delay": 2}),
+    "demo": preset("demo"),
+    "demo, in flight": preset("demo", **{"clock.delay": 2}),
+    "diloco": preset("diloco", period=4, inner="as_is"),
+    "diloco, in flight": preset("diloco", period=4, inner="as_is", **{"clock.delay": 2}),
+    "consensus": preset("decoupled_momentum", transform=True, period=4, inner="as_is"),
+    "released, in flight": preset("decoupled_momentum", transform=True, rule="released", period=4, inner="as_is", **{"clock.delay": 2}),
+}
+
+
+class Small:
+    """A model of two tensors, its optimizer and exchange; gradients depend on island and step only."""
+
+    def __init__(self, topology: Any, config: ExchangeConfig, seed: int = 0, saved: Any = None):
+        g = torch.Generator().manual_seed(seed)
+        self.island = topology.island
+        self.params = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in ((70, 66), (5,))]
+        self.optimizer = torch.optim.AdamW(self.params, lr=0.01) if config.preset != "demo" else torch.optim.SGD(self.params, lr=0.01)
+        state = None
+        if saved is not None:
+            params, optimizer, state = copy.deepcopy(saved)
+            self.optimizer.load_state_dict(optimizer)
+            for p, q in zip(self.params, params, strict=True):
+                p.data.copy_(q)
+        self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology, state=state)
+
+    def train(self, stop: int) -> None:
+        while self.exchange.step < stop:
+            for k, p in enumerate(self.params):
+                key = 1000 * self.exchange.step + 10 * self.island + k
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(key))
+            self.optimizer.step()
+
+    def save(self) -> Any:
+        return copy.deepcopy(([p.detach() for p in self.params], self.optimizer.state_dict(), self.exchange.state_dict()))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit-equal nested tensors, dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return set(a) == set(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b or (a != a and b != b)
+
+
+def through_a_file(saved: Any, path: Path) -> Any:
+    torch.save(saved, path)
+    assert path.stat().st_size < 500_000, "a few tensors of 5000 elements"
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_same_state_is_restored_bit_for_bit(run_ranks, tmp_path, name) -> None:
+    """Saved in the middle of a period, through a file: what goes on is the run that was never interrupted."""
+    config = RESUMED[name]
+
+    def run(me: Any) -> None:
+        def whole(i: int, topology: Any) -> Any:
+            small = Small(topology, config)
+            small.train(5)
+            saved = small.save()
+            small.train(11)
+            end = small.save()
+            small.exchange.finish()
+            return saved, end, [p.detach() for p in small.params]
+
+        results = values(threaded.islands(whole))
+
+        def resumed(i: int, topology: Any) -> None:
+            saved, end, finished = results[i]
+            small = Small(topology, config, seed=3, saved=through_a_file(saved, tmp_path / f"{i}.pt"))
+            assert small.exchange.step == 5 and same(small.save(), saved)
+            small.train(11)
+            assert same(small.save(), end)
+            small.exchange.finish()
+            assert same([p.detach() for p in small.params], finished)
+
+        values(threaded.islands(resumed))
+
+    run_ranks(run, 1, 1)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_survivors_go_on_with_a_fresh_island(run_ranks, name) -> None:
+    """Three islands, one dies; two resume from what they saved, the third starts anew: right step, equal parameters."""
+    config = RESUMED[name]
+
+    def run(me: Any) -> None:
+        def first(i: int, topology: Any) -> Any:
+            small = Small(topology, config)
+            small.train(6)
+            if i == 2:
+                return small.exchange.detach()
+            with pytest.raises(PeerLost):
+                small.train(20)
+            saved = small.save()
+            small.exchange.detach()
+            return saved
+
+        saved = values(threaded.islands(first, 3, timeout=4))
+        assert same(saved[0][2]["step"], saved[1][2]["step"])
+
+        def second(i: int, topology: Any) -> Any:
+            small = Small(topology, config, seed=i, saved=saved[i])
+            start, equal = small.exchange.step, []
+            for t in range(start, start + 8):
+                small.train(t + 1)
+                equal.append(small.exchange.digests_equal())
+            small.exchange.finish()
+            return start, equal, [p.detach() for p in small.params]
+
+        results = values(threaded.islands(second, 3))
+        for start, equal, params in results:
+            assert start == saved[0][2]["step"] and same(params, results[0][2])
+            assert any(equal) == config.consensus
+            if config.channels[0].before_step:
+                assert all(equal)
+
+    run_ranks(run, 1, 1)
+
+
+def test_lost_in_the_last_exchange_finish_makes_up_for_it(run_ranks) -> None:
+    """What was sent in an exchange that failed does not count as exchanged: after a resume `finish()` alone leaves replicas equal."""
+
+    def run(me: Any) -> None:
+        def first(i: int, topology: Any) -> Any:
+            small = Small(topology, RESUMED["diloco"])
+            small.train(7)
+            if i == 2:
+                return small.exchange.detach()
+            with pytest.raises(PeerLost):
+                small.train(8)
+            assert small.exchange.step == 8
+            saved = small.save()
+            small.exchange.detach()
+            return saved
+
+        saved = values(threaded.islands(first, 3, timeout=4))
+
+        def second(i: int, topology: Any) -> Any:
+            small = Small(topology, RESUMED["diloco"], seed=i, saved=saved[i])
+            assert small.exchange.step == 8
+            small.exchange.finish()
+            return small.exchange.digests_equal(), [p.detach() for p in small.params]
+
+        results = values(threaded.islands(second, 3))
+        assert all(equal and same(params, results[0][1]) for equal, params in results)
+        assert not same(saved[0][0], saved[1][0])
+
+    run_ranks(run, 1, 1)
+
+
+def test_an_island_that_saved_earlier_takes_over_from_the_furthest(run_ranks) -> None:
+    def run(me: Any) -> None:
+        for name in RESUMED:
+            config = RESUMED[name]
+
+            def first(i: int, topology: Any, config: Any = config) -> Any:
+                small = Small(topology, config)
+                small.train(3)
+                early = small.save()
+                small.train(7)
+                return small.save() if i else early
+
+            saved = values(threaded.islands(first))
+
+            def second(i: int, topology: Any, config: Any = config, saved: Any = saved) -> Any:
+                small = Small(topology, config, saved=saved[i])
+                assert small.exchange.step == 7
+                small.train(12)
+                small.exchange.finish()
+                return [p.detach() for p in small.params]
+
+            a, b = values(threaded.islands(second))
+            assert same(a, b), name
+
+    run_ranks(run, 1, 1)
+
+
+def test_a_state_of_something_else_is_refused(run_ranks) -> None:
+    def run(me: Any) -> None:
+        p = torch.nn.Parameter(torch.randn(70, 66))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        states = {}
+        for name, config in {"demo": DEMO, "diloco": DILOCO}.items():
+            exchange = fsdp_demo.attach(optimizer, config)
+            states[name] = copy.deepcopy(exchange.state_dict())
+            exchange.detach()
+        with pytest.raises(ValueError, match="saved channels"):
+            fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
+        with pytest.raises(ValueError, match="keeps"):
+            fsdp_demo.attach(optimizer, preset("decoupled_momentum", transform=True, inner="as_is"), state=states["diloco"])
+        smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
+        with pytest.raises(ValueError, match="elements, here it has"):
+            fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])
+
+    run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""})
+
+
+# ---- the end of a process ----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import gc, json, os, sys, time
+import torch
+import fsdp_demo
+
+torch.set_num_threads(1)
+torch.optim.AdamW([torch.zeros(1)])  # imports torch's compiler, which takes seconds, once for all
+gc.freeze()  # what was imported need not be looked through at the end of every child
+endings = sys.argv[1:]
+
+
+def job(island, number, ending):
+    os.environ.update(ISLAND_RANK=str(island), ISLAND_RUN=f"end-{number}")  # one run, as often as it is joined
+    model = torch.nn.Linear(70, 70)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    changes = {"agree": {"island": island}} if ending == "refused" else {"clock.delay": 1}
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, **changes)
+    for t in range(6):
+        if ending == "error" and t == 4 and island == 0:
+            raise KeyError("a mistake in the training loop, one exchange under way")
+        if ending == "silent" and t == 3 and island == 1:
+            time.sleep(8)
+            os._exit(0)
+        if ending == "silent" and t == 4:
+            raise KeyError("a mistake, while the exchange under way waits for a silent peer")
+        model(torch.ones(1, 70)).sum().backward()
+        optimizer.step()
+    if ending == "finish":
+        exchange.finish()
+    if ending == "detach":
+        exchange.detach()
+
+
+# Forked after the imports, children run to the end of this file: the interpreter's and C++'s finalisation are those of a script.
+statuses, island, silent = [], None, []
+
+
+def ends(ending, children, start):
+    statuses.append([ending, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children], time.time() - start])
+
+
+for number, ending in enumerate(endings):
+    children = []
+    for i in range(2):
+        pid = os.fork()
+        if pid == 0:
+            island = i
+            break
+        children.append(pid)
+    if island is not None:
+        break
+    if ending == "silent":
+        silent.append((ending, children, time.time()))
+    else:
+        ends(ending, children, time.time())
+if island is None:
+    for which in silent:
+        ends(*which)
+    print(json.dumps(statuses))
+else:
+    for _ in range(3 if ending == "finish" else 1):
+        job(island, number, ending)
+"""
+
+
+def test_processes_end_with_the_status_they_should(exchange_store, tmp_path) -> None:
+    """21 finished jobs of 2 islands in 7 pairs of processes, to the real end of their interpreters, and the other ways to end: no SIGABRT,
+    no hang."""
+    program = tmp_path / "job.py"
+    program.write_text(PROGRAM)
+    endings = ["silent", *["finish"] * 7, "forget", "forget", "detach", "refused", "error"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
+    env |= {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": f"{exchange_store[0]}:{exchange_store[1]}", "ISLAND_ADDRESS": "127.0.0.1"}
+    env |= {"ISLAND_TIMEOUT": "30", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(program), *endings]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == len(endings)
+    expected = {"finish": [0, 0], "detach": [0, 0], "forget": [0, 0], "refused": [1, 1], "error": [1, 0], "silent": [1, 0]}
+    for ending, statuses, seconds in results:
+        assert statuses == expected[ending], (ending, statuses, done.stderr[-3000:])
+        assert ending == "silent" or seconds < 25, (ending, seconds)
+    assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr

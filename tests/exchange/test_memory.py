@@ -1,0 +1,260 @@
+"""What `fsdp_demo.exchange.memory` plans against what an exchange makes, every storage followed; and what `recipes/benchmarks/memory.py`
+prints."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, Topology, preset, presets
+from fsdp_demo.channels.channel import ActiveChannel
+from fsdp_demo.channels.codec import Section
+from fsdp_demo.comm import peers
+from fsdp_demo.comm.topology import Position
+from fsdp_demo.compression import blocks, dense, quantize
+from fsdp_demo.exchange import memory
+from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
+from fsdp_demo.exchange.plan import local_shape, plan_model
+from fsdp_demo.hosts.optimizers import materialise
+from fsdp_demo.hosts.torch_params import TorchShards
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+from benchmarks import memory as weighing  # noqa: E402
+
+SCALE = 64  # the test's model is this much smaller than one that 64 MB are small for: so are the chunks, and the bound
+BOUND = 64_000_000
+TENSORS = weighing.small(128, 12, 16384)  # 1.05 M parameters, the largest tensor 262 kB
+ODD = [("embed.weight", (200, 150)), ("layers.0.weight", (124, 122)), ("layers.1.weight", (131, 70)), ("norm", (5,)), ("one", (1,))]
+
+CASES: dict[str, ExchangeConfig] = {
+    **{name: weighing.shortened(name) for name in presets()},
+    # forms that no preset takes by default
+    "demo, late": preset("demo", **{"clock.delay": 3}),
+    "demo, no senders": preset("demo", **{"reducer.kind": "replicas"}),
+    "diloco, int8": preset("diloco", period=2, code="int8"),
+    "diloco, queued": preset("diloco", period=1, **{"clock.delay": 2}),
+    "local_sgd, late": preset("local_sgd", period=3, **{"clock.delay": 1}),
+    "muloco, int4": preset("muloco", period=2, code="int4"),
+    "muloco, no codes": preset("muloco", period=2, code="fp32"),
+    "released": preset("decoupled_momentum", rule="released", period=2),
+    "released, averaged": preset("decoupled_momentum", rule="released", period=1, average_every=2),
+    "streaming_diloco, whole": preset("streaming_diloco", period=3, layers=0, delay=1, code="bf16"),
+}
+RUNS = [(name, 2) for name in CASES] + [(name, 4) for name in presets()]
+HELD = ("demo, late", "diloco, queued")  # something is always under way: state and flights are not told apart
+
+
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks and network pieces that are to the test's model what the real ones are to a real model."""
+    for name in ("WINDOW", "CACHED"):
+        monkeypatch.setattr(blocks, name, getattr(blocks, name) // SCALE)
+    monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
+    monkeypatch.setattr(quantize, "CHUNK", quantize.CHUNK // SCALE)
+    piece = peers.PIECE // SCALE
+    monkeypatch.setattr(peers, "PIECE", piece)
+    monkeypatch.setattr(memory, "PIECE", piece)
+
+
+@functools.cache
+def measured(name: str, islands: int) -> Memory:
+    return weighing.measure(CASES[name], TENSORS, islands, weighing.steps_of(CASES[name]))
+
+
+def most(found: Memory, place: str) -> int:
+    return int(sum(getattr(found, f"{place}_{part}") for part in ("state", "flight", "workspace")))
+
+
+def allowed(tensors: weighing.Tensors, scale: int) -> int:
+    return BOUND // scale + 2 * max(4 * prod(shape) for _, shape in tensors)
+
+
+# ---- the plan and what is held -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "islands"), RUNS)
+def test_the_plan_is_what_is_held(name: str, islands: int, smaller: None) -> None:
+    """State and what is under way to the byte; the most of a step within 64 MB and twice the largest shard (all 64 times smaller)."""
+    planned, found = plan_memory(CASES[name], TENSORS, islands, staged=False), measured(name, islands)
+    if name not in HELD:
+        assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
+    for place in ("device", "host"):
+        kept = [getattr(m, f"{place}_state") + getattr(m, f"{place}_flight") for m in (planned, found)]
+        assert abs(kept[0] - kept[1]) <= 64, (place, kept)  # bits that say which gradients there were
+        more = most(found, place) - most(planned, place)
+        assert more <= allowed(TENSORS, SCALE), (place, planned, found)
+        if name not in HELD:  # what is under way may land before the next message is at its largest
+            assert -more <= allowed(TENSORS, SCALE), (place, planned, found)
+
+
+REDUCED = ("full", "local_sgd", "local_adam", "desloc", "diloco", "streaming_diloco")  # send vectors that are summed on the way
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name not in REDUCED])
+def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
+    """A step with an exchange takes at most 64 MB and twice the largest shard (64 times smaller) on top of what is kept."""
+    assert measured(name, 2).device_workspace <= allowed(TENSORS, SCALE)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_vector_that_is_reduced_is_held_once(name: str, smaller: None) -> None:
+    """The message itself is what these presets send, 4 bytes per element of each channel that is due; nothing of that size comes on top."""
+    sent = max(
+        sum(_vectors(section) for channel, section, _ in plan_model(CASES[name], TENSORS, 2)[0].sections if channel.clock.due(step))
+        for step in range(weighing.steps_of(CASES[name]))
+    )
+    assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
+
+
+def _vectors(section: Section) -> int:
+    return sum(4 * n for n, _ in section.spans)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_edges_and_small_tensors(name: str, smaller: None) -> None:
+    """Padded blocks and whole tensors are counted as they are laid out."""
+    config = CASES[name]
+    planned, found = plan_memory(config, ODD, 2, staged=False), weighing.measure(config, ODD, 2, weighing.steps_of(config))
+    assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
+
+
+def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
+    """Real peers and FSDP2 shards instead of an echo."""
+    config, tensors = preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}), weighing.small(64, 2, 100)
+
+    def run(me: Any) -> tuple[int, int]:
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.ParameterDict({n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors})
+        fully_shard(model, mesh=me.mesh())
+        named = list(model.named_parameters())
+        optimizer = fsdp_demo.base_optimizer(config, named)
+        ledger = weighing.Ledger()
+        with weighing.followed(ledger):
+            exchange = fsdp_demo.attach(optimizer, config, model=model)
+            for _ in range(2):
+                for _, p in named:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+            exchange.detach()
+        return ledger.now["device"], plan_memory(config, [(n, p.shape) for n, p in named], 2, 2, me.proc, staged=False).device_state
+
+    for held, planned in run_ranks(run, 2, 2):
+        assert held == planned > 0
+
+
+# ---- where it is kept --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", presets())
+def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anchors and outer momenta go to their home (here the meta device), nothing else does."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    config = replace(CASES[name], outer_state="host")
+    planned = plan_memory(config, TENSORS, 2)
+    kept = {"cpu": 0, "meta": 0}
+    for channel, section, tensors in plan_model(config, TENSORS, 2)[0].sections:
+        named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
+        optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
+        materialise(optimizer)
+        active = ActiveChannel(channel, TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 2, home="meta")
+        active.start()
+        assert len(active.covered) == tensors
+        for work in (active.accumulator, active.anchor, active.momentum):
+            if work is not None:
+                kept[work.device.type] += 4 * work.numel()
+        if channel.codec.seeded:
+            kept["cpu"] += section.known_bytes
+    assert (planned.device_state, planned.host_state) == (kept["cpu"], kept["meta"])
+    alike = plan_memory(config, TENSORS, 2, staged=False)
+    assert alike.device_state == planned.device_state + planned.host_state and alike.host_state == 0
+
+
+def test_low_precision_keeps_what_was_written() -> None:
+    whole, low = (plan_memory(preset("diloco"), TENSORS, 2, low_precision=low) for low in (False, True))
+    assert (whole.per_parameter("device_state"), low.per_parameter("device_state")) == (8.0, 12.0)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_llama_on_the_meta_device(shards: int) -> None:
+    """`attach` as far as it goes without data: state of the whole model, and of one eighth."""
+    whole = weighing.load("llama-3.2-1b")
+    for name in ("demo", "diloco", "decoupled_momentum"):
+        named = [(n, nn.Parameter(torch.empty(local_shape(shape, shards, 0), device="meta"))) for n, shape in whole]
+        optimizer = fsdp_demo.base_optimizer(preset(name), named)
+        exchange = fsdp_demo.attach(optimizer, preset(name), topology=Topology("single"))
+        held = [w for c in exchange.channels for w in c.state().values() if isinstance(w, torch.Tensor)]
+        planned = plan_memory(preset(name), whole, 1, shards)
+        assert sum(w.nbytes for w in held) == planned.device_state
+        assert planned.parameters == sum(p.numel() for _, p in named) == 1_235_814_400 // shards
+        exchange.detach()
+
+
+def test_inner_state() -> None:
+    tensors = [("layers.0.weight", (64, 128)), ("embed.weight", (32, 16)), ("norm", (16,))]
+    numel = 64 * 128 + 32 * 16 + 16
+    found = {name: inner_state(preset(name), tensors) for name in ("demo", "diloco", "muloco")}
+    assert found == {"demo": 0, "diloco": 8 * numel, "muloco": 8 * numel - 4 * 64 * 128}
+    last = 20 * 128 + 10 * 16 + 4  # of three: 20 of 64 rows, 10 of 32, 4 of 16
+    assert inner_state(preset("diloco"), tensors, 3, 2) == 8 * last
+
+
+def test_published_settings() -> None:
+    """What the README's table says, in bytes per parameter: state and payloads under way."""
+    rows = {e.preset: e for e in weighing.entries(weighing.load("llama-3.2-1b"), 4, 8)}
+    device = {n: round(e.here.per_parameter("device_state"), 2) for n, e in rows.items()}
+    host = {n: round(e.host.per_parameter("host_state"), 2) for n, e in rows.items()}
+    none, outer = dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0), {"diloco": 8.0, "streaming_diloco": 8.0}
+    sparse = {"demo": 4.0, "random": 4.25, "stride": 4.0}
+    assert device == {**none, **outer, **sparse, "decoupled_momentum": 8.0, "sparse_loco": 8.0, "muloco": 12.0}
+    assert host == {
+        **none,
+        **outer,
+        "demo": 0.0,
+        "random": 0.0,
+        "stride": 0.0,
+        "decoupled_momentum": 4.0,
+        "sparse_loco": 4.0,
+        "muloco": 8.0,
+    }
+    assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {**dict.fromkeys(sparse, "SGD"), "muloco": "Muon + AdamW"}
+
+
+# ---- the script --------------------------------------------------------------------------------------------------------
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory.py", *words])
+    weighing.main()
+
+
+def test_the_table_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script(monkeypatch, "--model", "tiny", "--islands", "3", "--shards", "2", "--json", str(tmp_path / "out.json"))
+    text, saved = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert "3 islands of 2 shards" in text and [e["preset"] for e in saved] == list(presets())
+    tensors = weighing.load("tiny")
+    for e in saved:
+        assert e["here"] == vars(plan_memory(preset(e["preset"]), tensors, 3, 2))
+        assert f"\n{e['preset']} " in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+@pytest.mark.parametrize(("words", "says"), [(["--model", "nothing"], "is not known"), (["--shards", "0"], "is not allowed")])
+def test_bad_input_is_one_line(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script(monkeypatch, *words)
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == "" and says in printed.err and printed.err.count("\n") == 1

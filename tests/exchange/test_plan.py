@@ -1,0 +1,445 @@
+"""The plan of bytes against the meter of real processes; published figures; what `recipes/benchmarks/bytes.py` prints; the warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, Link, preset, presets, ring_all_reduce_bytes
+from fsdp_demo.comm import header
+from fsdp_demo.comm.meter import Meter
+from fsdp_demo.compression import dense as vectors
+from fsdp_demo.compression import quantize
+from fsdp_demo.exchange import plan
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SCRIPT = RECIPES / "benchmarks" / "bytes.py"
+sys.path.insert(0, str(RECIPES))
+
+from benchmarks import bytes as counting  # noqa: E402
+
+# ---- the plan and the meter --------------------------------------------------------------------------------------------
+
+SHAPES = {  # blocks of 64 x 64 with edges, flat blocks with a tail, small tensors, one element: uneven or empty shards
+    "embed.weight": (100, 50),
+    "layers.0.weight": (124, 122),
+    "layers.1.weight": (131, 70),
+    "layers.2.weight": (128, 128),
+    "layers.3.weight": (67, 3),
+    "norm": (5,),
+    "one": (1,),
+    "unused": (3, 3),
+    "frozen": (4, 4),
+}
+STEPS = 13
+
+CASES: dict[str, ExchangeConfig] = {
+    "full": preset("full"),
+    "local_sgd": preset("local_sgd", period=2),
+    "local_adam": preset("local_adam", period=3),
+    "desloc": preset("desloc", embeddings=True, period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),
+    "diloco": preset("diloco", period=3),
+    "streaming_diloco": preset("streaming_diloco", period=5, layers=2, delay=2),
+    "demo": preset("demo"),
+    "random": preset("random"),
+    "stride": preset("stride", topk=100),
+    "decoupled_momentum": preset("decoupled_momentum", period=3),
+    "sparse_loco": preset("sparse_loco", period=3),
+    "muloco": preset("muloco", period=4),
+    # forms that no preset takes by default
+    "demo, late": preset("demo", topk=3, **{"clock.delay": 2}),
+    "diloco, int8": preset("diloco", period=4, code="int8"),
+    "muloco, int4": preset("muloco", period=4, code="int4"),
+    "muloco, later than its period": preset("muloco", period=2, **{"clock.delay": 5}),
+    "streaming_diloco, e2m1": preset("streaming_diloco", period=4, layers=1, delay=1, code="fp4_e2m1", order="sequential"),
+    "decoupled_momentum, released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
+}
+
+
+class Model(nn.Module):
+    """Parameters of these shapes; the loss is the sum of their elements times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Held(SHAPES["embed.weight"])
+        self.layers = nn.ModuleList([Held(SHAPES[f"layers.{i}.weight"]) for i in range(4)])
+        for name in ("norm", "one", "unused", "frozen"):
+            setattr(self, name, nn.Parameter(torch.ones(SHAPES[name]), requires_grad=name != "frozen"))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        held = self.embed() + sum(layer() for layer in self.layers)
+        return scale * (held + self.norm.square().sum() + self.one.sum() + self.frozen.sum())
+
+
+class Held(nn.Module):
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.square().sum()
+
+
+def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]:
+    """(exchanges, messages, bytes sent, bytes received) of this rank at each step of a short training."""
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ["ISLAND_RUN"] += "-" + "".join(c for c in name if c.isalnum())
+    torch.manual_seed(0)
+    model = Model()
+    if me.procs > 1:
+        for layer in model.layers:
+            fully_shard(layer, mesh=me.mesh())
+        fully_shard(model, mesh=me.mesh())
+    kind = torch.optim.SGD if config.inner[0] == "sgd" else torch.optim.AdamW
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    out, before = [], (0, 0, 0, 0)
+    for t in range(STEPS):
+        model(1.0 + t + me.island).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        exchange.digests_equal()  # on the line after what is under way: that has been counted then
+        m = exchange.metrics()
+        now = m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]
+        out.append(tuple(a - b for a, b in zip(now, before, strict=True)))
+        before = now
+    exchange.flush()
+    m = exchange.metrics()
+    assert (m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]) == before, "flush sends nothing"
+    exchange.detach()
+    return out
+
+
+def test_every_preset_is_a_case() -> None:
+    assert set(presets()) <= set(CASES)
+    assert [CASES[name].preset for name in presets()] == list(presets())
+
+
+LONG = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (4, 1))]
+
+
+@pytest.mark.parametrize(("islands", "procs"), [(2, 1), (3, 1), *LONG])
+def test_the_plan_is_what_the_meter_counts(run_ranks: Any, islands: int, procs: int) -> None:
+    """Every step of every rank: exchanges, messages, bytes sent and received."""
+    tensors = [(n, s) for n, s in SHAPES.items() if n != "frozen"]
+
+    def run(me: Any) -> dict[str, list[tuple[int, ...]]]:
+        return {name: counted(me, name, config) for name, config in CASES.items()}
+
+    results = run_ranks(run, islands, procs, timeout=240)
+    for name, config in CASES.items():
+        for i in range(islands):
+            plans = plan.plan_model(config, tensors, islands, procs, rank=i)
+            for p in range(procs):
+                found = results[i * procs + p][name]
+                planned = [plans[p].message(t) for t in range(STEPS)]
+                assert found == [(m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned], (name, i, p)
+                assert sum(f[2] for f in found) > 0, name
+                total = plans[p].over(range(STEPS))
+                assert (total.bytes_sent, total.messages) == tuple(sum(f[j] for f in found) for j in (2, 1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_averages_and_the_largest_exchange_follow_from_the_steps(name: str) -> None:
+    tensors = [(n, s) for n, s in SHAPES.items() if n != "frozen"]
+    (made,) = plan.plan_model(CASES[name], tensors, 3)
+    steps = [made.message(t) for t in range(made.cycle, 3 * made.cycle)]
+    sent, received, messages = made.average()
+    assert sent == made.per_step() == sum(m.bytes_sent for m in steps) / len(steps)
+    assert (received, messages) == tuple(sum(getattr(m, k) for m in steps) / len(steps) for k in ("bytes_received", "messages"))
+    assert made.most().bytes_sent == max(m.bytes_sent for m in steps)
+
+
+def test_a_long_cycle_is_counted_exchange_by_exchange() -> None:
+    """Periods without a common divisor: close to the exact mean (a header per channel more), without walking the cycle."""
+    config = preset("desloc", embeddings=True, period=1, states={"exp_avg": 101, "exp_avg_sq": 103})
+    (made,) = plan.plan_model(config, [("layers.0.weight", (128, 128))], 2)
+    assert made.cycle == 101 * 103 > 10_000
+    exact = made.over(range(made.cycle)).bytes_sent / made.cycle
+    assert exact <= made.per_step() < exact + 2 * 3 * header.HEADER.size / 101
+    assert made.most().bytes_sent == 3 * 56 + 3 * 4 * 128 * 128
+
+
+def test_one_island_sends_nothing() -> None:
+    for config in CASES.values():
+        for made in plan.plan_model(config, [(n, s) for n, s in SHAPES.items()], 1, 2):
+            assert made.average() == (0, 0, 0) and made.most().bytes_sent == 0
+
+
+# ---- published figures -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {name: counting.load(name) for name in ("olmo-300m", "olmo-1b", "llama-3.2-1b")}
+
+
+@pytest.fixture(scope="module")
+def claims(models: dict[str, Any]) -> dict[str, counting.Claim]:
+    return {c.claim: c for c in counting.published(models["olmo-300m"], models["olmo-1b"])}
+
+
+def test_shapes(models: dict[str, Any]) -> None:
+    assert {n: counting.numel(t) for n, t in models.items()} == {
+        "olmo-300m": 16 * 16 * 1024**2 + 50304 * 1024,
+        "olmo-1b": 16 * 16 * 2048**2 + 50304 * 2048,
+        "llama-3.2-1b": 1_235_814_400,
+    }
+    assert len(models["olmo-1b"]) == 16 * 7 + 1 and all(n % 64 == 0 for _, shape in models["olmo-1b"] for n in shape)
+
+
+@pytest.mark.parametrize(
+    ("claim", "figure", "k"),
+    [("300M: k = 8", 7.49, 8), ("300M: k = 1", 0.93, 1), ("1B: k = 16", 55.16, 16), ("1B: k = 2", 6.89, 2)],
+)
+def test_demo(claims: dict[str, counting.Claim], models: dict[str, Any], claim: str, figure: float, k: int) -> None:
+    """MB per step, two decimals, cut; ours is 8-bit values, 12-bit positions and a scale per block, a header and one bit per tensor."""
+    row = claims[f"DeMo {claim}, per step"]
+    assert math.floor(100 * row.by_format) / 100 == figure
+    tensors = models["olmo-300m" if "300M" in claim else "olmo-1b"]
+    blocks = counting.numel(tensors) // 4096
+    assert round(1e6 * row.ours) == 56 + math.ceil(len(tensors) / 8) + blocks * (k + 2) + math.ceil(blocks * k * 1.5)
+    assert row.ratio == pytest.approx(12 * k / (2 + 2.5 * k), rel=1e-3)
+
+
+def test_demo_gradient_of_adamw(claims: dict[str, counting.Claim]) -> None:
+    """The two gradients of the table are not exactly those of the shapes that its payloads give."""
+    for label, figure, off in (("300M", 636.9, 0.005), ("1B", 2416.6, 0.027)):
+        row = claims[f"DeMo {label}: gradient of AdamW, per step"]
+        assert row.by_format == pytest.approx(figure, rel=off)
+        assert 0 <= row.ours - row.by_format < 3e-4  # header and checksums
+
+
+def test_desloc(claims: dict[str, counting.Claim]) -> None:
+    row = claims["DES-LOC: below data parallelism, period 256"]
+    assert round(row.by_format, 1) == round(row.ours, 1) == 170.7
+    row = claims["DES-LOC: below Local Adam"]
+    assert round(row.by_format, 1) == round(row.ours, 1) == 2.0
+
+
+def test_streaming(claims: dict[str, counting.Claim], models: dict[str, Any]) -> None:
+    two, four = (claims[f"Streaming DiLoCo: below bf16 data parallelism, R = {r}"] for r in (2, 4))
+    assert round(two.ours / 100) * 100 == two.by_format == 400 and 0.998 < two.ratio < 1
+    assert four.ours == pytest.approx(400 / 1.5, rel=2e-3)  # half a byte there, one back
+    (peak,) = (c for name, c in claims.items() if "peak" in name)
+    assert 1e6 * peak.by_format == 3 * 16 * 2048**2 / 2
+    assert peak.ratio == pytest.approx(1 / (1 + 2 / 2048), rel=1e-4)  # a scale per 4096 values
+
+
+def test_sparse_loco(claims: dict[str, counting.Claim], models: dict[str, Any]) -> None:
+    """146 by the formula; with the two levels of each block that a decoder needs, 16384 / 116."""
+    row = claims["SparseLoCo: payload below fp32, k = 64"]
+    assert round(row.by_format, 1) == 146.3
+    levels = quantize.num_bytes("2bit", 1, 64) - 16
+    assert levels == 4 and row.ours == pytest.approx(16384 / (112 + levels), rel=1e-4)
+    llama, norms = models["llama-3.2-1b"], 33 * 2048  # norms travel whole, in bf16
+    sent = counting.count(preset("sparse_loco"), llama, 2).largest.bytes_sent
+    assert sent == 56 + 116 * ((counting.numel(llama) - norms) // 4096) + 2 * norms
+
+
+def test_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
+    """2 rho / R against DiLoCo, sent and received: 42.7, 21.3, 10.7 by the released format."""
+    name = "decoupled momentum"
+    meter = claims[f"{name}: below DiLoCo, k = 16, R = 4, released meter"]
+    assert round(meter.by_format, 1) == 17.1 and 15 < meter.by_format < meter.ours
+    rho = 16384 / (2 + 32 + 48)
+    whole = claims[f"{name}: payload below DiLoCo's, k = 32"]
+    assert round(whole.by_format, 1) == 42.7 and whole.ours == pytest.approx(rho, rel=1e-4)
+    for islands, figure in ((2, 42.7), (4, 21.3), (8, 10.7)):
+        for word in ("sent", "received"):
+            row = claims[f"{name}: below DiLoCo, k = 32, {word}, R = {islands}"]
+            assert round(row.by_format, 1) == figure
+            assert row.ours == pytest.approx(2 * rho / islands, rel=1e-3)
+
+
+def test_released_chunks_shrink_to_divisors() -> None:
+    assert counting.coefficients([("a", (128, 192)), ("b", (5,)), ("c", (67, 3)), ("d", (2048,))], 32) == 6 * 32 + 5 + 67 * 3 + 32 * 32
+
+
+# ---- the largest number of islands -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [32, 64, 1000])
+def test_most_islands(topk: int) -> None:
+    tensors = [("layers.0.weight", (4096, 4096))]
+    config = preset("demo", topk=topk)
+    most = counting.most_islands(config, tensors)
+    assert most == pytest.approx(2 * 8192 / (2 + 2.5 * topk), abs=1)
+    for islands, less in ((most, True), (most + 1, False)):
+        sent = counting.count(config, tensors, islands).largest.bytes_sent
+        assert (sent < ring_all_reduce_bytes(islands, 2 * 4096**2)) == less
+
+
+def test_what_is_reduced_has_no_largest_number_of_islands(models: dict[str, Any]) -> None:
+    llama = models["llama-3.2-1b"]
+    assert {n: counting.most_islands(preset(n), llama) for n in ("full", "random", "muloco", "streaming_diloco")} == {
+        "full": 0,
+        "random": None,
+        "muloco": None,
+        "streaming_diloco": None,
+    }
+    assert counting.most_islands(preset("demo", topk=4096), llama) == 0
+
+
+# ---- the script --------------------------------------------------------------------------------------------------------
+
+
+def script(*words: str) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
+    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def row(text: str, first: str) -> list[str]:
+    (found,) = (line for line in text.splitlines() if line.startswith(first))
+    return found.removeprefix(first).split()
+
+
+def test_published_table_is_printed(claims: dict[str, counting.Claim], tmp_path: Path) -> None:
+    text = script("--table", "published", "--json", str(tmp_path / "out.json"))
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert set(saved) == {"published"} and len(saved["published"]) == len(claims)
+    for c, numbers in zip(claims.values(), saved["published"], strict=True):
+        assert numbers["ours"] == c.ours and numbers["by_format"] == c.by_format and numbers["ratio"] == c.ratio
+        unit = " MB" if c.unit == "MB" else "x"
+        cells = [f"{c.by_format:.{2 if c.unit == 'MB' else 1}f}{unit}", f"{c.ours:.{2 if c.unit == 'MB' else 1}f}{unit}", f"{c.ratio:.2f}x"]
+        (line,) = (line for line in text.splitlines() if line.startswith(c.claim + " "))
+        assert line.split()[-len(" ".join(cells).split()) :] == " ".join(cells).split()
+    assert all(f"[{i}]" in text for i in range(1, 6)) and "318.45 and 1208.3 M" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_presets_table_is_the_plan(tmp_path: Path) -> None:
+    words = ["--model", "tiny", "--islands", "3", "--shards", "2", "--link", "20Mbit", "--rtt", "40ms"]
+    text = script(*words, "--json", str(tmp_path / "out.json"))
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert set(saved) == {"presets"} and "Published figures" not in text
+    assert (saved["presets"]["model"], saved["presets"]["parameters"], saved["presets"]["link"]) == ("tiny", 459_904, "20Mbit,40ms")
+    assert [r["preset"] for r in saved["presets"]["rows"]] == ["(all-reduce)", *presets()]
+    ring, tensors = ring_all_reduce_bytes(3, 2 * 459_904), counting.load("tiny")
+    for found in saved["presets"]["rows"][1:]:
+        config = preset(found["preset"])
+        plans = plan.plan_model(config, tensors, 3, 2)
+        sent, received = (sum(getattr(p.most(), k) for p in plans) for k in ("bytes_sent", "bytes_received"))
+        trips = 1 if all(s.gathered for p in plans for _, s, _ in p.sections) else 3
+        assert (found["sent"], found["received"], found["messages"]) == (sent, received, trips)
+        assert found["seconds"] == pytest.approx(8 * max(sent, received) / 20e6 + trips * 0.04)
+        per_step = sum(p.per_step() for p in plans)
+        assert found["sent_per_step"] == pytest.approx(per_step)
+        assert found["ratio"] == pytest.approx(ring / sent) and found["ratio_per_step"] == pytest.approx(ring / per_step)
+        cells = row(text, found["preset"] + " ")
+        assert " ".join(counting.size(sent).split()) in " ".join(cells) and cells[0] == "every"
+    assert saved["presets"]["rows"][0]["sent"] == ring
+
+
+def test_counts_of_llama(models: dict[str, Any]) -> None:
+    """What the README quotes: bytes of an island do not depend on its shards, but for edges of blocks."""
+    llama = models["llama-3.2-1b"]
+    rows = {e.preset: e for e in counting.entries(llama, 3, 1, Link.parse("200Mbit"))}
+    eighths = {e.preset: e for e in counting.entries(llama, 3, 8, Link.parse("200Mbit"))}
+    for name in presets():
+        assert eighths[name].sent == pytest.approx(rows[name].sent, rel=0.01), name
+    assert rows["(all-reduce)"].sent == 2 * 2 * 2 * counting.numel(llama) // 3
+    norms = 33 * 2048  # dense, in bf16
+    blocks = (counting.numel(llama) - norms) // 4096
+    assert rows["demo"].sent == 2 * (56 + 19 + 82 * blocks + 2 * norms)
+    assert rows["demo"].seconds == rows["demo"].seconds_per_step == 8 * rows["demo"].sent / 200e6
+    assert rows["decoupled_momentum"].seconds_per_step == pytest.approx(rows["decoupled_momentum"].seconds / 128)
+
+
+def test_no_link_no_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bytes.py", "--model", "tiny", "--link", "none", "--islands", "1"])
+    counting.main()
+    text = capsys.readouterr().out
+    assert "ratio/step" in text.splitlines()[2] and " s/step" not in text.splitlines()[2]
+    assert row(text, "demo ")[6:-1] == ["0", "B", "0", "B", "0", "-", "0", "B", "0", "B", "-"]  # sent, received, trips, ratio; per step
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "nothing"], "'nothing' is not known: allowed are llama-3.2-1b, olmo-1b"),
+        (["--model", "{folder}/torn.json"], "does not describe a causal language model"),
+        (["--islands", "0"], "'0' is not allowed"),
+        (["--islands", "two"], "'two' is not allowed"),
+        (["--shards", "-1"], "is not allowed"),
+        (["--link", "fast"], "link rate 'fast': expected"),
+        (["--link", "100MB/s"], "bits, not bytes"),
+        (["--rtt", "40"], "link round trip '40': expected"),
+        (["--table", "third"], "invalid choice: 'third'"),
+        (["--model", "tiny", "--json", "{folder}/no/such/folder.json"], "No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torn.json").write_text('{"model_type": "none of these"}')
+    monkeypatch.setattr(sys, "argv", ["bytes.py", *(w.format(folder=tmp_path) for w in words)])
+    with pytest.raises(SystemExit) as ended:
+        counting.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert says in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("bytes.py: error: ")
+
+
+# ---- the warning of the library ----------------------------------------------------------------------------------------
+
+
+def warned(me: Any, config: ExchangeConfig, steps: int = 3) -> list[str]:
+    """The log's warnings about a gather that costs more than an all-reduce, in a short training of 128 x 128 parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage()) if record.levelno >= logging.WARNING else None  # type: ignore
+    logging.getLogger("fsdp_demo").addHandler(handler)
+    os.environ["ISLAND_RUN"] += f"-{config.channels[0].codec.select}{config.channels[0].codec.topk}"
+    model = nn.Linear(128, 128, bias=False)
+    if me.procs > 1:
+        fully_shard(model, mesh=me.mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    for _ in range(steps):
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+    exchange.detach()
+    logging.getLogger("fsdp_demo").removeHandler(handler)
+    return [r for r in records if "an all-reduce of everything" in r]
+
+
+@pytest.mark.parametrize(("islands", "procs", "enough"), [(2, 1, 3276), (3, 1, 2183), (2, 2, 3276)])
+def test_a_gather_that_loses_is_warned_of_once(run_ranks: Any, islands: int, procs: int, enough: int) -> None:
+    """Four blocks of 2 + k + 1.5 k bytes to each other island, against 2 (R - 1) / R of 2 bytes per element: R > 2 x ratio from k on."""
+    dense = ring_all_reduce_bytes(islands, 2 * 128 * 128)
+    assert (islands - 1) * (4 * (enough + 2) + 6 * enough) <= dense < (islands - 1) * (4 * (enough + 3) + 6 * (enough + 1))
+
+    def run(me: Any) -> list[list[str]]:
+        configs = [preset("demo", topk=enough), preset("demo", topk=enough + 1), preset("random", topk=enough + 1), preset("demo")]
+        return [warned(me, config) for config in configs]
+
+    for i, (within, beyond, reduced, published) in enumerate(run_ranks(run, islands, procs)):
+        assert not within and not reduced and not published
+        assert len(beyond) == (1 if i % procs == 0 else 0), "once, on the first rank of the island"
+        assert not beyond or (f"({islands})" in beyond[0] and "'momentum'" in beyond[0] and "random" in beyond[0])
+
+
+def test_the_meter_of_a_plan_adds_up() -> None:
+    (made,) = plan.plan_model(preset("demo"), [("a", (64, 64))], 2)
+    total = Meter()
+    total.add(made.message(0))
+    total.add(made.message(1))
+    assert total == made.over(range(2)) and total.messages == 2
+    assert made.message(0).bytes_sent == header.HEADER.size + 1 + 82 and vectors.num_bytes("int8", 4096) == 4098

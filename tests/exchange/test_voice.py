@@ -1,0 +1,147 @@
+"""What a script without logging sees: a few lines at attach and at finish; and nothing of it where somebody listens already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.exchange import log_setup
+from fsdp_demo.exchange.summary import odd_ends, total_steps
+
+from ..support import threaded
+
+ROOT, LOG = logging.getLogger(), logging.getLogger("fsdp_demo")
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """No handler anywhere, as in a script of a few lines; pytest puts its own there for every test."""
+    before, level = [list(logger.handlers) for logger in (ROOT, LOG)], LOG.level
+    ROOT.handlers.clear()
+    LOG.handlers.clear()
+    LOG.setLevel(logging.NOTSET)
+    try:
+        yield
+    finally:
+        ROOT.handlers[:], LOG.handlers[:] = before
+        LOG.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+
+
+def snippet(topology: fsdp_demo.Topology | None = None, steps: int = 20) -> fsdp_demo.Exchange:
+    """The README's first lines."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=10, topology=topology)
+    for _ in range(steps):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange.finish()
+    return exchange
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """What stands on stderr, without the topology's line."""
+    return [line for line in capfd.readouterr().err.splitlines() if "ISLAND_* variables" not in line]
+
+
+def test_a_script_without_logging_sees_what_runs_and_how_it_ended(capfd) -> None:
+    with silence():
+        exchange = snippet()
+        lines = said(capfd)
+        assert lines[0] == "[island0] preset diloco, one replica, nothing is sent, from step 0"
+        assert lines[1] == "    delta every 10 (fp32, mean over replicas)" and all(len(line) < 120 for line in lines)
+        assert lines[-1] == "[island0] finished at step 20: 2 exchanges, 0 B sent, 0.0 s waiting for the link; one replica"
+        assert repr(exchange) == "<Exchange 'diloco', one replica, step 20, 0 B sent by this rank, finished>"
+        snippet()  # once per process
+        assert len(LOG.handlers) == 1 and said(capfd) == lines
+
+
+def test_who_has_set_up_logging_hears_nothing_twice(capfd) -> None:
+    with silence():
+        LOG.addHandler(logging.NullHandler())
+        snippet()
+        LOG.handlers.clear()
+        ROOT.addHandler(logging.NullHandler())
+        snippet()
+        assert not said(capfd) and LOG.level == logging.NOTSET and not LOG.handlers
+        ROOT.handlers.clear()
+        snippet(steps=0)
+        assert said(capfd) and LOG.level == logging.INFO
+        ROOT.addHandler(logging.NullHandler())  # after attach: the voice gives way
+        snippet(steps=0)
+        assert not said(capfd) and LOG.level == logging.NOTSET and not LOG.handlers
+
+
+def test_a_level_that_was_set_stays_and_other_ranks_only_warn(capfd) -> None:
+    with silence():
+        LOG.setLevel(logging.ERROR)
+        snippet()
+        assert not said(capfd) and LOG.level == logging.ERROR
+        log_setup.hush()
+        assert LOG.level == logging.ERROR
+        LOG.setLevel(logging.NOTSET)
+        log_setup.speak(fsdp_demo.Topology("single", name="west", rank=1, world=2))
+        LOG.info("west: of rank 0 only")
+        LOG.warning("west: of all")
+        assert said(capfd) == ["[west] WARNING: of all"]
+
+
+def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
+    def work(island: int, topology: fsdp_demo.Topology) -> tuple[str, int]:
+        exchange = snippet(topology)
+        return repr(exchange), exchange.metrics()["bytes_sent"]
+
+    with caplog.at_level(logging.INFO, "fsdp_demo"):
+        shown = threaded.values(threaded.islands(work))
+    sent = shown[0][1]
+    assert sent > 2 * 4 * 72  # twice all parameters
+    assert all(
+        text == f"<Exchange 'diloco', island {i} of 2, step 20, {sent} B sent by this rank, finished>" for i, (text, _) in enumerate(shown)
+    )
+    ends = [m for m in caplog.messages if "finished" in m]
+    assert len(ends) == 2 and all(f"2 exchanges, {sent} B sent" in m and "islands agree, bit for bit" in m for m in ends)
+    assert sum("island 1 of 2, from step 0" in m for m in caplog.messages) == 1
+
+
+# -- steps that end inside a round ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "said"),
+    [
+        (preset("diloco", period=10), 121, ["121 steps", "period 10", "120 or 130"]),
+        (preset("diloco", period=10), 7, ["a round: 10"]),
+        (preset("diloco", period=10, **{"clock.offset": 3}), 120, ["113 or 123"]),
+        (preset("sparse_loco"), 100, ["90 or 120"]),
+        (preset("diloco", period=10), 120, []),
+        (preset("diloco", period=10, **{"clock.offset": 3}), 123, []),
+        (preset("local_sgd", period=10), 121, []),  # a mean is a mean
+        (preset("decoupled_momentum", rule="released", period=10), 121, []),  # ends by a mean of its own
+        (preset("streaming_diloco", period=10), 121, []),
+        (preset("demo"), 121, []),
+    ],
+)
+def test_steps_that_end_inside_a_round_are_said(config, steps, said) -> None:
+    found = odd_ends(config, steps)
+    assert len(found) == bool(said) and all(part in found[0] for part in said)
+
+
+def test_the_warning_comes_at_attach_where_steps_are_known(caplog) -> None:
+    for agree, warned in (({"steps": 121}, 1), ({"max_steps": 121}, 1), ({"steps": 120}, 0), ({"lr": 121}, 0), (None, 0)):
+        caplog.clear()
+        model = torch.nn.Linear(4, 4)
+        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, period=10, agree=agree).detach()
+        assert sum("inside a round" in m for m in caplog.messages) == warned
+    assert total_steps({"agree.steps": True}) is total_steps({"agree.max_steps": -1}) is total_steps({}) is None

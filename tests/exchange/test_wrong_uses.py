@@ -1,0 +1,330 @@
+"""Wrong uses that would go on in silence: each is an error that names what is wrong and says the cure, or a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from ..hosts.test_tick import Net, equal, sgd
+from ..support import threaded
+from ..support.threaded import values
+
+AS_IS: dict[str, Any] = {"inner": "as_is"}
+KINDS = {
+    "full": preset("full"),
+    "demo": preset("demo", topk=8, **AS_IS),
+    "diloco": preset("diloco", period=2, **AS_IS),
+    "local_sgd": preset("local_sgd", period=2, **AS_IS),
+    "decoupled_momentum": preset("decoupled_momentum", period=2, **AS_IS),
+    "streaming_diloco": preset("streaming_diloco", period=4, delay=1, layers=0, **AS_IS),
+}
+CURE = r"parameters were changed since attach \(a.weight, .*\).*Load first, then attach, or attach\(state=...\)"
+
+
+@pytest.fixture
+def islands(run_ranks: Any) -> Callable[..., list[Any]]:
+    return lambda fn: run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1)[0]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    caplog.set_level(logging.INFO, logger="fsdp_demo")
+    return lambda: " | ".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+
+
+def step(net: Net, optimizer: torch.optim.Optimizer, t: int = 0) -> None:
+    net.loss(t).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def alone() -> Net:
+    return Net(fsdp_demo.Topology())
+
+
+# ---- weights that are loaded after attach ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_loaded_after_attach(kind: str) -> None:
+    net, other = alone(), alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    saved = {n: t + 1 for n, t in other.state_dict().items()}
+    net.load_state_dict(saved)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=CURE):
+            step(net, optimizer)
+    assert exchange.step == 0 and all(torch.equal(t, saved[n]) for n, t in net.state_dict().items())
+    with pytest.raises(ValueError, match=CURE):
+        exchange.finish()
+    exchange.detach()
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    step(net, optimizer)
+    net.load_state_dict(saved)  # later it is the user's own
+    step(net, optimizer)
+    assert exchange.step == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_leaves_parameters_as_they_are(dtype: torch.dtype) -> None:
+    """The same values loaded again, outer parameters shown, flush, a first step that is skipped."""
+    for config in KINDS.values():
+        net = alone().to(dtype)
+        optimizer = sgd(net.parameters())
+        if dtype != torch.float32 and any(c.clock.delay for c in config.channels):
+            config = config.changed({"clock.delay": 0})
+        exchange = fsdp_demo.attach(optimizer, config, model=net)
+        net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()})
+        with exchange.outer_parameters(net):
+            pass
+        exchange.flush()
+        exchange.skip()
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert exchange.step == 2
+        exchange.finish()
+        exchange.detach()
+
+
+def test_a_resumed_run_begins_with_what_is_under_way(islands: Any) -> None:
+    """Its parameters are loaded before attach, its state by attach; flush moves them before the first step."""
+
+    def run(topology: Any) -> None:
+        config = preset("diloco", period=2, **AS_IS).changed({"clock.delay": 1})
+        net = Net(topology)
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+        for t in range(4):
+            step(net, optimizer, t)
+        state = exchange.state_dict()
+        assert state["in_flight"]
+        exchange.detach()
+        for flush in (True, False):
+            exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology, state=state)
+            before = net.copies()
+            if flush:
+                exchange.flush()
+                assert not equal(before, net.copies())
+            step(net, optimizer, 4)
+            assert exchange.step == 5
+            exchange.detach()
+
+    islands(run)
+
+
+def test_steps_taken_aside_before_the_first(islands: Any) -> None:
+    def run(topology: Any) -> None:
+        net = Net(topology)
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net, topology=topology)
+        with exchange.paused():
+            step(net, optimizer)
+        step(net, optimizer)
+        assert exchange.step == 1
+        exchange.finish()
+
+    islands(run)
+
+
+# ---- steps that would be lost ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_inside_outer_parameters(kind: str) -> None:
+    net = alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    step(net, optimizer)
+    before = net.copies()
+    for _ in range(2):
+        with exchange.outer_parameters(net):
+            net.loss(0).backward()
+            with exchange.paused(), pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+                optimizer.step()
+            for wrong in (optimizer.step, exchange.skip):
+                with pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+                    wrong()
+        assert exchange.step == 1 and equal(before, net.copies())
+    with exchange.paused():
+        optimizer.step()
+    optimizer.step()
+    assert exchange.step == 2
+
+
+# ---- what is trained ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requires_grad_switched_after_attach(kind: str) -> None:
+    net = alone()
+    net.b.bias.requires_grad_(False)
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    step(net, optimizer)
+    for p, name, on, word in ((net.b.bias, "b.bias", True, "on"), (net.a.weight, "a.weight", False, "off")):
+        p.requires_grad_(on)
+        before = net.copies()
+        with pytest.raises(RuntimeError, match=rf"requires_grad of {name} was switched {word} after attach.*detach\(\) and attach again"):
+            step(net, optimizer)
+        assert equal(before, net.copies())
+        p.requires_grad_(not on)
+        step(net, optimizer)
+    assert exchange.step == 3
+
+
+def test_one_of_two_optimizers_is_switched_off_while_the_other_steps() -> None:
+    """As GANs do it: what another optimizer steps is looked at when that one does."""
+    net = alone()
+    optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
+    exchange = fsdp_demo.attach(optimizers, preset("diloco", period=2, clip=None, **AS_IS), model=net)
+    for optimizer, resting in zip(optimizers, (net.b, net.a), strict=True):
+        resting.requires_grad_(False)
+        net.loss(0).backward()
+        optimizer.step()
+        resting.requires_grad_(True)
+    assert exchange.step == 1
+
+
+def test_parameters_that_no_optimizer_steps(said: Any) -> None:
+    net = alone()
+    exchange = fsdp_demo.attach(sgd(net.a.parameters()), "full", model=net)
+    assert "2 trainable parameters of the model are in no attached optimizer, and so not exchanged: b.weight, b.bias" in said()
+    exchange.detach()
+    net.b.requires_grad_(False)
+    caught = said()
+    fsdp_demo.attach(sgd(net.a.parameters()), "full", model=net).detach()
+    assert said() == caught
+
+
+def test_an_optimizer_of_another_model_and_one_of_nothing() -> None:
+    net, other = alone(), alone()
+    with pytest.raises(ValueError, match="holds no parameter of this model"):
+        fsdp_demo.attach(sgd(other.named_parameters()), "full", model=net)
+    for p in net.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        fsdp_demo.attach(sgd(net.parameters()), "full", model=net)
+
+
+# ---- numbers that cannot be exchanged -----------------------------------------------------------------------------------------
+
+
+def test_dtypes_that_cannot_be_exchanged(said: Any) -> None:
+    for dtype in (torch.complex64, torch.float64):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype))
+        with pytest.raises(ValueError, match=rf"cannot be exchanged: 1.weight \({str(dtype)[6:]}\), 1.bias .*dtype=torch.float32"):
+            fsdp_demo.attach(sgd(model.parameters()), "diloco", model=model, clip=None, **AS_IS)
+        model[1].requires_grad_(False)
+        exchange = fsdp_demo.attach(sgd(model.parameters()), "diloco", model=model, **AS_IS)
+        exchange.detach()
+    assert "not fp32" not in said()
+    low = alone().bfloat16()
+    fsdp_demo.attach(sgd(low.parameters()), "full", model=low).detach()
+    assert "4 parameters are not fp32" in said()
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    for config in (preset("full"), preset("full", clip=None), preset("diloco", **AS_IS)):
+        optimizer = sgd(model.parameters())
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(ValueError, match=r"sparse gradients: 0.weight;.*sparse=False"):
+            optimizer.step()
+        exchange.detach()
+    optimizer = torch.optim.SparseAdam([model[0].weight])
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients"):
+        fsdp_demo.attach(optimizer, "full")
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=1, clip=None, **AS_IS))  # reads no gradient: works
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    exchange.finish()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["full", "diloco"])
+def test_a_loss_scaler(fused: bool, kind: str) -> None:
+    net = alone()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    scaler = torch.amp.GradScaler("cpu")
+    before = net.copies()
+    for unscale in (False, True):
+        scaler.scale(net.loss(0)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        with pytest.raises(ValueError, match="a GradScaler .fp16. steps this optimizer.*use bf16"):
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        optimizer.__dict__.pop("found_inf", None), optimizer.__dict__.pop("grad_scale", None)
+    assert exchange.step == 0 and equal(before, net.copies())
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(net.loss(0)).backward()
+    off.step(optimizer)
+    assert exchange.step == 1
+
+
+def test_the_loss_scaler_of_accelerate() -> None:
+    optimizer_of = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    net = alone()
+    for enabled in (True, False):
+        wrapped = optimizer_of(sgd(net.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+        if enabled:
+            with pytest.raises(ValueError, match="use bf16"):
+                fsdp_demo.attach(wrapped, "full", model=net)
+        else:
+            fsdp_demo.attach(wrapped, "full", model=net).detach()
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_under_fsdp2(run_ranks: Any) -> None:
+    """An evaluation before attach leaves the root unsharded; FSDP2 starts lazily; weights changed on one rank are refused by all."""
+
+    def run(me: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for late in (False, True):
+            net = Net(fsdp_demo.Topology(island=me.island))
+            net.b.bias.requires_grad_(False)
+            fully_shard(net, mesh=me.mesh())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+            with torch.no_grad():
+                net(torch.ones(2, 66))
+            os.environ["ISLAND_RUN"] += "+"
+            exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
+            assert [s.name for s in exchange.shards.shards] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+            assert exchange.shards.states() == ["momentum_buffer"] and not exchange.shards.outside(net)
+            assert all(torch.signbit(m).all() for m in exchange.shards.read("state:momentum_buffer") if m is not None)
+            if late and me.proc == 0:
+                net.a.bias.to_local().data.add_(1.0)
+            net(torch.ones(2, 66)).sum().backward()
+            if late:
+                with pytest.raises(ValueError, match="changed since attach .a.bias." if me.proc == 0 else "those of another rank"):
+                    optimizer.step()
+                exchange.detach()
+                continue
+            optimizer.step()
+            net.a.bias.requires_grad_(False)
+            with pytest.raises(RuntimeError, match="requires_grad of a.bias was switched off"):
+                optimizer.step()
+            net.a.bias.requires_grad_(True)
+            optimizer.step()
+            assert exchange.step == 2
+            exchange.finish()
+
+    run_ranks(run)

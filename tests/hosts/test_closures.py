@@ -1,0 +1,167 @@
+"""`step(closure)`: one backward per step with every kind of preset, gradients clipped and exchanged as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from ..support import threaded
+from ..support.threaded import values
+from .test_tick import Net, equal, sgd
+
+AS_IS: dict[str, Any] = {"inner": "as_is"}
+PRESETS = {
+    "full": preset("full"),
+    "demo": preset("demo", topk=8, **AS_IS),
+    "diloco": preset("diloco", period=2, clip=0.01, **AS_IS),
+    "diloco unclipped": preset("diloco", period=2, clip=None, **AS_IS),
+    "local_sgd": preset("local_sgd", period=2, clip=0.01, **AS_IS),
+    "desloc": preset("desloc", period=2, states={"momentum_buffer": 2}, clip=0.01, **AS_IS),
+    "decoupled_momentum": preset("decoupled_momentum", period=2, clip=0.01, **AS_IS),
+}
+
+
+@pytest.fixture
+def islands(run_ranks: Any) -> Callable[..., list[Any]]:
+    return lambda fn: run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1)[0]
+
+
+class Counted:
+    """A closure as Lightning makes it: forward, zero_grad, backward."""
+
+    def __init__(self, net: Net, optimizer: torch.optim.Optimizer):
+        self.net, self.optimizer, self.calls = net, optimizer, 0
+
+    def __call__(self) -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        loss = self.net.loss(self.calls)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.calls += 1
+        return loss
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def test_one_backward_per_step_and_the_same_parameters(islands: Any) -> None:
+    """By keyword, by position, and not at all, from within no_grad as well; `clip` is obeyed."""
+
+    def run(topology: Any) -> None:
+        for name, config in PRESETS.items():
+            ends = []
+            for way in ("keyword", "position", "plain"):
+                net = Net(topology)
+                optimizer = momentum(net.parameters())
+                exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+                closure = Counted(net, optimizer)
+                for t in range(4):
+                    if way == "plain":
+                        closure()
+                        optimizer.step(closure=None)
+                        continue
+                    with torch.set_grad_enabled(t != 1):
+                        loss = optimizer.step(closure=closure) if way == "keyword" else optimizer.step(closure)
+                    assert closure.calls == t + 1 == exchange.step and isinstance(loss, torch.Tensor), (name, way)
+                exchange.finish()
+                ends.append(net.copies())
+            assert equal(ends[0], ends[2]) and equal(ends[1], ends[2]), name
+
+    islands(run)
+
+
+def test_a_clipped_closure_moves_as_little_as_clip_says(islands: Any) -> None:
+    def run(topology: Any) -> None:
+        net = Net(topology)
+        optimizer = sgd(net.parameters(), 1.0)
+        exchange = fsdp_demo.attach(optimizer, preset("diloco", period=50, clip=0.01, **AS_IS), topology=topology)
+        before = net.copies()
+        optimizer.step(Counted(net, optimizer))
+        moved = sum(float((a - b).square().sum()) for a, b in zip(net.copies(), before, strict=True)) ** 0.5
+        assert moved == pytest.approx(0.01, rel=1e-3)
+        exchange.detach()
+
+    islands(run)
+
+
+def test_one_optimizer_over_muon_and_adamw(islands: Any) -> None:
+    def run(topology: Any) -> None:
+        ends = []
+        for closures in (True, False):
+            net = Net(topology)
+            optimizer = fsdp_demo.MuonAdamW(net.named_parameters(), lr=0.01)
+            exchange = fsdp_demo.attach(optimizer, "full", clip=0.1, model=net, topology=topology)
+            closure = Counted(net, optimizer)
+            for t in range(3):
+                if closures:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+                assert (closure.calls, exchange.step) == (t + 1, t + 1)
+            ends.append(net.copies())
+            exchange.finish()
+        assert equal(*ends)
+
+    islands(run)
+
+
+def test_steps_that_do_not_count_keep_their_closure() -> None:
+    net = Net(fsdp_demo.Topology())
+    optimizer = momentum(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, "full", model=net)
+    closure = Counted(net, optimizer)
+    with exchange.paused():
+        optimizer.step(closure)
+    assert (closure.calls, exchange.step) == (1, 0)
+    exchange.detach()
+    optimizer.step(closure)
+    assert closure.calls == 2
+
+
+class Twice(torch.optim.Optimizer):
+    """Sharpness-aware, in short: asks for gradients two times."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        closure()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def test_an_optimizer_that_calls_twice() -> None:
+    """Where nothing needs gradients ahead of the step it is left alone; elsewhere the second call would find stale ones."""
+    net = Net(fsdp_demo.Topology())
+    optimizer = Twice(net.parameters(), lr=0.01)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, clip=None, **AS_IS), model=net)
+    closure = Counted(net, optimizer)
+    optimizer.step(closure)
+    assert (closure.calls, exchange.step) == (2, 1)
+    exchange.finish()
+    other = Twice(net.parameters(), lr=0.01)
+    fsdp_demo.attach(other, "full", model=net)
+    with pytest.raises(RuntimeError, match="calls its closure more than once"):
+        other.step(closure)
+
+
+def test_several_optimizers_and_lbfgs() -> None:
+    net = Net(fsdp_demo.Topology())
+    optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
+    exchange = fsdp_demo.attach(optimizers, "full", model=net)
+    with pytest.raises(ValueError, match="several optimizers attached.*call backward first"):
+        optimizers[0].step(Counted(net, optimizers[0]))
+    exchange.detach()
+    with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
+        fsdp_demo.attach(torch.optim.LBFGS(net.parameters()), "diloco", model=net, clip=None, inner="as_is")

@@ -1,0 +1,398 @@
+"""What counts as a step and what does not; delays; and the ends. Two islands as threads, messages counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from ..support import threaded
+from ..support.threaded import values
+
+AS_IS = {"inner": "as_is", "clip": None}
+FULL = preset("full")
+DEMO = preset("demo", topk=8, **AS_IS)
+DILOCO = preset("diloco", period=3, **AS_IS)
+
+
+@pytest.fixture
+def islands(run_ranks) -> Callable[..., list[Any]]:
+    """`islands(fn, count=2)`: fn(topology) on threads, in a process of their own; what must hold is asserted inside."""
+
+    def call(fn: Callable[[Any], Any], count: int = 2) -> list[Any]:
+        return run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1)[0]
+
+    return call
+
+
+class Net(torch.nn.Module):
+    """Two layers; inputs depend on island and key."""
+
+    def __init__(self, topology: Any):
+        super().__init__()
+        self.island = topology.island
+        self.a, self.b = torch.nn.Linear(66, 64), torch.nn.Linear(64, 3)
+        g = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=g) / 8)
+
+    def loss(self, key: int) -> torch.Tensor:
+        x = torch.randn(4, 66, generator=torch.Generator().manual_seed(100 * key + self.island))
+        return self.b(self.a(x).tanh()).square().sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
+    def copies(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.parameters()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def sgd(params: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "of unknown kind": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def test_checkpoints_never_tick(islands) -> None:
+    """torch.distributed.checkpoint makes the state of an optimizer by a step of its own; accelerate and others go through it."""
+
+    def run(topology: Any) -> None:
+        for name, make in OPTIMIZERS.items():
+            for config in (FULL, DILOCO):
+                net = Net(topology)
+                optimizer = make(net.parameters())
+                exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+                rates = [float(g["lr"]) for g in optimizer.param_groups]
+
+                def checkpoint(steps: int, net=net, optimizer=optimizer, exchange=exchange, rates=rates, name=name) -> None:
+                    kept, messages = net.copies(), exchange.metrics()["messages"]
+                    state = get_optimizer_state_dict(net, optimizer)
+                    set_optimizer_state_dict(net, optimizer, state)
+                    get_state_dict(net, optimizer)
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    exchange.state_dict()
+                    assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages), name
+                    assert equal(kept, net.copies()) and rates == [float(g["lr"]) for g in optimizer.param_groups], name
+
+                checkpoint(0)
+                for t in range(4):
+                    net.loss(t).backward()
+                    if t == 2 and name != "sgd":
+                        checkpoint(t)  # gradients are there, too
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    checkpoint(t + 1)
+                assert exchange.metrics()["exchanges"] == (4 if config is FULL else 1), name
+                exchange.finish()
+
+    islands(run)
+
+
+def test_eager_state_is_that_of_a_fresh_optimizer(islands) -> None:
+    """Made at attach, it changes nothing: the first step is the one that an untouched optimizer takes."""
+
+    def run(topology: Any) -> None:
+        for name, make in OPTIMIZERS.items():
+            ends = []
+            for attached in (True, False):
+                net = Net(topology)
+                optimizer = make(net.parameters())
+                if attached:
+                    fsdp_demo.attach(optimizer, preset("diloco", period=50, **AS_IS), topology=topology)
+                for t in range(3):
+                    net.loss(t).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ends.append(net.copies())
+            assert equal(*ends), name
+
+    islands(run)
+
+
+def test_a_warm_up_from_zero_ticks(islands) -> None:
+    """A step with learning rate zero is a step, also where one island's gradients are all zero."""
+
+    def run(topology: Any) -> None:
+        for make in (OPTIMIZERS["adamw"], OPTIMIZERS["sgd with momentum"]):
+            net = Net(topology)
+            optimizer = make(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
+            for t, factor in enumerate((0.0, 0.5, 1.0)):
+                optimizer.param_groups[0]["lr"] = 0.01 * factor
+                (net.loss(t) * (topology.island if t == 0 else 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert exchange.step == 3 and exchange.metrics()["exchanges"] == 3 and exchange.digests_equal()
+            exchange.finish()
+
+    islands(run)
+
+
+def test_nothing_crosses_on_a_micro_batch(islands) -> None:
+    def run(topology: Any) -> None:
+        for config, legs, period in ((FULL, 3, 1), (DEMO, 1, 1), (DILOCO, 3, 3)):
+            net = Net(topology)
+            optimizer = sgd(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+            for step in range(6):
+                before = exchange.metrics()
+                for micro in range(4):
+                    (net.loss(10 * step + micro) / 4).backward()
+                    now = exchange.metrics()
+                    assert (now["messages"], now["bytes_sent"], now["step"]) == (before["messages"], before["bytes_sent"], step)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert exchange.metrics()["messages"] - before["messages"] == legs * ((step + 1) % period == 0)
+            exchange.finish()
+
+    islands(run)
+
+
+def test_micro_batches_add_up_to_the_batch(islands) -> None:
+    """Under `full` the accumulated gradient is exchanged, not that of the last micro-batch."""
+
+    def run(topology: Any) -> None:
+        net = Net(topology)
+        optimizer = sgd(net.parameters(), 1.0)
+        exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
+        start = net.copies()
+        for micro in range(3):
+            net.loss(micro).backward()
+        optimizer.step()
+        both = [Net(fsdp_demo.Topology(island=i)) for i in range(2)]
+        for other in both:
+            for micro in range(3):
+                other.loss(micro).backward()
+        for p, s, x, y in zip(net.parameters(), start, both[0].parameters(), both[1].parameters(), strict=True):
+            torch.testing.assert_close(p.detach(), s - (x.grad + y.grad) / 2)
+        exchange.finish()
+
+    islands(run)
+
+
+def test_two_optimizers_in_turns_are_one_tick(islands) -> None:
+    def run(topology: Any) -> None:
+        for config in (FULL, DILOCO):
+            split, joint, ends = Net(topology), Net(topology), []
+            for net in (split, joint):
+                if net is split:
+                    optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
+                else:
+                    optimizers = [sgd(net.parameters())]
+                exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
+                for t in range(6):
+                    net.loss(t).backward()
+                    for o in optimizers if t % 2 else reversed(optimizers):  # the order does not matter
+                        assert exchange.step == t
+                        o.step()
+                    for o in optimizers:
+                        o.zero_grad()
+                assert exchange.step == 6 and exchange.metrics()["exchanges"] == (6 if config is FULL else 2)
+                ends.append(net.copies())
+                if net is split:
+                    net.loss(6).backward()
+                    optimizers[0].step()
+                    with pytest.raises(RuntimeError, match="stepped twice"):
+                        optimizers[0].step()
+                    with pytest.raises(RuntimeError, match="1 of 2"):
+                        exchange.skip()
+                exchange.detach()
+            assert equal(*ends)
+
+    islands(run)
+
+
+def test_a_parameter_that_joins_later_is_noticed(islands) -> None:
+    def run(topology: Any) -> None:
+        net = Net(topology)
+        optimizer = sgd(net.a.parameters())
+        fsdp_demo.attach(optimizer, FULL, topology=topology)
+        optimizer.add_param_group({"params": list(net.b.parameters())})
+        net.loss(0).backward()
+        with pytest.raises(RuntimeError, match="attach again"):
+            optimizer.step()
+
+    islands(run)
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------------
+
+
+def test_finish_twice_and_then(islands) -> None:
+    def run(topology: Any) -> None:
+        for config in (FULL, DILOCO, preset("decoupled_momentum", rule="released", period=3, **AS_IS)):
+            net = Net(topology)
+            optimizer = sgd(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+            for t in range(4):
+                net.loss(t).backward()
+                optimizer.step()
+            exchange.finish()
+            kept, metrics = net.copies(), exchange.metrics()
+            exchange.finish()
+            assert equal(kept, net.copies()) and metrics == exchange.metrics()
+            assert exchange.digests_equal() is (True if config.consensus else None)
+            assert (exchange.drift is None) == config.consensus and (config.consensus or exchange.drift > 0)
+            with pytest.raises(RuntimeError, match="finished.*detach"):
+                optimizer.step()
+            for call in (exchange.flush, exchange.skip):
+                with pytest.raises(RuntimeError, match="finished"):
+                    call()
+            with exchange.outer_parameters(net):
+                assert equal(kept, net.copies())
+            exchange.state_dict()
+            exchange.detach()
+            exchange.detach()
+            optimizer.step()
+            assert exchange.step == 4 and not equal(kept, net.copies())
+
+    islands(run)
+
+
+def test_detach_and_train_alone(islands) -> None:
+    """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent, nobody is waited for."""
+
+    def run(topology: Any) -> None:
+        for config in (DEMO, DILOCO, DEMO.changed({"clock.delay": 2})):
+            net = Net(topology)
+            optimizer = sgd(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+            for t in range(4):
+                net.loss(t).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            exchange.detach()
+            twin = copy.deepcopy(net)
+            other, messages = sgd(twin.parameters()), exchange.metrics()["messages"]
+            for t in range(4, 4 + 3 * (1 - topology.island)):  # island 0 alone
+                for n, o in ((net, optimizer), (twin, other)):
+                    n.loss(t).backward()
+                    o.step()
+                    o.zero_grad()
+            assert equal(net.copies(), twin.copies()) and exchange.metrics()["messages"] == messages and exchange.step == 4
+            exchange.finish()
+
+    islands(run)
+
+
+# ---- delays ------------------------------------------------------------------------------------------------------------
+
+
+def fixed_gradients(net: Net, t: int) -> None:
+    """Gradients that do not depend on the parameters, so that a delay is a pure shift."""
+    for k, p in enumerate(net.parameters()):
+        key = 1000 * t + 10 * net.island + k
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(key))
+
+
+def test_a_delayed_gradient_acts_exactly_tau_steps_later(islands) -> None:
+    def run(topology: Any) -> None:
+        for config in (FULL, DEMO):
+            histories = []
+            for tau in (0, 1, 3):
+                net = Net(topology)
+                optimizer = sgd(net.parameters())
+                exchange = fsdp_demo.attach(optimizer, config.changed({"clock.delay": tau}), topology=topology)
+                history = [net.copies()] * (tau + 1)  # before the first payload lands the parameters rest
+                for t in range(7):
+                    fixed_gradients(net, t)
+                    optimizer.step()
+                    assert len(exchange.state_dict()["in_flight"]) == min(tau, t + 1)
+                    if t < tau:
+                        assert equal(history[0], net.copies())
+                    else:
+                        history.append(net.copies())
+                assert exchange.metrics()["exchanges"] == 7
+                exchange.flush()
+                assert exchange.step == 7 and not exchange.state_dict()["in_flight"]
+                end = net.copies()
+                exchange.flush()
+                assert equal(end, net.copies())
+                histories.append((history[tau:], end))
+                exchange.finish()
+                assert equal(end, net.copies())
+            (now, end), *delayed = histories
+            for history, same_end in delayed:
+                assert all(equal(a, b) for a, b in zip(history, now, strict=False)) and equal(end, same_end)
+
+    islands(run)
+
+
+def test_a_clipped_mean_is_clipped_in_flush_as_well(islands) -> None:
+    def run(topology: Any) -> None:
+        ends = []
+        for tau in (0, 2):
+            net = Net(topology)
+            optimizer = sgd(net.parameters(), 1.0)
+            exchange = fsdp_demo.attach(optimizer, FULL.changed({"clock.delay": tau, "clip": 0.1}), topology=topology)
+            for t in range(4):
+                fixed_gradients(net, t)
+                optimizer.step()
+            exchange.flush()
+            ends.append(net.copies())
+            exchange.finish()
+        assert equal(*ends)
+
+    islands(run)
+
+
+def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
+    """period 3, tau 2: sent after steps 3, 6, landed after steps 5, 8; flush brings what is left."""
+
+    def run(topology: Any) -> None:
+        net = Net(topology)
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, DILOCO.changed({"clock.delay": 2}), topology=topology)
+        (channel,) = exchange.channels
+        moved = []
+        for t in range(9):
+            before = channel.anchor.clone()
+            fixed_gradients(net, t)
+            optimizer.step()
+            moved.append(not torch.equal(before, channel.anchor))
+            assert exchange.digests_equal() == moved[-1]
+        assert moved == [False] * 4 + [True] + [False] * 2 + [True, False]
+        assert exchange.metrics()["exchanges"] == 3 and len(exchange.state_dict()["in_flight"]) == 1
+        exchange.flush()
+        assert exchange.digests_equal()
+        exchange.finish()
+
+    islands(run)
+
+
+def test_engines_are_told_from_optimizers_of_other_packages() -> None:
+    """What torch.optim.Optimizer is goes to torch, whatever package wrote it; odd objects end the search."""
+    from unittest.mock import MagicMock
+
+    from fsdp_demo.hosts import registry
+
+    other = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    engine = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})()
+    wrapper = type("Wrapper", (), {"__module__": "accelerate.utils", "optimizer": engine})()
+    accelerated = type("DeepSpeedOptimizerWrapper", (torch.optim.SGD,), {"__module__": "accelerate.utils"})([torch.zeros(1)], lr=0.1)
+    accelerated.optimizer = type("ZeRO", (), {"__module__": "deepspeed.runtime.zero"})()  # type: ignore[attr-defined]
+    round_and_round = type("Odd", (), {"__module__": "odd"})()
+    round_and_round.optimizer = round_and_round  # type: ignore[attr-defined]
+    assert registry.find(other([torch.zeros(1)], lr=0.1)) is None
+    assert registry.find(round_and_round) is None and registry.find(MagicMock()) is None
+    doors = [registry.find(thing) for thing in (engine, wrapper, [engine, engine], accelerated)]
+    assert all(door is not None and door.__name__ == "deepspeed_ext" for door in doors)

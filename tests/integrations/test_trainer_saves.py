@@ -1,0 +1,188 @@
+"""The Trainer's checkpoints through faults: flipped bits, a full disk, a NaN, swapped folders, an older life, auto."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from transformers import TrainerCallback  # noqa: E402
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo.checkpoint.fence import Fence  # noqa: E402
+from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.integrations.trainer import saves  # noqa: E402
+from fsdp_demo.integrations.trainer.state import held_in, whole_steps  # noqa: E402
+
+from ..support import trainer_script as script  # noqa: E402
+from .test_trainer import history, quiet  # noqa: E402, F401
+from .test_trainer_resume import extra  # noqa: E402
+
+SETTINGS = {"eval_strategy": "no", "logging_steps": 1}
+LINE = {"period": 3}
+
+
+def made(rank, callbacks=(), **settings):
+    logging.basicConfig(level=logging.WARNING, force=True)
+    return script.trainer(rank.folder / "out", extra("diloco", LINE), callbacks=callbacks, **{**SETTINGS, **settings})
+
+
+def own(rank):
+    return rank.folder / "out" / f"island{rank.island}"
+
+
+def again():
+    os.environ["ISLAND_RUN"] += "-again"
+
+
+def test_a_flipped_bit_is_found_at_resume(run_ranks):
+    def work(rank):
+        made(rank, max_steps=4, save_steps=2).train()
+        files = json.loads((own(rank) / "checkpoint-4" / "manifest.json").read_text())["files"]
+        if rank.island == 1:
+            with open(own(rank) / "checkpoint-4" / "model.safetensors", "r+b") as file:
+                file.seek(-3, os.SEEK_END)
+                last = file.read(1)
+                file.seek(-3, os.SEEK_END)
+                file.write(bytes([last[0] ^ 1]))
+        again()
+        try:
+            made(rank, max_steps=6, save_steps=2).train(resume_from_checkpoint=True)
+        except Exception as error:
+            return all(f["crc32"] is not None for f in files.values()), str(error)
+        return files, ""
+
+    out = run_ranks(work, islands=2, procs=1, check=False, env={"ISLAND_TIMEOUT": "5"})
+    assert out[1].value[0] and "model.safetensors: checksum does not fit" in out[1].value[1]
+
+
+class Poison(TrainerCallback):
+    """A NaN in the inner optimizer's state at one save."""
+
+    trainer = None
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        kept = next(s for s in optimizer.state.values() if "exp_avg" in s)["exp_avg"].view(-1)
+        if state.global_step == 4:
+            self.kept, self.value = kept, kept[0].clone()
+            kept[0] = float("nan")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            self.kept[0] = self.value
+
+
+def test_no_checkpoint_of_a_nan(run_ranks):
+    def work(rank):
+        trained = made(rank, callbacks=[Poison()] if rank.island else [], max_steps=6, save_steps=2)
+        trained.train()
+        return whole_steps(own(rank)), sorted(p.name for p in own(rank).glob("*")), history(trained, "exchange/failed_saves")
+
+    zero, one = run_ranks(work, islands=2, procs=1)
+    assert zero[0] == [2, 4, 6] and one[0] == [2, 6] and "checkpoint-4" not in one[1]
+    assert zero[2][-1] == 0 and one[2][-2:] == [1, 1]
+
+
+@pytest.mark.parametrize("where", ["exchange", "model"])
+@pytest.mark.parametrize("always", [False, True])
+def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, always):
+    def work(rank):
+        def full(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        trained = made(rank, max_steps=8, save_steps=2)
+        save, model = saves.save_state, trained.save_model
+
+        def now():
+            return rank.island == 1 and (always or trained.state.global_step == 4)
+
+        saves.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
+        trained.save_model = lambda *a, **k: full() if now() and where == "model" else model(*a, **k)
+        try:
+            trained.train()
+        except OSError as error:
+            return str(error), whole_steps(own(rank))
+        except Exception as error:  # the other island is gone
+            return type(error).__name__, whole_steps(own(rank))
+        finally:
+            saves.save_state = save
+        return "", whole_steps(own(rank))
+
+    zero, one = run_ranks(work, islands=2, procs=1, env={"ISLAND_TIMEOUT": "10"})
+    if always:
+        assert "No space left" in one[0] and one[1] == [] and zero[0] == "PeerLost"
+    else:
+        assert (zero, one) == (("", [2, 4, 6, 8]), ("", [2, 6, 8]))
+
+
+def test_auto_begins_where_nobody_holds_any_and_true_does_not(run_ranks):
+    def work(rank):
+        with pytest.raises(NeedsDecision, match="no island holds a checkpoint"):
+            made(rank, max_steps=2).train(resume_from_checkpoint=True)
+        trained = made(rank, max_steps=2, save_steps=2)
+        trained.train(resume_from_checkpoint="auto")
+        return trained.state.global_step
+
+    assert run_ranks(work, islands=2, procs=1) == [2, 2]
+
+
+def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):
+    def work(rank):
+        made(rank, max_steps=6, save_steps=2).train()
+        every = whole_steps(own(rank))
+        meet(rank, 1)
+        if rank.island == 0:
+            shutil.move(rank.folder / "out" / "island0", rank.folder / "x")
+            shutil.move(rank.folder / "out" / "island1", rank.folder / "out" / "island0")
+            shutil.move(rank.folder / "x", rank.folder / "out" / "island1")
+        meet(rank, 2)
+        again()
+        with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
+            made(rank, max_steps=8).train(resume_from_checkpoint="auto")
+        return every == whole_steps(own(rank)), [h.owner for h in held_in(own(rank), fsdp_demo.Topology.from_env())]
+
+    assert run_ranks(work, islands=2, procs=1) == [(True, [1, 1, 1]), (True, [0, 0, 0])]
+
+
+def meet(rank, turn):
+    (rank.folder / f"turn{turn}.{rank.rank}").touch()
+    while len(list(rank.folder.glob(f"turn{turn}.*"))) < rank.islands * rank.procs:
+        time.sleep(0.01)
+
+
+class Usurped(TrainerCallback):
+    """A later life takes the folder."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            Fence([Path(args.output_dir)], "later").begin("token")
+
+
+def test_a_process_of_an_earlier_life_writes_nothing(run_ranks):
+    def work(rank):
+        with pytest.raises(Superseded, match="belongs to a later life"):
+            made(rank, callbacks=[Usurped()], max_steps=6, save_steps=2).train()
+        return sorted(p.name for p in own(rank).glob("checkpoint-*"))
+
+    assert run_ranks(work, islands=2, procs=1) == [["checkpoint-2"]] * 2
+
+
+def test_ranks_of_an_island_share_the_checksums(run_ranks):
+    def work(rank):
+        trained = script.trainer(rank.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2)
+        trained.train()
+        files = json.loads((own(rank) / "checkpoint-2" / "manifest.json").read_text())["files"]
+        there = {str(p.relative_to(own(rank) / "checkpoint-2")) for p in (own(rank) / "checkpoint-2").rglob("*") if p.is_file()}
+        return there - set(files), all(f["crc32"] is not None for f in files.values()), torch.distributed.get_world_size()
+
+    assert run_ranks(work, islands=2, procs=2, timeout=120) == [({"manifest.json"}, True, 2)] * 4

@@ -1,0 +1,180 @@
+"""`recipes/prepare_data.py`: the same rows as packing in memory, in one piece, and read back without a copy."""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import data  # noqa: E402
+import prepare_data  # noqa: E402
+
+TOKENIZER = data.ByteTokenizer()
+LENGTH = 32
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, everywhere):
+    """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
+    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+
+def texts(count=230, seed=0):
+    rng = np.random.default_rng(seed)
+    return [f"document {i} ä: " + " ".join(str(n) for n in rng.integers(0, 1000, int(rng.integers(0, 40)))) for i in range(count)]
+
+
+def jsonl(folder, documents):
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)))
+    return folder
+
+
+def prepared(source, output, procs=1, *options):
+    words = ["--data", source, "--output", output, "--procs", procs, "--sequence-length", LENGTH, *options]
+    return prepare_data.main([str(word) for word in words])
+
+
+@pytest.fixture
+def prepared_apart(run_ranks):
+    """`prepared` in a process of its own, which has one thread when it forks its workers; returns what it has printed."""
+
+    def call(*args):
+        ((status, told),) = run_ranks(prepared_alone, 1, 1, env={"ISLAND_COUNT": ""}, args=args)
+        assert status == 0, told
+        return told
+
+    return call
+
+
+def prepared_alone(rank, *args):
+    datasets.disable_progress_bars()
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        return prepared(*args), told.getvalue()
+
+
+def ids(split):
+    return np.array(split.with_format("numpy")["input_ids"][:])
+
+
+def in_memory(documents):
+    return data.pack(TOKENIZER.encode(documents["text"]), LENGTH, TOKENIZER.eos_token_id)
+
+
+@pytest.mark.parametrize("procs", [1, 3])
+def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(tmp_path, prepared_apart, procs):
+    folder = jsonl(tmp_path / "texts", texts())
+    told = prepared_apart(folder, tmp_path / "out", procs)
+    found, expected = datasets.load_from_disk(tmp_path / "out"), data.open_local(folder)
+    for name, part in zip(("train", "validation"), expected, strict=True):
+        rows = in_memory(part)
+        assert found[name].column_names == ["input_ids"] and len(rows) > 10
+        assert np.array_equal(ids(found[name]), rows)
+        assert found[name].features["input_ids"].length == LENGTH
+    total = len(found["train"]) + len(found["validation"])
+    size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert f"{len(found['train'])} training rows, {len(found['validation'])} validation rows" in told
+    assert f"{total * LENGTH} tokens, {size} bytes, " in told and told.endswith(" s\n")
+    assert sorted(p for p in os.listdir(tmp_path) if not p.startswith("ranks-")) == ["cache", "out", "texts"]  # no scratch is left
+
+
+def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path, prepared_apart):
+    (tmp_path / "many").mkdir()
+    for i, text in enumerate(texts(60)):
+        (tmp_path / "many" / f"{i:03d}.md").write_text(text + "\n\nsecond paragraph")
+    (tmp_path / "long.txt").write_text("\n".join(texts()))
+    for source in (tmp_path / "many", tmp_path / "long.txt"):
+        prepared_apart(source, tmp_path / "out", 2, "--overwrite")
+        found = datasets.load_from_disk(tmp_path / "out")
+        for name, part in zip(("train", "validation"), data.open_local(source), strict=True):
+            assert np.array_equal(ids(found[name]), in_memory(part))
+
+
+def test_parquet_and_splits_of_a_hub_set(tmp_path):
+    (tmp_path / "texts").mkdir()
+    datasets.Dataset.from_dict({"content": texts(), "id": range(230)}).to_parquet(str(tmp_path / "texts" / "a.parquet"))
+    assert prepared(tmp_path / "texts", tmp_path / "out") == 0
+    train, _ = data.open_local(tmp_path / "texts")
+    expected = data.pack(TOKENIZER.encode(train["content"]), LENGTH, TOKENIZER.eos_token_id)
+    assert np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"]), expected)
+    one = datasets.Dataset.from_dict({"text": texts()})
+    assert prepare_data.held_out_of({"train": one, "test": one.select([3])})[1]["text"] == [one["text"][3]]
+    parts = prepare_data.held_out_of({"train": one})
+    assert len(parts[1]) == 11 and not set(parts[0]["text"]) & set(parts[1]["text"]) and len(parts[0]) + len(parts[1]) == 230
+
+
+def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, everywhere, prepared_apart):
+    files = data.stdlib_files()
+    few = lambda: (files[0][:25], files[1][:5])  # noqa: E731
+    everywhere.setattr(data, "stdlib_files", few)
+    everywhere.setattr(prepare_data, "stdlib_files", few)
+    prepared_apart("stdlib", tmp_path / "out", 2)
+    for island in range(3):
+        here, there = (
+            data.load_data(source, TOKENIZER, LENGTH, island=island, islands=3, validation_rows=7)
+            for source in (str(tmp_path / "out"), "stdlib")
+        )
+        assert np.array_equal(np.stack([row["input_ids"] for row in here.train]), there.train.ids)
+        assert np.array_equal(here.validation.ids, there.validation.ids) and len(here.validation) == 7
+    batch = next(iter(here.loaders(4)[0]))
+    assert batch["input_ids"].shape == (4, LENGTH) and set(batch) == {"input_ids", "labels"}
+
+
+def test_rows_stay_on_disk(tmp_path):
+    """Mapped, not read: Arrow's own count of what it allocated stays far below the size of the file."""
+    import pyarrow
+
+    assert prepared(jsonl(tmp_path / "texts", texts(4000)), tmp_path / "out") == 0
+    before, size = pyarrow.total_allocated_bytes(), sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.arrow"))
+    part = data.load_data(str(tmp_path / "out"), TOKENIZER, LENGTH, islands=2)
+    part.train[len(part.train) // 2]
+    assert size > 1_000_000 and pyarrow.total_allocated_bytes() - before < size / 4
+    assert sorted(os.listdir(tmp_path / "out" / "train")) == ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
+
+
+def test_what_is_there_is_replaced_only_when_asked_and_only_by_a_whole(tmp_path, capsys, monkeypatch):
+    first, second = jsonl(tmp_path / "one", texts()), jsonl(tmp_path / "two", texts(seed=1))
+    assert prepared(first, tmp_path / "out") == 0
+    before = ids(datasets.load_from_disk(tmp_path / "out")["train"])
+    assert prepared(second, tmp_path / "out") == 2 and "--overwrite" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.DatasetDict, "save_to_disk", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            prepared(second, tmp_path / "out", 1, "--overwrite")
+    assert np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"]), before)
+    assert prepared(second, tmp_path / "out", 1, "--overwrite") == 0
+    assert not np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"])[:5], before[:5])
+    assert prepared(first, tmp_path / "two", 1, "--overwrite") == 2 and "not written by this script" in capsys.readouterr().err
+    assert (second / "a.jsonl").exists() and sorted(os.listdir(tmp_path)) == ["cache", "one", "out", "two"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("./nowhere", "no such file"), ("short.txt", "less than one row of 32 tokens"), ("titles.jsonl", "expected 'text'")],
+)
+def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path, capsys, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("a\nb\nc")
+    Path("titles.jsonl").write_text('{"title": "x"}\n' * 30)
+    assert prepared(source, tmp_path / "out") == 2 and message in capsys.readouterr().err
+    assert sorted(set(os.listdir(tmp_path)) - {"cache"}) == ["short.txt", "titles.jsonl"]
+
+
+def test_another_length_or_tokenizer_is_refused_when_reading(tmp_path):
+    assert prepared(jsonl(tmp_path / "texts", texts()), tmp_path / "out") == 0
+    with pytest.raises(ValueError, match="give --sequence-length 32"):
+        data.load_data(str(tmp_path / "out"), TOKENIZER, 64)
+    other = data.ByteTokenizer()
+    other.vocab_size = 300
+    with pytest.raises(ValueError, match="prepared with --tokenizer bytes: 258 ids, end 256. The one given has 300 ids"):
+        data.load_data(str(tmp_path / "out"), other, LENGTH)
