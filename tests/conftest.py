@@ -19,7 +19,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from .support import guard, kinds  # noqa: E402
+from .support import guard, kinds, matrices  # noqa: E402
 from .support.client import RankServer  # noqa: E402
 from .support.everywhere import Everywhere  # noqa: E402
 from .support.ranks import HUNG, Call, Job, Outcome, Rank, pack  # noqa: E402
@@ -32,8 +32,9 @@ GRACE = 5.0  # seconds that the other ranks get to end after one has failed
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Markers `ranks` and `launch`, by what a test uses. First, since -m chooses by markers afterwards."""
+    """Markers `ranks` and `launch`, by what a test uses; `slow` within large matrices. First, since -m chooses by markers afterwards."""
     kinds.mark(items)
+    matrices.thin(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Channel, Clock, MuonAdamW, base_optimizer, preset
+from fsdp_demo import Accumulator, Channel, Clock, ExchangeConfig, MuonAdamW, base_optimizer, preset
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 

@@ -159,9 +159,9 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(recipes))
     import pretrain_deepspeed
 
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda *a: None)  # lives share a process and its group here
-
     def work(me):
+        patch = pytest.MonkeyPatch()
+        patch.setattr("torch.distributed.destroy_process_group", lambda *a: None)  # lives share a process and its group here
         text = me.folder / "text.txt"
         if me.rank == 0:
             text.write_text("to be, or not to be, that is the question\n" * 400)
@@ -172,7 +172,7 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
         flags += f" --save_every 3 --output {me.folder / f'disk{me.island}'}"
         out = []
         for more in ("", "--resume"):
-            monkeypatch.setattr("sys.argv", ["pretrain_deepspeed.py", *flags.split(), *more.split()])
+            patch.setattr("sys.argv", ["pretrain_deepspeed.py", *flags.split(), *more.split()])
             pretrain_deepspeed.main()
             torch.distributed.barrier()
             home = me.folder / f"disk{me.island}" / f"island{me.island}"
