@@ -254,25 +254,60 @@ class Channel:
     after: str = ""
 
     def __post_init__(self) -> None:
-        if not self.source.startswith("state:"):
+        if not self.state_name:
             one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
         one_of(f"channel {self.name!r}: residual", self.residual, RESIDUALS)
 
-    @property
-    def consensus(self) -> bool:
-        """Whether the parameters it covers are equal on all replicas after an exchange of this channel (derived, never set); fragments are
-        not, all at once."""
-        keeps_local = self.applier.local_delta or self.applier.mix > 0.0
-        corrects = self.source == "parameter" and self.clock.delay > 0  # steps taken while the mean was under way are kept
-        queues = self.source == "delta" and self.clock.delay >= self.clock.period  # what is still under way is kept
-        return self.source in SOURCES and self.fragments is None and not (keeps_local or corrects or queues)
-
-    @property
-    def shared(self) -> bool:
-        """Whether a last exchange leaves all replicas equal: not if each applies its own delta (derived)."""
-        return self.source in SOURCES and not self.applier.local_delta
+    # ---- what follows from the fields: derived here and nowhere else, never set ------------------------------------------------------
 
     @property
     def before_step(self) -> bool:
         """Gradient channels act before the base optimizer's step, all others after it."""
         return self.source == "gradient"
+
+    @property
+    def state_name(self) -> str:
+        """The state of the optimizer that it averages ("exp_avg"); empty for gradients, deltas and parameters."""
+        return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
+
+    @property
+    def target(self) -> str:
+        """The tensors that it reads and writes, as a host's `read` calls them: a delta is read from the parameters."""
+        return "parameter" if self.source == "delta" else self.source
+
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether what comes back sets parameters. Gradients act through the base optimizer instead."""
+        return self.target == "parameter"
+
+    @property
+    def queues(self) -> bool:
+        """Whether a delta is sent while earlier ones are under way: those stay in the parameters until they arrive."""
+        return self.source == "delta" and self.clock.delay >= self.clock.period
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a mean of parameters corrects what was sent, so that steps taken while it was under way are kept."""
+        return self.source == "parameter" and self.clock.delay > 0
+
+    @property
+    def needs_own(self) -> bool:
+        """Whether a replica needs what it has sent itself when the mean of it arrives."""
+        return self.corrects or self.queues or self.applier.local_delta
+
+    @property
+    def taken(self) -> float:
+        """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or there is none."""
+        if self.accumulator is None or self.residual == "keep":
+            return 0.0
+        return 1.0 if self.residual == "put_back" else self.accumulator.alpha
+
+    @property
+    def consensus(self) -> bool:
+        """Whether the parameters it covers are equal on all replicas after an exchange of this channel; fragments are not, all at once."""
+        return self.shared and self.fragments is None and not (self.applier.mix > 0.0 or self.corrects or self.queues)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a last exchange leaves all replicas equal: not if each applies its own delta."""
+        return not self.state_name and not self.applier.local_delta

@@ -67,7 +67,7 @@ def desloc(period: int = 256, states: dict[str, int] | None = None, code: str = 
     chosen = states if states is not None else {"exp_avg": 3, "exp_avg_sq": 6}
     channels = _with_states(period, chosen, code)
     if not embeddings:
-        channels = tuple(replace(c, exclude=EMBEDDINGS) if c.source.startswith("state:") else c for c in channels)
+        channels = tuple(replace(c, exclude=EMBEDDINGS) if c.state_name else c for c in channels)
     return ExchangeConfig("desloc", channels, lr=4e-4, clip=1.0)
 
 

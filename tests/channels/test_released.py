@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Channel, Clock, MuonAdamW, base_optimizer, preset
+from fsdp_demo import Accumulator, Channel, Clock, ExchangeConfig, MuonAdamW, base_optimizer, preset
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 
@@ -91,7 +91,8 @@ def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
 
 def test_the_rate_is_for_gradients() -> None:
     with pytest.raises(ValueError, match="accumulator.rate=True multiplies gradients"):
-        ExchangeConfig((Channel("delta", "delta", Clock(2), Accumulator(rate=True), applier=preset("diloco").channels[0].applier),))
+        outer = preset("diloco").channels[0].applier
+        ExchangeConfig("own", (Channel("delta", "delta", Clock(2), Accumulator(rate=True), applier=outer),))
     assert preset("random", **{"accumulator.rate": True}).channels[0].accumulator == Accumulator(beta=0.999, rate=True)
     assert Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2))).scale(torch.ones(4), [2.0, 3.0]).tolist() == [3, 3, 2, 2]
 
