@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm.topology import Position
-from ..compression.dct import Transform, transform
+from ..compression.transform import make_transform, transform
 from ..compression.windows import Contiguous, Window
 from ..config.channel import Channel
 from ..hosts.base import Shards
@@ -103,11 +103,11 @@ class ActiveChannel(BoundChannel):
     def _into_accumulator(self, flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None) -> None:
         """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
         assert self.accumulator is not None
-        delta, products = self.channel.source == "delta", self.channel.codec.products
+        delta = self.channel.source == "delta"
         common, rates = self._rates()
         with (
             Contiguous(self.tensors(self.channel.target)) as tensors,
-            Transform(self.shards.device, products) as made,
+            make_transform(self.channel.codec, self.shards.device) as made,
         ):
             for part in (part for w in self.windows for part in w.inner):
                 x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
@@ -147,7 +147,7 @@ class ActiveChannel(BoundChannel):
             work = self.accumulator.clone() if whole else self.accumulator  # it goes on while the vector is under way
         else:
             assert source is not None
-            work = transform(self.layout, source.clone() if self.channel.needs_own else source, products=self.channel.codec.products)
+            work = transform(self.channel.codec, self.layout, source.clone() if self.channel.needs_own else source)
         out.own = source if self.channel.needs_own else None
         out.body, out.vectors = self.section.encode(work, step)
         self._take(out, 1.0)
@@ -202,17 +202,9 @@ class ActiveChannel(BoundChannel):
         if isinstance(mean, Tensor):
             assert self.layout is not None
             mean = Whole(self.layout, mean)
-        kind, mix = self.channel.applier.kind, 0.0 if last else self.channel.applier.mix
-        if kind == "gradient":
-            assert present is not None
-            apply.as_gradient(self, mean, present)
-        elif kind == "outer":
-            number = None if out.partial else self.channel.clock.round(out.step)
-            apply.outer(self, mean, out.own, _own(flying), mix, number)
-        elif self.channel.source == "parameter":
-            self.moved = apply.replace(self, mean, None if last else out.own, _own(flying), mix) or self.moved
-        else:
-            apply.deliver(self, mean, self.tensors(self.channel.source), lambda _, x: x)
+        mix, number = 0.0 if last else self.channel.applier.mix, None if out.partial else self.channel.clock.round(out.step)
+        arrival = apply.Arrival(out.own, _own(flying), present, mix, number, last)
+        self.moved = apply.APPLIERS[self.channel.applier.kind](self, mean, arrival) or self.moved
 
 
 def _own(flying: Sequence[Outgoing]) -> list[Tensor]:

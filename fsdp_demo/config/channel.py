@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
 
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
 
-TRANSFORMS = ("none", "dct")
-SELECTS = ("all", "topk", "random", "stride")
-CODES = ("fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit")
+CODES = tuple(FORMATS)
 PRODUCTS = ("fp32", "bf16")
 RESIDUALS = ("keep", "subtract", "put_back")
 REDUCERS = ("replicas", "senders")
 WEIGHTS = ("equal", "tokens")
 REDUCER_CLIPS = ("none", "median_norm")
-APPLIERS = ("gradient", "outer", "replace")
 PHIS = ("identity", "sign")
 SOURCES = ("gradient", "delta", "parameter")
 ORDERS = ("strided", "sequential")
@@ -87,7 +85,7 @@ class Codec:
     """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values.
 
     select "topk" takes the largest, whose positions travel with them; "random" and "stride" (FlexDeMo) take `topk` of each block at
-    positions that all replicas compute from the step (`compression/topk.py`), so only values travel and they can be summed on the way.
+    positions that all replicas compute from the step (`compression/seeded.py`), so only values travel and they can be summed on the way.
     products "bf16" lets the transform multiply in bf16 (CUDA: TF32): faster, nearly the same choice, and what is sent is exactly what is
     subtracted.
 
@@ -105,8 +103,8 @@ class Codec:
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
-        one_of("codec.select", self.select, SELECTS)
-        one_of("codec.code", self.code, CODES)
+        one_of("codec.select", self.select, tuple(SELECTIONS))
+        one_of("codec.code", self.code, tuple(FORMATS))
         one_of("codec.products", self.products, PRODUCTS)
         if self.products != "fp32" and self.transform == "none":
             raise ValueError(f"codec.products={self.products!r} is about the transform, which is 'none': leave it 'fp32'")
@@ -119,19 +117,29 @@ class Codec:
             )
 
     @property
+    def format(self) -> Format:
+        """Bits, groups and scales of the values."""
+        return FORMATS[self.code]
+
+    @property
+    def selection(self) -> Selection:
+        """Who chooses what is sent."""
+        return SELECTIONS[self.select]
+
+    @property
     def sparse(self) -> bool:
         """True if only a part of each block is sent."""
-        return self.select != "all"
+        return self.selection.by != "nobody"
 
     @property
     def indexed(self) -> bool:
         """True if positions are chosen by the data, so that indices travel and payloads cannot be summed on the way."""
-        return self.select == "topk"
+        return self.selection.by == "data"
 
     @property
     def seeded(self) -> bool:
         """True if positions follow from the step alone."""
-        return self.select in ("random", "stride")
+        return self.selection.by == "step"
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,7 @@ class Applier:
     momentum_warmup: int = 0
 
     def __post_init__(self) -> None:
-        one_of("applier.kind", self.kind, APPLIERS)
+        one_of("applier.kind", self.kind, tuple(APPLIERS))
         one_of("applier.phi", self.phi, PHIS)
         in_range("applier.lr", self.lr, 0.0)
         in_range("applier.dense_lr", self.dense_lr, 0.0)
@@ -195,6 +203,11 @@ class Applier:
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or drop nesterov")
         in_range("applier.momentum_warmup", self.momentum_warmup, 0)
+
+    @property
+    def acts(self) -> Acts:
+        """What the kind is for."""
+        return APPLIERS[self.kind]
 
     def momentum_in(self, round: int) -> float:
         """The momentum of round 1, 2, ...: the first of a warm-up has none."""

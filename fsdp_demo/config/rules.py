@@ -6,9 +6,8 @@ import math
 from fnmatch import fnmatchcase
 
 from .channel import Channel
+from .names import APPLIERS, FORMATS
 from .patterns import matches
-
-_WANTED = {"gradient": "gradient", "delta": "outer"}
 
 
 def problems(c: Channel) -> list[str]:
@@ -17,11 +16,12 @@ def problems(c: Channel) -> list[str]:
 
 
 def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
-    select, whole = c.codec.select, c.applier.kind == "replace" and (c.codec.sparse or c.codec.code not in ("fp32", "bf16"))
+    select, whole = c.codec.select, not c.codec.sparse and c.codec.format.exact and c.accumulator is None
+    exact = " or ".join(name for name, form in FORMATS.items() if form.exact)
     return [
         (
-            whole or (c.applier.kind == "replace" and c.accumulator is not None),
-            f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code fp32 or bf16, no accumulator",
+            c.applier.acts.whole and not whole,
+            f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code {exact}, no accumulator",
         ),
         (
             c.residual != "keep" and c.accumulator is None,
@@ -58,9 +58,10 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
 
 
 def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
-    wanted, a = _WANTED.get(c.source, "replace"), c.applier
+    a, source = c.applier, "state" if c.state_name else c.source
+    wanted = " or ".join(repr(kind) for kind, acts in APPLIERS.items() if source in acts.sources)
     return [
-        (a.kind != wanted, f"applier.kind={a.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted!r}"),
+        (source not in a.acts.sources, f"applier.kind={a.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted}"),
         (
             a.phi == "sign" and not c.before_step,
             f"applier.phi='sign' is for gradient channels, found source {c.source!r}: a sign is no parameter; use phi='identity'",

@@ -37,7 +37,9 @@ from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
 from fsdp_demo.comm.topology import Topology  # noqa: E402
 from fsdp_demo.comm.worker import Courier  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
-from fsdp_demo.compression.dct import dct_matrix, onednn  # noqa: E402
+from fsdp_demo.compression.formats import CODERS  # noqa: E402
+from fsdp_demo.compression.precision import onednn  # noqa: E402
+from fsdp_demo.compression.transform import matrix  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
@@ -201,9 +203,9 @@ def warm(exchange: Exchange) -> None:
     """Make the tables that a process makes once (16 kB each at most): they belong to no exchange."""
     for c in exchange.channels:
         for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
-            dct_matrix(n, exchange.shards.device)
+            matrix("dct", n, exchange.shards.device)
     onednn()
-    for code in quantize.MAGNITUDES:
+    for code in CODERS:
         quantize.decode(code, quantize.encode(code, torch.ones(1, 32)), 1, 32)
 
 

@@ -11,12 +11,12 @@ import torch
 import fsdp_demo
 from fsdp_demo.checkpoint import open_exchange
 from fsdp_demo.checkpoint.reshard import average, convert, shares
-from fsdp_demo.compression.dct import transform
 from fsdp_demo.config.patterns import kind
 
 from ..oracles import resharding as oracle
 from ..support import resharded
 from ..support.resharded import SHAPES, Form
+from ..support.transforms import transform
 
 CHANGES = {  # keep every preset's channels small in time, large in variety
     "streaming_diloco": {"layers": 1, "period": 8, "delay": 3},

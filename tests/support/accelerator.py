@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from fsdp_demo.compression import dct, quantize
+from fsdp_demo.compression import small_floats, transform
 
 DEVICE = torch.device("lazy", 0)  # a type of device that torch knows, and that no library serves
 UNCOUNTED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
@@ -191,7 +191,7 @@ def pin(t: Tensor) -> Tensor:
 @contextmanager
 def plug_in() -> Iterator[Plug]:
     """Within this context the device has streams, and the host memory that is pinned for it; constants made for it go at the end."""
-    plug, cached, plain = Plug(), (dct._dct_matrix, quantize._table), torch.empty
+    plug, cached, plain = Plug(), (transform._matrix, small_floats.table), torch.empty
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         if not pin_memory:

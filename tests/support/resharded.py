@@ -13,13 +13,13 @@ from fsdp_demo import ExchangeConfig
 from fsdp_demo.channels.channel import ActiveChannel, Outgoing
 from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.comm.topology import Position
-from fsdp_demo.compression.dct import transform
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.exchange.in_flight import pack_bits
 from fsdp_demo.hosts.base import Shard
 
 from ..oracles.blocks import shard_rows
 from . import probe
+from .transforms import transform
 
 SHAPES = {
     "layers.0.weight": (124, 122),  # 64 x 64 blocks with edges; other blocks when halved
