@@ -42,6 +42,14 @@ MOVES = [
 ]
 
 
+THOROUGH = ("demo", "decoupled_momentum", "desloc", "streaming_diloco")  # all that a channel may keep, in every form
+CASES = [
+    pytest.param(name, changes, before, after, marks=() if name in THOROUGH or number % 4 == 0 else pytest.mark.slow)
+    for number, (before, after) in enumerate(MOVES)
+    for name, changes in PRESETS
+]
+
+
 def config(name: str, changes: dict) -> fsdp_demo.ExchangeConfig:
     return fsdp_demo.preset(name, **changes)
 
@@ -81,8 +89,7 @@ def test_shares_of_islands_that_are_left() -> None:
     assert shares([1], 2) == [{1: 1.0}, {1: 1.0}]
 
 
-@pytest.mark.parametrize("name, changes", PRESETS)
-@pytest.mark.parametrize("before, after", MOVES)
+@pytest.mark.parametrize("name, changes, before, after", CASES)
 def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_path) -> None:
     """Each workspace against the dense oracle; presence, tokens and clock."""
     conf = config(name, changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +62,9 @@ class GivenShards:
         return ["exp_avg", "exp_avg_sq"]
 
 
+@cache
 def value(island: int, channel: str, key: str, name: str) -> torch.Tensor:
-    """The whole tensor of a workspace of a saved island; anchors and momenta are those of all."""
+    """The whole tensor of a workspace of a saved island, not to be changed; anchors and momenta are those of all."""
     return probe.integers((island if key not in ("anchor", "momentum") else "all", channel, key, name), SHAPES[name])
 
 
