@@ -1,5 +1,7 @@
 """How a mean acts on the tensors of one channel: as the gradient, as an outer step on the anchor, as replacement of parameters or state.
 
+Each is an entry of `APPLIERS`, at the end; a new one is a function in a file of its own, a line in `config/names.py` and a line there.
+
 A mean (`decode.py`) is decoded, brought to the element domain, changed and written one window at a time, so that no workspace is made for
 it; only where ranks of the island share the work it is collected for the one all-gather that completes it. The arithmetic of the outer
 step itself is in `outer.py`.
@@ -8,35 +10,57 @@ step itself is in `outer.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..compression.dct import Transform
+from ..compression.transform import Transform, make_transform
 from ..compression.windows import Contiguous, Window
 from .decode import Mean
 from .outer import local_step, outer_step, rate
 from .state import BoundChannel, less
 
 
-def as_gradient(c: BoundChannel, mean: Mean | None, present: Sequence[bool]) -> None:
-    """Make the mean, or its signs, the gradient of the covered tensors for which any replica had one (`present`)."""
-    sign, targets = c.channel.applier.phi == "sign", c.set_gradients(present)
-    with Transform(c.shards.device, c.channel.codec.products) as made:
+@dataclass(frozen=True)
+class Arrival:
+    """What else there is to know when a mean arrives.
+
+    Attributes:
+        own: what this replica sent for it itself, where the channel needs it (`Channel.needs_own`).
+        flying: the replica's own part of what is still under way.
+        present: for which of the covered tensors any replica had a gradient; of gradient channels.
+        mix: share of the local parameters that stays.
+        number: of this round of the channel's clock; None: a part of a round, at the end, which has neither rate nor momentum.
+        last: nothing comes after it.
+    """
+
+    own: Tensor | None = None
+    flying: Sequence[Tensor] = ()
+    present: Sequence[bool] | None = None
+    mix: float = 0.0
+    number: int | None = None
+    last: bool = False
+
+
+def as_gradient(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> None:
+    """Make the mean, or its signs, the gradient of the covered tensors for which any replica had one."""
+    assert arrival.present is not None
+    sign, targets = c.channel.applier.phi == "sign", c.set_gradients(arrival.present)
+    with make_transform(c.channel.codec, c.shards.device) as made:
         deliver(c, mean, targets, lambda _, x: x.sign_() if sign else x, made)
 
 
-def replace(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequence[Tensor], mix: float) -> tuple[float, float] | None:
-    """theta = mean, mixed with `mix` of the local theta.
+def replace(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> tuple[float, float] | None:
+    """Parameters theta, or a state, become the mean, mixed with `mix` of the local ones.
 
-    Args:
-        own: what this replica sent after a delay: then theta += mean - own, and what is in flight counts as corrected; else None.
-        flying: the replica's own part of what is in flight, corrected in place.
+    After a delay theta += mean - own instead, unless it is the last one, and what is in flight counts as corrected (in place).
 
     Returns:
-        Squared norms of the change and of the mean, of this lane, where the channel comes after a delta channel.
+        Squared norms of the change and of the mean, of this lane, where parameters come after a delta channel.
     """
-    moved, tensors, after = torch.zeros(2, device=c.shards.device), c.tensors("parameter"), c.channel.after
+    own, mix, tensors = None if arrival.last else arrival.own, arrival.mix, c.tensors(c.channel.target)
+    moved, after = torch.zeros(2, device=c.shards.device), c.channel.writes_parameters and bool(c.channel.after)
 
     def change(window: Window, x: Tensor) -> Tensor:
         if own is None and not mix and not after:
@@ -44,7 +68,7 @@ def replace(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequ
         now = window.pack(Contiguous(tensors), torch.empty_like(x))
         if own is not None:
             correction = x.sub_(window.of(own))
-            for other in flying:
+            for other in arrival.flying:
                 window.of(other).add_(correction, alpha=1.0 - mix)
             x = correction.add_(now)
         if after:
@@ -55,25 +79,19 @@ def replace(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequ
     return (float(moved[0]), float(moved[1])) if mean is not None and after else None
 
 
-def outer(c: BoundChannel, mean: Mean | None, own: Tensor | None, flying: Sequence[Tensor], mix: float, number: int | None) -> None:
-    """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones.
-
-    Args:
-        own: this replica's own delta, where the rule applies it (`local_delta`).
-        flying: the deltas whose sum is P.
-        number: of this round of the channel's clock; None: a part of a round, at the end, which has neither rate nor momentum.
-    """
-    tensors = c.tensors("parameter")
+def outer(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> None:
+    """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P is the sum of what is in flight."""
+    tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
     plain = c.channel.residual != "put_back" and not c.channel.applier.local_delta  # nobody needs the coefficients
 
     def change(window: Window, x: Tensor) -> Tensor:
-        anchor = _step_anchor(c, window, x, own, number, None if plain else made)
+        anchor = _step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
         if not mix and not flying:
             return anchor
         target = less(x.copy_(anchor), window, flying)
         return torch.lerp(target, window.pack(Contiguous(tensors), torch.empty_like(x)), mix, out=target) if mix else target
 
-    with Transform(c.shards.device, c.channel.codec.products) as made:
+    with make_transform(c.channel.codec, c.shards.device) as made:
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
 
 
@@ -159,3 +177,12 @@ def _note(c: BoundChannel, window: Window, x: Tensor, tensors: Contiguous, wrote
     anchor = c.fetch(c.anchor, window)
     assert anchor is not None
     window.pack(tensors, window.of(c.written)).sub_(x).add_(anchor)
+
+
+APPLIERS: dict[str, Callable[[BoundChannel, Mean | None, Arrival], tuple[float, float] | None]] = {
+    "gradient": as_gradient,
+    "outer": outer,
+    "replace": replace,
+}
+"""What to do with a mean (transform domain; None on a copy that only receives), by `applier.kind`. What comes back is how far parameters
+were moved, where that is of interest: squared norms of the change and of the mean."""

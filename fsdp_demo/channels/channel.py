@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm.topology import Position
-from ..compression.dct import Transform, transform
+from ..compression.transform import make_transform, transform
 from ..compression.windows import Contiguous, Window
 from ..config.channel import Channel
 from ..hosts.base import Shards
@@ -79,12 +79,6 @@ class ActiveChannel(BoundChannel):
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
 
-    @property
-    def _needs_own(self) -> bool:
-        """Whether what was sent is needed when its mean arrives."""
-        late = self.channel.source == "parameter" and self.channel.clock.delay > 0
-        return late or self.queues or self.channel.applier.local_delta
-
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
     def note_gradients(self) -> None:
@@ -97,11 +91,11 @@ class ActiveChannel(BoundChannel):
         if self.layout is None:
             return None
         if self.accumulator is not None and self.channel.accumulator is not None:
-            keep = torch.empty_like(self.accumulator) if self._needs_own else None
+            keep = torch.empty_like(self.accumulator) if self.channel.needs_own else None
             self._into_accumulator(flying, self.channel.accumulator.beta, self.channel.accumulator.gain, keep)
             return keep
         x = torch.empty(self.layout.numel, device=self.shards.device)
-        with Contiguous(self.tensors("parameter" if self.channel.source == "delta" else self.channel.source)) as tensors:
+        with Contiguous(self.tensors(self.channel.target)) as tensors:
             for part in (part for w in self.windows for part in w.inner):
                 self._source(part, tensors, flying, part.of(x))
         return x
@@ -109,11 +103,11 @@ class ActiveChannel(BoundChannel):
     def _into_accumulator(self, flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None) -> None:
         """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
         assert self.accumulator is not None
-        delta, products = self.channel.source == "delta", self.channel.codec.products
+        delta = self.channel.source == "delta"
         common, rates = self._rates()
         with (
-            Contiguous(self.tensors("parameter" if delta else self.channel.source)) as tensors,
-            Transform(self.shards.device, products) as made,
+            Contiguous(self.tensors(self.channel.target)) as tensors,
+            make_transform(self.channel.codec, self.shards.device) as made,
         ):
             for part in (part for w in self.windows for part in w.inner):
                 x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
@@ -153,21 +147,19 @@ class ActiveChannel(BoundChannel):
             work = self.accumulator.clone() if whole else self.accumulator  # it goes on while the vector is under way
         else:
             assert source is not None
-            work = transform(self.layout, source.clone() if self._needs_own else source, products=self.channel.codec.products)
-        out.own = source if self._needs_own else None
+            work = transform(self.channel.codec, self.layout, source.clone() if self.channel.needs_own else source)
+        out.own = source if self.channel.needs_own else None
         out.body, out.vectors = self.section.encode(work, step)
         self._take(out, 1.0)
         return out
 
     def _take(self, out: Outgoing, sign: float) -> None:
         """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
-        if self.accumulator is None or self.channel.residual == "keep" or self.section is None:
+        if self.accumulator is None or not self.channel.taken or self.section is None:
             return
         if out.body is None and not out.vectors:  # sent under another layout (`checkpoint/reshard.py`): there is no code to take back
             return
-        assert self.channel.accumulator is not None
-        alpha = sign * (1.0 if self.channel.residual == "put_back" else self.channel.accumulator.alpha)
-        self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha)
+        self.section.subtract(self.accumulator, out.body, out.vectors, out.step, sign * self.channel.taken)
 
     def undo(self, out: Outgoing) -> None:
         """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): it will not be sent any more.
@@ -210,17 +202,9 @@ class ActiveChannel(BoundChannel):
         if isinstance(mean, Tensor):
             assert self.layout is not None
             mean = Whole(self.layout, mean)
-        kind, mix = self.channel.applier.kind, 0.0 if last else self.channel.applier.mix
-        if kind == "gradient":
-            assert present is not None
-            apply.as_gradient(self, mean, present)
-        elif kind == "outer":
-            number = None if out.partial else self.channel.clock.round(out.step)
-            apply.outer(self, mean, out.own, _own(flying), mix, number)
-        elif self.channel.source == "parameter":
-            self.moved = apply.replace(self, mean, None if last else out.own, _own(flying), mix) or self.moved
-        else:
-            apply.deliver(self, mean, self.tensors(self.channel.source), lambda _, x: x)
+        mix, number = 0.0 if last else self.channel.applier.mix, None if out.partial else self.channel.clock.round(out.step)
+        arrival = apply.Arrival(out.own, _own(flying), present, mix, number, last)
+        self.moved = apply.APPLIERS[self.channel.applier.kind](self, mean, arrival) or self.moved
 
 
 def _own(flying: Sequence[Outgoing]) -> list[Tensor]:

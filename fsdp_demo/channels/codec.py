@@ -3,7 +3,7 @@
 Three forms, by codec and number of replicas:
 
 * indexed (top-k): a section of the message's body with values and positions (`compression/sparse.py`).
-* vectors: everything, or the values at positions known to all (`topk.seeded`); reduced by the transport.
+* vectors: everything, or the values at positions known to all (`selection.seeded`); reduced by the transport.
 * gathered vectors: codes under 8 bits between few replicas, in the body (`dense.gathers`).
 
 What arrives becomes a mean window by window (`decode.py`), so that no workspace is made for it.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..compression import dense as vectors
 from ..compression import sparse
 from ..compression.blocks import Layout
-from ..compression.topk import seeded
+from ..compression.selection import seeded
 from ..compression.windows import EDGE, Group
 from ..config.channel import BLOCK, Channel
 from .decode import Coded, Indexed, Mean, Scattered, Whole
@@ -57,7 +57,7 @@ class Section:
         """Bytes of the positions that are kept from one exchange to the next, where all replicas know them."""
         if not self.codec.seeded:
             return 0
-        return sum(8 * g.k(self.codec.topk) * (1 if self.codec.select == "stride" else g.count) for g in self.layout.groups)
+        return sum(8 * g.k(self.codec.topk) * (1 if self.codec.selection.alike else g.count) for g in self.layout.groups)
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +137,7 @@ class Section:
         if self._known is None or self._known[0] != number:
             found = {}
             for g in self.layout.groups:
-                count = 1 if self.codec.select == "stride" else g.count  # a stride is the same in every block
+                count = 1 if self.codec.selection.alike else g.count
                 inside = seeded(self.codec.select, g.r * g.s, g.k(self.codec.topk), count, number, self.seed, self.device)
                 place = inside if g.s == EDGE else inside // g.s * EDGE + inside % g.s
                 found[g] = place.expand(g.count, -1)

@@ -44,7 +44,7 @@ class BoundChannel:
         self.channel, self.shards, self.position, self.lanes, self.copies, self.size = channel, shards, position, lanes, copies, size
         self._home = torch.device(home) if home is not None else shards.device
         self.covered = [i for i, s in enumerate(shards.shards) if not s.frozen and covers(channel, s.name)]
-        if channel.source.startswith("state:"):
+        if channel.state_name:
             self._with_state()
         chosen = [shards.shards[i] for i in self.covered]
         kinds = [kind(channel, s.name) for s in chosen]
@@ -58,23 +58,18 @@ class BoundChannel:
         self.momentum: Tensor | None = None
         self.present = [False] * len(self.covered)
         self._low_precision = any(s.dtype != torch.float32 for s in chosen)
-        if self._low_precision and self.queues:
+        if self._low_precision and channel.queues:
             raise ValueError(
                 f"channel {channel.name!r}: clock.delay={channel.clock.delay}, not below clock.period={channel.clock.period}, needs fp32 "
                 "parameters: load the model with dtype=torch.float32, or shorten the delay"
             )
-
-    @property
-    def queues(self) -> bool:
-        """Whether a delta is sent while earlier ones are under way."""
-        return self.channel.source == "delta" and self.channel.clock.delay >= self.channel.clock.period
 
     def _with_state(self) -> None:
         """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments exist for the rest."""
         found = self.shards.read(self.channel.source)
         self.covered = [i for i in self.covered if found[i] is not None]
         if not self.covered:
-            name, kept = self.channel.source.removeprefix("state:"), ", ".join(self.shards.states()) or "none yet"
+            name, kept = self.channel.state_name, ", ".join(self.shards.states()) or "none yet"
             raise ValueError(
                 f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no covered parameter has it (found: {kept}): "
                 "name a state of this optimizer, or, if it makes its state at its first step, take one before attach"

@@ -103,9 +103,8 @@ class Book:
         for f in state["in_flight"]:
             for name, out in f["parts"].items() if flying(f) not in self.flights else ():
                 c, work = self.channels[name], state["channels"][name].get("accumulator")
-                if work is not None and c.accumulator is not None and c.residual != "keep" and (out["body"] is not None or out["vectors"]):
-                    alpha = 1.0 if c.residual == "put_back" else c.accumulator.alpha
-                    self.section(name, shard, lane).subtract(work, out["body"], out["vectors"], out["step"], -alpha)
+                if work is not None and c.taken and (out["body"] is not None or out["vectors"]):
+                    self.section(name, shard, lane).subtract(work, out["body"], out["vectors"], out["step"], -c.taken)
         return state
 
     def decode(self, flight: Mapping[str, Any], name: str, shard: int, lane: int) -> tuple[Tensor, list[bool] | None]:

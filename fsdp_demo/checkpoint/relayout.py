@@ -6,14 +6,15 @@ blocks, inverse transform, rows joined and cut, transform, into the new blocks; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..compression.blocks import Layout
-from ..compression.dct import transform
+from ..compression.transform import transform
+from ..config.channel import Codec
 
 Rows = tuple[int, int]  # of dim 0, or elements of what ZeRO has cut: from, to
 
@@ -49,11 +50,12 @@ class Recut:
 
     Args:
         target: the new side.
-        coefficients: it lives in the transform domain.
+        codec: it lives in the domain of this codec's transform; None: in that of the elements.
     """
 
-    def __init__(self, target: Side, coefficients: bool):
-        self.target, self.coefficients = target, coefficients
+    def __init__(self, target: Side, codec: Codec | None):
+        # In fp32 whatever the channel multiplies in: what comes back from another layout is what was saved.
+        self.target, self.codec = target, replace(codec, products="fp32") if codec is not None else None
         self._whole: Tensor | None = None
         self._tensors: dict[int, Tensor] = {}
         self._raw: set[int] = set()
@@ -92,8 +94,8 @@ class Recut:
             return
         x = torch.zeros(source.shapes[s])
         source.views[s].unpack(work, [x])
-        if self.coefficients and not raw:
-            _transform(x, source.kinds[s], inverse=True)
+        if self.codec is not None and not raw:
+            _transform(self.codec, x, source.kinds[s], inverse=True)
         part = x.view(last - first, -1)[lo - first : hi - first]
         self._tensors[t].view(end - begin, -1)[lo - begin : hi - begin].add_(part, alpha=weight)
 
@@ -104,15 +106,15 @@ class Recut:
         work = self.target.layout.new("cpu")
         for t in list(self._tensors):
             x = self._tensors.pop(t)
-            if self.coefficients and t not in self._raw:
-                _transform(x, self.target.kinds[t], inverse=False)
+            if self.codec is not None and t not in self._raw:
+                _transform(self.codec, x, self.target.kinds[t], inverse=False)
             if t in self.target.views:
                 self.target.views[t].pack([x], work)
         return work
 
 
-def _transform(x: Tensor, blocks: str, inverse: bool) -> None:
+def _transform(codec: Codec, x: Tensor, blocks: str, inverse: bool) -> None:
     """The blocks of one local tensor, in place."""
     if blocks == "transform":
         layout = Layout([x.shape], [blocks])
-        layout.unpack(transform(layout, layout.pack([x], layout.new(x.device)), inverse), [x])
+        layout.unpack(transform(codec, layout, layout.pack([x], layout.new(x.device)), inverse), [x])

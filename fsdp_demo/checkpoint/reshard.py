@@ -168,7 +168,7 @@ class Part:
 
     def _take(self, into: dict[Any, Recut], key: Any, coefficients: bool, source: Side, work: Tensor, weight: float) -> None:
         if self.target is not None and weight:
-            into.setdefault(key, Recut(self.target, coefficients)).add(source, work, weight)
+            into.setdefault(key, Recut(self.target, self.channel.codec if coefficients else None)).add(source, work, weight)
 
     def state(self) -> dict[str, Any]:
         """As `ActiveChannel.state` gives it."""

@@ -12,22 +12,21 @@ import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
+from ..config.names import FORMATS
 from . import quantize
 
-WHOLE = ("fp32", "bf16")  # codes without a scale: a vector may be cut anywhere
 STEP = 256  # rows of 4096 that are coded at once where a whole vector would be a second one
-LOW = ("int4", "fp4_e3m0", "fp4_e2m1", "2bit")  # codes under 8 bits
 
 
 def mean_code(code: str) -> str:
     """The code in which the mean of vectors coded by `code` comes back."""
-    return "int8" if code in LOW else code
+    return "int8" if FORMATS[code].low else code
 
 
 def gathers(code: str, size: int) -> bool:
     """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b + 1) (R - 1) / R, so R <= (b + 1) / b for
     b bytes per value; only for codes under 8 bits, where a reduce would round twice."""
-    return code in LOW and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
+    return FORMATS[code].low and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
 
 
 def num_bytes(code: str, n: int) -> int:
@@ -102,7 +101,7 @@ def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:
 
 def cuts(n: int, code: str, size: int) -> list[int]:
     """Where a vector of n values is cut into `size` parts: R + 1 bounds; where scales are shared, between rows of 4096."""
-    unit = 1 if code in WHOLE else BLOCK
+    unit = 1 if FORMATS[code].exact else BLOCK
     units = -(-n // unit)
     return [min(units * j // size * unit, n) for j in range(size + 1)]
 

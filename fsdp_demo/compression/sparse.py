@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config.channel import BLOCK, Codec
 from . import quantize as values
 from .blocks import Layout
-from .topk import top_k
+from .selection import choose
 from .windows import EDGE, Group, Window
 
 
@@ -67,19 +67,19 @@ def encode_stretch(stretch: Window, span: tuple[int, int, int], codec: Codec, wo
     """Select and code the blocks of a stretch of the workspace `work` into its places of a section `data`; `span` is that of its group."""
     g = stretch.group
     assert g is not None
-    picked = [_select(w, g.k(codec.topk), w.of(work)) for w in stretch.parts]
+    picked = [_select(w, codec, w.of(work)) for w in stretch.parts]
     index, chosen = picked[0] if len(picked) == 1 else map(torch.cat, zip(*picked, strict=True))
     values.encode_rows(codec.code, chosen, data[span[0] : span[1]], g.count, stretch.first)
     packed, at = pack12(index if g.s == EDGE else index // g.s * EDGE + index % g.s), span[1] + 3 * stretch.first * index.shape[1] // 2
     data[at : at + packed.numel()] = packed
 
 
-def _select(window: Window, k: int, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions in the r x s block (int64) and values (fp32) of the k largest of each of a window's blocks, [n, k]."""
+def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in the r x s block (int64) and values (fp32) of what is sent of each of a window's blocks, [n, k]."""
     g = window.group
     assert g is not None
     rows = work.view(-1, EDGE, EDGE)[:, : g.r, : g.s].reshape(window.count, -1)
-    index = top_k(rows, k)
+    index = choose(codec.select, rows, g.k(codec.topk))
     return index, rows.gather(1, index)
 
 

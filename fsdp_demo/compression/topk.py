@@ -1,16 +1,12 @@
-"""Which coefficients of a block are sent: the largest, or those that all replicas compute from the number of the exchange."""
+"""The largest coefficients of a block (`selection.py` has what else may be sent)."""
 
 from __future__ import annotations
-
-from math import ceil
 
 import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
-from .staging import upload
 
-CPU = torch.device("cpu")
 LEVELS = ((16, (64, 8)), (128, (16, 4)))  # up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
 
 
@@ -103,24 +99,3 @@ def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
     values, index = torch.topk(maxima, k, dim=1, sorted=False)
     reach = maxima >= values.amin(1, keepdim=True)
     return index, None if int(reach.count_nonzero()) == index.numel() else reach.sum(1) > k
-
-
-def seeded(select: str, size: int, k: int, count: int, number: int, seed: int, device: torch.device = CPU) -> Tensor:
-    """Positions that "random" and "stride" send in exchange `number` = 0, 1, ... of `count` blocks of `size` coefficients, k of each.
-
-    int64 [count, k] on `device`, a pure function of the other arguments. ceil(size / k) consecutive exchanges from a multiple of that
-    number on are a pass, which sends every coefficient of every block at least once (the published Striding repeats the same ones where k
-    divides the size; drawing anew each time, as the published Random does, misses a share of exp(-1) of them in a pass).
-
-    random: one permutation per pass, of which each exchange takes the next k; every block's is shifted by an offset of its own.
-    stride: floor(j size / k) + i for the i-th exchange of a pass.
-    """
-    length = ceil(size / k)
-    pass_, turn = divmod(number, length)
-    steps = torch.arange(k)
-    if select == "stride":
-        return upload((steps * size // k + turn) % size, device).expand(count, k)
-    generator = torch.Generator().manual_seed(((seed * 1_000_003 + pass_) * 4099 + size) % 2**63)
-    order = torch.randperm(size, generator=generator)
-    shift = torch.randint(size, (count, 1), generator=generator)
-    return (upload(order[(turn * k + steps) % size], device) + upload(shift, device)) % size

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
 
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
 
-TRANSFORMS = ("none", "dct")
-SELECTS = ("all", "topk", "random", "stride")
-CODES = ("fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit")
+CODES = tuple(FORMATS)
 PRODUCTS = ("fp32", "bf16")
 RESIDUALS = ("keep", "subtract", "put_back")
 REDUCERS = ("replicas", "senders")
 WEIGHTS = ("equal", "tokens")
 REDUCER_CLIPS = ("none", "median_norm")
-APPLIERS = ("gradient", "outer", "replace")
 PHIS = ("identity", "sign")
 SOURCES = ("gradient", "delta", "parameter")
 ORDERS = ("strided", "sequential")
@@ -87,7 +85,7 @@ class Codec:
     """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values.
 
     select "topk" takes the largest, whose positions travel with them; "random" and "stride" (FlexDeMo) take `topk` of each block at
-    positions that all replicas compute from the step (`compression/topk.py`), so only values travel and they can be summed on the way.
+    positions that all replicas compute from the step (`compression/seeded.py`), so only values travel and they can be summed on the way.
     products "bf16" lets the transform multiply in bf16 (CUDA: TF32): faster, nearly the same choice, and what is sent is exactly what is
     subtracted.
 
@@ -105,8 +103,8 @@ class Codec:
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
-        one_of("codec.select", self.select, SELECTS)
-        one_of("codec.code", self.code, CODES)
+        one_of("codec.select", self.select, tuple(SELECTIONS))
+        one_of("codec.code", self.code, tuple(FORMATS))
         one_of("codec.products", self.products, PRODUCTS)
         if self.products != "fp32" and self.transform == "none":
             raise ValueError(f"codec.products={self.products!r} is about the transform, which is 'none': leave it 'fp32'")
@@ -119,19 +117,29 @@ class Codec:
             )
 
     @property
+    def format(self) -> Format:
+        """Bits, groups and scales of the values."""
+        return FORMATS[self.code]
+
+    @property
+    def selection(self) -> Selection:
+        """Who chooses what is sent."""
+        return SELECTIONS[self.select]
+
+    @property
     def sparse(self) -> bool:
         """True if only a part of each block is sent."""
-        return self.select != "all"
+        return self.selection.by != "nobody"
 
     @property
     def indexed(self) -> bool:
         """True if positions are chosen by the data, so that indices travel and payloads cannot be summed on the way."""
-        return self.select == "topk"
+        return self.selection.by == "data"
 
     @property
     def seeded(self) -> bool:
         """True if positions follow from the step alone."""
-        return self.select in ("random", "stride")
+        return self.selection.by == "step"
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,7 @@ class Applier:
     momentum_warmup: int = 0
 
     def __post_init__(self) -> None:
-        one_of("applier.kind", self.kind, APPLIERS)
+        one_of("applier.kind", self.kind, tuple(APPLIERS))
         one_of("applier.phi", self.phi, PHIS)
         in_range("applier.lr", self.lr, 0.0)
         in_range("applier.dense_lr", self.dense_lr, 0.0)
@@ -195,6 +203,11 @@ class Applier:
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or drop nesterov")
         in_range("applier.momentum_warmup", self.momentum_warmup, 0)
+
+    @property
+    def acts(self) -> Acts:
+        """What the kind is for."""
+        return APPLIERS[self.kind]
 
     def momentum_in(self, round: int) -> float:
         """The momentum of round 1, 2, ...: the first of a warm-up has none."""
@@ -254,25 +267,60 @@ class Channel:
     after: str = ""
 
     def __post_init__(self) -> None:
-        if not self.source.startswith("state:"):
+        if not self.state_name:
             one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
         one_of(f"channel {self.name!r}: residual", self.residual, RESIDUALS)
 
-    @property
-    def consensus(self) -> bool:
-        """Whether the parameters it covers are equal on all replicas after an exchange of this channel (derived, never set); fragments are
-        not, all at once."""
-        keeps_local = self.applier.local_delta or self.applier.mix > 0.0
-        corrects = self.source == "parameter" and self.clock.delay > 0  # steps taken while the mean was under way are kept
-        queues = self.source == "delta" and self.clock.delay >= self.clock.period  # what is still under way is kept
-        return self.source in SOURCES and self.fragments is None and not (keeps_local or corrects or queues)
-
-    @property
-    def shared(self) -> bool:
-        """Whether a last exchange leaves all replicas equal: not if each applies its own delta (derived)."""
-        return self.source in SOURCES and not self.applier.local_delta
+    # ---- what follows from the fields: derived here and nowhere else, never set ------------------------------------------------------
 
     @property
     def before_step(self) -> bool:
         """Gradient channels act before the base optimizer's step, all others after it."""
         return self.source == "gradient"
+
+    @property
+    def state_name(self) -> str:
+        """The state of the optimizer that it averages ("exp_avg"); empty for gradients, deltas and parameters."""
+        return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
+
+    @property
+    def target(self) -> str:
+        """The tensors that it reads and writes, as a host's `read` calls them: a delta is read from the parameters."""
+        return "parameter" if self.source == "delta" else self.source
+
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether what comes back sets parameters. Gradients act through the base optimizer instead."""
+        return self.target == "parameter"
+
+    @property
+    def queues(self) -> bool:
+        """Whether a delta is sent while earlier ones are under way: those stay in the parameters until they arrive."""
+        return self.source == "delta" and self.clock.delay >= self.clock.period
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a mean of parameters corrects what was sent, so that steps taken while it was under way are kept."""
+        return self.source == "parameter" and self.clock.delay > 0
+
+    @property
+    def needs_own(self) -> bool:
+        """Whether a replica needs what it has sent itself when the mean of it arrives."""
+        return self.corrects or self.queues or self.applier.local_delta
+
+    @property
+    def taken(self) -> float:
+        """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or there is none."""
+        if self.accumulator is None or self.residual == "keep":
+            return 0.0
+        return 1.0 if self.residual == "put_back" else self.accumulator.alpha
+
+    @property
+    def consensus(self) -> bool:
+        """Whether the parameters it covers are equal on all replicas after an exchange of this channel; fragments are not, all at once."""
+        return self.shared and self.fragments is None and not (self.applier.mix > 0.0 or self.corrects or self.queues)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a last exchange leaves all replicas equal: not if each applies its own delta."""
+        return not self.state_name and not self.applier.local_delta

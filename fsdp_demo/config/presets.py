@@ -67,7 +67,7 @@ def desloc(period: int = 256, states: dict[str, int] | None = None, code: str = 
     chosen = states if states is not None else {"exp_avg": 3, "exp_avg_sq": 6}
     channels = _with_states(period, chosen, code)
     if not embeddings:
-        channels = tuple(replace(c, exclude=EMBEDDINGS) if c.source.startswith("state:") else c for c in channels)
+        channels = tuple(replace(c, exclude=EMBEDDINGS) if c.state_name else c for c in channels)
     return ExchangeConfig("desloc", channels, lr=4e-4, clip=1.0)
 
 
@@ -273,14 +273,15 @@ def muloco(
     In both "2bit" is a code of ours: a sign and two levels for each 256 values. The released one has four bins over mean +- 3 sigma of a
     tensor or row, with a table of the bins' means. What either loses stays in the feedback.
     """
-    feedback = code not in ("fp32", "bf16")
+    codec = Codec(code=code)
+    feedback = not codec.format.exact
     warmup = momentum_warmup if momentum_warmup is not None else 0 if released else WARMUP
     channel = Channel(
         "delta",
         "delta",
         Clock(period),
         Accumulator(beta=beta, gain=lr if released else 1.0) if feedback else None,
-        Codec(code=code),
+        codec,
         residual="subtract" if feedback else "keep",
         applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=warmup),
     )

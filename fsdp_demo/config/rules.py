@@ -6,9 +6,8 @@ import math
 from fnmatch import fnmatchcase
 
 from .channel import Channel
+from .names import APPLIERS, FORMATS
 from .patterns import matches
-
-_WANTED = {"gradient": "gradient", "delta": "outer"}
 
 
 def problems(c: Channel) -> list[str]:
@@ -17,18 +16,19 @@ def problems(c: Channel) -> list[str]:
 
 
 def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
-    select, whole = c.codec.select, c.applier.kind == "replace" and (c.codec.sparse or c.codec.code not in ("fp32", "bf16"))
+    select, whole = c.codec.select, not c.codec.sparse and c.codec.format.exact and c.accumulator is None
+    exact = " or ".join(name for name, form in FORMATS.items() if form.exact)
     return [
         (
-            whole or (c.applier.kind == "replace" and c.accumulator is not None),
-            f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code fp32 or bf16, no accumulator",
+            c.applier.acts.whole and not whole,
+            f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code {exact}, no accumulator",
         ),
         (
             c.residual != "keep" and c.accumulator is None,
             f"residual={c.residual!r} needs an accumulator to act on, found none: add accumulator.beta, or residual='keep'",
         ),
         (
-            c.accumulator is not None and c.accumulator.rate and c.source != "gradient",
+            c.accumulator is not None and c.accumulator.rate and not c.before_step,
             f"accumulator.rate=True multiplies gradients by the learning rate, found source {c.source!r}: leave it False; a constant is "
             "accumulator.gain",
         ),
@@ -50,7 +50,7 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
             f"reducer.clip='median_norm' is for what replicas choose to send (codec.select='topk'), found select={select!r}: use 'none'",
         ),
         (
-            c.source == "gradient" and c.clock.period > 1 and c.accumulator is None,
+            c.before_step and c.clock.period > 1 and c.accumulator is None,
             f"clock.period={c.clock.period} on a gradient channel needs an accumulator, else the gradients between exchanges are lost: "
             "set accumulator.beta, or clock.period=1",
         ),
@@ -58,11 +58,12 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
 
 
 def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
-    wanted, a = _WANTED.get(c.source, "replace"), c.applier
+    a, source = c.applier, "state" if c.state_name else c.source
+    wanted = " or ".join(repr(kind) for kind, acts in APPLIERS.items() if source in acts.sources)
     return [
-        (a.kind != wanted, f"applier.kind={a.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted!r}"),
+        (source not in a.acts.sources, f"applier.kind={a.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted}"),
         (
-            a.phi == "sign" and c.source != "gradient",
+            a.phi == "sign" and not c.before_step,
             f"applier.phi='sign' is for gradient channels, found source {c.source!r}: a sign is no parameter; use phi='identity'",
         ),
         (
@@ -70,7 +71,7 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
             f"applier.local_delta=True is the released rule and needs residual='put_back', found {c.residual!r}",
         ),
         (
-            a.mix > 0 and c.source not in ("delta", "parameter"),
+            a.mix > 0 and not c.writes_parameters,
             f"applier.mix={a.mix} mixes local parameters in, found source {c.source!r}: use mix=0",
         ),
         (c.after == c.name, f"after={c.after!r} is the channel itself: name another one, or none"),
@@ -86,16 +87,11 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
         found.append(
             f"after={c.after!r}, which itself comes after {first.after!r}: an order has two places, let both come after {first.after!r}"
         )
-    if c.source == "gradient" or first.source == "gradient":
+    if c.before_step or first.before_step:
         found.append(f"after={c.after!r}: gradient channels act before the base step and need no order, leave after empty")
     if c.clock.delay:
         found.append(f"after={c.after!r} with clock.delay={c.clock.delay}: what it brings would be older than what came first; use delay=0")
     return found
-
-
-def _targets(c: Channel) -> str:
-    """What a channel writes; two that write the same thing need an order."""
-    return "parameter" if c.source in ("delta", "parameter") else c.source
 
 
 def overlap(a: Channel, b: Channel) -> str | None:
@@ -108,8 +104,8 @@ def overlap(a: Channel, b: Channel) -> str | None:
 
 
 def conflict(a: Channel, b: Channel) -> str | None:
-    """Why two channels that cover a common parameter cannot both act on it, or None if they can."""
-    if _targets(a) != _targets(b):
+    """Why two channels that cover a common parameter cannot both act on it, or None if they can: two that write the same need an order."""
+    if a.target != b.target:
         return None
     if a.source == b.source:
         return f"channels {a.name!r} and {b.name!r} both exchange {a.source!r} of it: each would undo the other; use include and exclude"

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from . import rules
-from .channel import BLOCK, SOURCES, Channel
+from .channel import BLOCK, Channel
 from .parsing import build, in_range, nearest, one_of, set_path
 
 CLIP_OVER = ("replica", "islands")
@@ -95,19 +95,30 @@ class ExchangeConfig:
     @property
     def consensus(self) -> bool:
         """Whether all replicas hold equal parameters right after an exchange of the slowest parameter channel."""
-        moving = [c for c in self.channels if c.source in SOURCES]
-        return bool(moving) and all(c.consensus for c in moving)
+        return bool(self._training) and all(c.consensus for c in self._training)
 
     @property
     def shared(self) -> bool:
         """Whether a last exchange leaves all replicas with equal parameters."""
-        moving = [c for c in self.channels if c.source in SOURCES]
-        return bool(moving) and all(c.shared for c in moving)
+        return bool(self._training) and all(c.shared for c in self._training)
+
+    @property
+    def _training(self) -> list[Channel]:
+        """The channels that carry what training changes in the parameters: all but those of optimizer states."""
+        return [c for c in self.channels if not c.state_name]
+
+    def result(self, islands: int) -> str:
+        """What the method calls its model on so many islands, on the way: each replica's own "parameters" (gradient channels keep them
+        equal), the "anchor" that all replicas share, or the "mean" of the replicas' parameters."""
+        moving = [c for c in self.channels if c.writes_parameters]
+        if not moving or (islands == 1 and not any(c.source == "delta" for c in moving)):
+            return "parameters"
+        return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
 
     @property
     def clips_mean(self) -> bool:
         """Whether `clip` acts on the mean gradient over the islands; else, and always before an accumulator, on each replica's own."""
-        return any(c.source == "gradient" and c.accumulator is None and c.applier.phi == "identity" for c in self.channels)
+        return any(c.before_step and c.accumulator is None and c.applier.phi == "identity" for c in self.channels)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars; the inverse of `from_dict`."""

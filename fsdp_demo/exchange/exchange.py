@@ -396,7 +396,7 @@ class Exchange:
     def shows(self) -> str:
         """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep them equal), "anchor" (the outer
         parameters, known to every replica) or "mean" (over the replicas: a round of communication)."""
-        return result.shows(self._flow)
+        return self.config.result(self.topology.islands)
 
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:

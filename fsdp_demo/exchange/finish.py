@@ -51,7 +51,7 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
         return None
     mailbox, moving = flow.mailbox, [*flow.moving, *flow.buffers]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
-    flow.send([c for c in moving if c.queues and mailbox.last[c.channel.name] < flow.step], partial=True)
+    flow.send([c for c in moving if c.channel.queues and mailbox.last[c.channel.name] < flow.step], partial=True)
     flush(flow, paused)
     # Parameters that were mixed, or corrected after a delay, are sent once more even if they went out in the last step.
     late = [c for c in moving if mailbox.last[c.channel.name] < flow.step or (c.channel.source == "parameter" and not c.channel.consensus)]

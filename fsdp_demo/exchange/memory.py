@@ -153,10 +153,8 @@ def _state(channel: Channel, section: Section, place: _Place) -> tuple[int, int]
 
 
 def _own(channel: Channel, work: int) -> int:
-    """What a sender needs again when the mean arrives, as `ActiveChannel._needs_own`."""
-    late = channel.source == "parameter" and channel.clock.delay > 0
-    queues = channel.source == "delta" and channel.clock.delay >= channel.clock.period
-    return work if late or queues or channel.applier.local_delta else 0
+    """What a sender needs again when the mean arrives."""
+    return work if channel.needs_own else 0
 
 
 # ---- a cycle of steps --------------------------------------------------------------------------------------------------
@@ -249,7 +247,7 @@ def _encoding(channel: Channel, section: Section) -> int:
     work, own, payload = 4 * section.layout.numel, _own(channel, 4 * section.layout.numel), _payload(section)
     if channel.accumulator is None:  # the source is a workspace: that is the vector, or the body is made of it
         return work + (payload if section.gathered or section.codec.seeded else 0) + (own if section.codec.sparse else 0)
-    rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.residual != "keep" else 0
+    rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
     return own + payload + rounded
 
 

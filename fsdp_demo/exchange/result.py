@@ -1,4 +1,4 @@
-"""What a method calls its model: the anchors where all replicas share them, else the mean of the replicas' parameters."""
+"""What a method calls its model (`ExchangeConfig.result`), made on the ranks of a run: the anchors, or the mean of the parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from ..comm.digests import digest
 from ..comm.header import DIGESTS, PARAMETERS
 from ..errors import NotFinite
 from .runtime import Flow, drift
-
-
-def shows(flow: Flow) -> str:
-    """See `Exchange.shows`."""
-    moving = [c.channel for c in flow.moving]
-    if not moving or flow.topology.islands == 1 and not any(c.source == "delta" for c in moving):
-        return "parameters"
-    return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class Flow:
     @property
     def moving(self) -> list[ActiveChannel]:
         """The channels that set parameters."""
-        return [c for c in self.channels if c.channel.source in ("delta", "parameter")]
+        return [c for c in self.channels if c.channel.writes_parameters]
 
     # ---- one tick --------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Flow:
         """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
         if not channels:
             return
-        bad = self.island.not_finite([t for c in channels for t in c.tensors(_read(c)) if t is not None])
+        bad = self.island.not_finite([t for c in channels for t in c.tensors(c.channel.target) if t is not None])
         for c in channels:
             c.left_out = bad
         outgoing = {c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels}
@@ -223,7 +223,7 @@ class Flow:
     def settle(self, applied: Sequence[ActiveChannel]) -> None:
         """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
         is what the mean has moved them."""
-        if any(c.channel.source in ("delta", "parameter") for c in applied):
+        if any(c.channel.writes_parameters for c in applied):
             self.shards.commit()
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
@@ -292,11 +292,6 @@ class Flow:
         self.drift, self.begun = None, -1
         for c in self.channels:
             c.present = [False] * len(c.covered)
-
-
-def _read(c: ActiveChannel) -> str:
-    """Which tensors a channel reads."""
-    return "parameter" if c.channel.source == "delta" else c.channel.source
 
 
 def drift(island: Island, far: float, norm: float) -> float:

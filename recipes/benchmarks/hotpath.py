@@ -29,9 +29,9 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
 from fsdp_demo.channels.channel import ActiveChannel, Outgoing  # noqa: E402
 from fsdp_demo.comm.topology import Position  # noqa: E402
-from fsdp_demo.compression.dct import dct_matrix, transform  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
-from fsdp_demo.config.channel import BLOCK  # noqa: E402
+from fsdp_demo.compression.transform import matrix, transform  # noqa: E402
+from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
 from fsdp_demo.hosts.torch_params import TorchShards  # noqa: E402
 
 BETA, LR, EDGE = 0.999, 1e-3, 64
@@ -88,7 +88,7 @@ class Published:
     """m = beta m + lr g; q = the k largest of each DCT block of m; m -= q; theta -= lr sign(mean of all q over those who sent)."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], k: int, device: str):
-        self.k, self.d = k, dct_matrix(EDGE, device)
+        self.k, self.d = k, matrix("dct", EDGE, device)
         self.shapes = list(shapes)
         self.parameters = [torch.zeros(s, device=device) for s in shapes]
         self.momentum = [torch.zeros(s, device=device) for s in shapes]
@@ -187,7 +187,7 @@ class Ours:
         """The accumulator in the element domain, per tensor."""
         layout, out = self.channel.layout, [torch.zeros_like(p) for _, p in self.named]
         assert layout is not None and self.channel.accumulator is not None
-        layout.unpack(transform(layout, self.channel.accumulator.clone(), inverse=True), out)
+        layout.unpack(transform(Codec("dct", "topk"), layout, self.channel.accumulator.clone(), inverse=True), out)
         return out
 
     @property

@@ -37,7 +37,9 @@ from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
 from fsdp_demo.comm.topology import Topology  # noqa: E402
 from fsdp_demo.comm.worker import Courier  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
-from fsdp_demo.compression.dct import dct_matrix, onednn  # noqa: E402
+from fsdp_demo.compression.formats import CODERS  # noqa: E402
+from fsdp_demo.compression.precision import onednn  # noqa: E402
+from fsdp_demo.compression.transform import matrix  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
@@ -78,11 +80,17 @@ class Ledger(TorchDispatchMode):
         if any(t not in (Tensor, nn.Parameter) for t in types):  # a DTensor: see its local operations
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
-        for t in tensors_of(out):
-            if t.untyped_storage()._cdata not in given:
-                self._note(t.untyped_storage())
+        made = [s for t in tensors_of(out) if (s := t.untyped_storage())._cdata not in self._sizes]
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))} if made else ()  # most operations make views
+        for storage in made:
+            if storage._cdata not in given:
+                self._note(storage)
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch's guard against it takes as long as the rest."""
+        return False
 
     def _note(self, storage: Any) -> None:
         account = "device" if threading.current_thread() is threading.main_thread() else "host"
@@ -100,15 +108,15 @@ class Ledger(TorchDispatchMode):
             self.now[account] -= size
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in lists, tuples and dicts: an operation has no others, and torch's own walk takes ten times as long."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_of(part)
-    elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [t for part in value for t in tensors_of(part)]
 
 
 class Echo:
@@ -201,9 +209,9 @@ def warm(exchange: Exchange) -> None:
     """Make the tables that a process makes once (16 kB each at most): they belong to no exchange."""
     for c in exchange.channels:
         for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
-            dct_matrix(n, exchange.shards.device)
+            matrix("dct", n, exchange.shards.device)
     onednn()
-    for code in quantize.MAGNITUDES:
+    for code in CODERS:
         quantize.decode(code, quantize.encode(code, torch.ones(1, 32)), 1, 32)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_demo import ExchangeConfig, MuonAdamW, preset
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.compression.topk import seeded
+from fsdp_demo.compression.selection import seeded
 from fsdp_demo.compression.windows import EDGE
 from fsdp_demo.config.channel import BLOCK
 from fsdp_demo.config.patterns import kind

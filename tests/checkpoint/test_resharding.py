@@ -11,12 +11,12 @@ import torch
 import fsdp_demo
 from fsdp_demo.checkpoint import open_exchange
 from fsdp_demo.checkpoint.reshard import average, convert, shares
-from fsdp_demo.compression.dct import transform
 from fsdp_demo.config.patterns import kind
 
 from ..oracles import resharding as oracle
 from ..support import resharded
 from ..support.resharded import SHAPES, Form
+from ..support.transforms import transform
 
 CHANGES = {  # keep every preset's channels small in time, large in variety
     "streaming_diloco": {"layers": 1, "period": 8, "delay": 3},
@@ -39,6 +39,14 @@ MOVES = [
     (Form(2, 1, 3), Form(1, 2)),  # and back, an island fewer
     (Form(3, 2), Form(2, 2)),
     (Form(2, 2, 2), Form(2, 4)),  # HSDP inside the island
+]
+
+
+THOROUGH = ("demo", "decoupled_momentum", "desloc", "streaming_diloco")  # all that a channel may keep, in every form
+CASES = [
+    pytest.param(name, changes, before, after, marks=() if name in THOROUGH or number % 4 == 0 else pytest.mark.slow)
+    for number, (before, after) in enumerate(MOVES)
+    for name, changes in PRESETS
 ]
 
 
@@ -81,8 +89,7 @@ def test_shares_of_islands_that_are_left() -> None:
     assert shares([1], 2) == [{1: 1.0}, {1: 1.0}]
 
 
-@pytest.mark.parametrize("name, changes", PRESETS)
-@pytest.mark.parametrize("before, after", MOVES)
+@pytest.mark.parametrize("name, changes, before, after", CASES)
 def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_path) -> None:
     """Each workspace against the dense oracle; presence, tokens and clock."""
     conf = config(name, changes)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fsdp_demo.comm import header as frame
 from fsdp_demo.compression import quantize, sparse
 from fsdp_demo.compression.blocks import Layout, matrix_shape
-from fsdp_demo.compression.dct import dct_matrix, transform
 from fsdp_demo.compression.topk import top_k
+from fsdp_demo.compression.transform import matrix
 from fsdp_demo.compression.windows import Group
 from fsdp_demo.config.channel import Codec
 
@@ -24,6 +24,7 @@ from ..oracles import dct as slow_dct
 from ..oracles import quantise as slow_values
 from ..oracles import topk as slow_topk
 from ..oracles import wire as slow_wire
+from ..support.transforms import transform
 
 quick = settings(deadline=None, max_examples=30, derandomize=True)
 shapes = st.one_of(
@@ -124,7 +125,7 @@ def test_matrix_shape_has_every_element(shape):
 
 @pytest.mark.parametrize("n", [1, 2, 37, 63, 64])
 def test_dct_matrix(n):
-    assert torch.allclose(dct_matrix(n).double(), slow_dct.basis(n), atol=1e-7)
+    assert torch.allclose(matrix("dct", n).double(), slow_dct.basis(n), atol=1e-7)
 
 
 def test_transform_of_every_kind_of_block():

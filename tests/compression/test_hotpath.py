@@ -20,8 +20,9 @@ from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression import topk
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.compression.dct import Transform, onednn, transform
+from fsdp_demo.compression.precision import onednn
 from fsdp_demo.compression.sparse import decode_sparse
+from fsdp_demo.compression.transform import Transform, matrix
 from fsdp_demo.compression.windows import Contiguous
 from fsdp_demo.config.channel import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchShards
@@ -30,6 +31,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from benchmarks import codec, decode, hotpath  # noqa: E402
+
+from ..support.transforms import transform  # noqa: E402
 
 SHAPES = [(320, 192), (187, 250), (9000,), (70, 65), (5, 7)]
 KINDS = ["transform", "transform", "transform", "plain", "dense"]
@@ -98,7 +101,7 @@ def test_products(products: str, small: None) -> None:
     exact = transform(layout, work.clone())
     near = 2e-6 if products == "fp32" else 4e-2
     found, start = torch.ones_like(work), work.clone()
-    with Transform("cpu", products) as made:
+    with Transform("dct", "cpu", products) as made:
         for w in layout.windows("cpu"):
             for part in w.inner:
                 room = made.room(part).copy_(part.of(start))
@@ -115,7 +118,7 @@ def test_few_coefficients_are_as_many_outer_products() -> None:
     dense = torch.zeros(3, BLOCK).scatter_(1, place, values).view(-1)
     exact = transform(layout, dense, inverse=True)
     for products, near in (("fp32", 1e-5), ("bf16", 2e-2)):
-        with Transform("cpu", products) as made:
+        with Transform("dct", "cpu", products) as made:
             found = made.sparse_inverse(place, values, torch.empty(3 * BLOCK))
         assert float((found - exact).abs().max()) < near
 
@@ -126,7 +129,7 @@ def test_the_faster_products_are_fp32() -> None:
     assert onednn() in (True, False)
     layout = Layout([(512, 512)], ["transform"])
     work = random(layout.numel)
-    exact = torch.matmul(torch.matmul(hotpath.dct_matrix(64).double(), work.view(-1, 64, 64).double()), hotpath.dct_matrix(64).double().t())
+    exact = torch.matmul(torch.matmul(matrix("dct", 64).double(), work.view(-1, 64, 64).double()), matrix("dct", 64).double().t())
     assert float((transform(layout, work.clone()).view(-1, 64, 64).double() - exact).abs().max()) < 1e-5
     if before is not None:
         assert torch.backends.mkldnn.matmul.fp32_precision == before
@@ -296,7 +299,7 @@ def test_codes_and_decode_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_published_form_is_the_definition() -> None:
     """One block by hand: the yardstick's momentum, choice and step."""
     one, g = hotpath.Published([(64, 64)], 3, "cpu"), random(64, 64)
-    d = hotpath.dct_matrix(64)
+    d = matrix("dct", 64)
     coefficients = hotpath.LR * (d @ g @ d.t())
     (sent,) = one.send([g], hotpath.silent)
     chosen = torch.zeros(BLOCK).scatter_(0, by_sorting(coefficients.view(1, -1), 3)[0], 1.0).view(64, 64) * coefficients

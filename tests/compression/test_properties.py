@@ -14,13 +14,13 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, presets
-from fsdp_demo.compression import dense, topk
-from fsdp_demo.compression.dct import transform
+from fsdp_demo.compression import dense, selection
 from fsdp_demo.config.channel import CODES
 
 from ..oracles import dense as slow
 from ..support import threaded
 from ..support.layered import Layered
+from ..support.transforms import transform
 
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 
@@ -220,13 +220,13 @@ def test_every_row_is_sent_in_every_pass(kind, size, data, count, passes, seed) 
     length = math.ceil(size / k)
     turns = range(passes * length, (passes + 1) * length)
     if length > 64:  # ever-growing passes: some turns of one are enough for what holds for each
-        chosen = topk.seeded(kind, size, k, count, turns[length // 2], seed)
+        chosen = selection.seeded(kind, size, k, count, turns[length // 2], seed)
         assert all(len(set(row.tolist())) == k for row in chosen)
         return
     sent = torch.zeros(count, size, dtype=torch.int64)
     for turn in turns:
-        chosen = topk.seeded(kind, size, k, count, turn, seed)
-        assert chosen.shape == (count, k) and torch.equal(chosen, topk.seeded(kind, size, k, count, turn, seed))
+        chosen = selection.seeded(kind, size, k, count, turn, seed)
+        assert chosen.shape == (count, k) and torch.equal(chosen, selection.seeded(kind, size, k, count, turn, seed))
         assert all(len(set(row.tolist())) == k for row in chosen)
         sent.scatter_add_(1, chosen, torch.ones_like(chosen))
     assert int(sent.min()) >= 1
@@ -235,9 +235,9 @@ def test_every_row_is_sent_in_every_pass(kind, size, data, count, passes, seed) 
 
 @pytest.mark.parametrize("kind", ["random", "stride"])
 def test_positions_differ_from_pass_to_pass_and_from_seed_to_seed(kind) -> None:
-    a, b, c = (topk.seeded(kind, 4096, 128, 4, n, s) for n, s in ((0, 0), (32, 0), (0, 1)))
+    a, b, c = (selection.seeded(kind, 4096, 128, 4, n, s) for n, s in ((0, 0), (32, 0), (0, 1)))
     if kind == "stride":
-        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a + 1, topk.seeded(kind, 4096, 128, 4, 1, 0))
+        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a + 1, selection.seeded(kind, 4096, 128, 4, 1, 0))
     else:
         assert not torch.equal(a, b) and not torch.equal(a, c)
         assert any(not torch.equal(x, y) for x, y in itertools.pairwise(a))  # blocks are shifted against each other

@@ -15,11 +15,11 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Channel, Clock, Codec, ExchangeConfig, PeerLost, WireError, preset
-from fsdp_demo.compression.dct import transform
 
 from ..channels.test_presets_oracle import adamw, coding, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
 from ..support import probe
+from ..support.transforms import transform
 
 ALIGNED = ["aligned.weight"]
 

@@ -40,6 +40,7 @@ ODD = [("embed.weight", (200, 150)), ("layers.0.weight", (124, 122)), ("layers.1
 
 CASES: dict[str, ExchangeConfig] = {
     **{name: weighing.shortened(name) for name in presets()},
+    "desloc": preset("desloc", period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),  # a cycle of 4 steps, not of 12
     # forms that no preset takes by default
     "demo, late": preset("demo", **{"clock.delay": 3}),
     "demo, no senders": preset("demo", **{"reducer.kind": "replicas"}),
@@ -52,7 +53,10 @@ CASES: dict[str, ExchangeConfig] = {
     "released, averaged": preset("decoupled_momentum", rule="released", period=1, average_every=2),
     "streaming_diloco, whole": preset("streaming_diloco", period=3, layers=0, delay=1, code="bf16"),
 }
-RUNS = [(name, 2) for name in CASES] + [(name, 4) for name in presets()]
+FOUR = ("demo", "random", "diloco", "streaming_diloco", "muloco")  # each way to travel: with positions, seeded, reduced, in few bits
+RUNS = [(name, 2) for name in CASES] + [
+    pytest.param(name, 4, marks=() if name in FOUR else pytest.mark.slow) for name in presets()
+]
 HELD = ("demo, late", "diloco, queued")  # something is always under way: state and flights are not told apart
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,12 +19,25 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
-from fsdp_demo.compression import dct, quantize
+from fsdp_demo.compression import small_floats, transform
 
 DEVICE = torch.device("lazy", 0)  # a type of device that torch knows, and that no library serves
 UNCOUNTED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What lists, tuples and dicts hold: an operation has no others, and torch's own walk takes ten times as long."""
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in _leaves(part)]
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same with `function` of each of `_leaves`."""
+    if isinstance(value, dict):
+        return {key: _mapped(function, part) for key, part in value.items()}
+    return type(value)([_mapped(function, part) for part in value]) if isinstance(value, (list, tuple)) else function(value)
 
 
 class Synchronised(AssertionError):
@@ -78,9 +91,14 @@ class Accelerator(TorchDispatchMode):
         finally:
             self.lenient = before
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch's guard against it takes as long as the rest."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
         there, target = [t for t in tensors if isinstance(t, There)], kwargs.get("device")
         to_device = bool(there) if target is None else target.type == DEVICE.type
         if not there and not to_device:
@@ -92,19 +110,19 @@ class Accelerator(TorchDispatchMode):
         if not func.is_view and name not in UNCOUNTED:
             self.kernels[name] += 1
         known = {id(t.inner): t for t in there}
-        inner_args, inner_kwargs = tree_map(lambda t: t.inner if isinstance(t, There) else t, (args, kwargs))
+        inner_args, inner_kwargs = _mapped(lambda t: t.inner if isinstance(t, There) else t, (args, kwargs))
         found = func(*inner_args, **inner_kwargs)
         if name == "copy_":
             return args[0]
         return (
-            tree_map(lambda t: known.get(id(t)) if id(t) in known else There(t) if isinstance(t, Tensor) else t, found)
+            _mapped(lambda t: known.get(id(t)) if id(t) in known else There(t) if isinstance(t, Tensor) else t, found)
             if to_device
             else found
         )
 
 
 def _check(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], to_device: bool) -> None:
-    places = [t for t in tree_iter(args[1]) if isinstance(t, Tensor)] if name in ("index", "index_put", "index_put_") else []
+    places = [t for t in _leaves(args[1]) if isinstance(t, Tensor)] if name in ("index", "index_put", "index_put_") else []
     masks = any(t.dtype in (torch.bool, torch.uint8) for t in places)
     if masks or torch.Tag.data_dependent_output in func.tags or (torch.Tag.dynamic_output_shape in func.tags and name != "index"):
         raise Synchronised(f"{name} reads {tensors[0]}")
@@ -191,7 +209,7 @@ def pin(t: Tensor) -> Tensor:
 @contextmanager
 def plug_in() -> Iterator[Plug]:
     """Within this context the device has streams, and the host memory that is pinned for it; constants made for it go at the end."""
-    plug, cached, plain = Plug(), (dct._dct_matrix, quantize._table), torch.empty
+    plug, cached, plain = Plug(), (transform._matrix, small_floats.table), torch.empty
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         if not pin_memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,13 @@ from fsdp_demo import ExchangeConfig
 from fsdp_demo.channels.channel import ActiveChannel, Outgoing
 from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.comm.topology import Position
-from fsdp_demo.compression.dct import transform
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.exchange.in_flight import pack_bits
 from fsdp_demo.hosts.base import Shard
 
 from ..oracles.blocks import shard_rows
 from . import probe
+from .transforms import transform
 
 SHAPES = {
     "layers.0.weight": (124, 122),  # 64 x 64 blocks with edges; other blocks when halved
@@ -61,8 +62,9 @@ class GivenShards:
         return ["exp_avg", "exp_avg_sq"]
 
 
+@cache
 def value(island: int, channel: str, key: str, name: str) -> torch.Tensor:
-    """The whole tensor of a workspace of a saved island; anchors and momenta are those of all."""
+    """The whole tensor of a workspace of a saved island, not to be changed; anchors and momenta are those of all."""
     return probe.integers((island if key not in ("anchor", "momentum") else "all", channel, key, name), SHAPES[name])
 
 

@@ -99,14 +99,6 @@ def export(
 # ---- which checkpoints -----------------------------------------------------------------------------------------------------------------
 
 
-def kind_of(config: ExchangeConfig, islands: int) -> str:
-    """As `Exchange.shows`, from a configuration: "parameters", "anchor" or "mean"."""
-    moving = [c for c in config.channels if c.source in ("delta", "parameter")]
-    if not moving or islands == 1 and not any(c.source == "delta" for c in moving):
-        return "parameters"
-    return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
-
-
 def choose(run: Path, step: int | None, island: int | None) -> Chosen:
     """The step, the kind of parameters and the checkpoints they come from."""
     whole, broken = _whole_ones(run)
@@ -172,7 +164,7 @@ def _choice(step: int, there: dict[int, tuple[Found, Saved]], island: int | None
     """(what one step gives, islands that it lacks)."""
     head = next(iter(there.values()))[1].heads[0]
     config, islands = ExchangeConfig.from_dict(head["config"]), int(head["islands"])
-    kind = kind_of(config, islands)
+    kind = config.result(islands)
     needed = [island] if island is not None else range(islands) if kind == "mean" else [min(there)]
     missing = sorted(set(needed) - set(there))
     if missing:

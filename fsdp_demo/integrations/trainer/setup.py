@@ -170,7 +170,7 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     Raises:
         ValueError: at one of these steps replicas hold parameters of their own; says what to set.
     """
-    moving = [c.channel for c in exchange.channels if c.channel.source in ("delta", "parameter")]
+    moving = [c.channel for c in exchange.channels if c.channel.writes_parameters]
     for channel in moving:
         wrong = [s for s in steps if not (channel.consensus and channel.clock.delay == 0 and channel.clock.due(s - 1))]
         if wrong:

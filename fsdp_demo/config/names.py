@@ -1,0 +1,95 @@
+"""What a configuration may name, with the facts about it that need no tensor: number formats, transforms, selections, appliers.
+
+Each table is the one list of its names. What a name does is registered under it further up, and `tests/test_registries.py` keeps both
+sides equal:
+
+* FORMATS, TRANSFORMS, SELECTIONS: `compression/formats.py`, `compression/transform.py`, `compression/selection.py`.
+* APPLIERS: `channels/apply.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Format:
+    """How many bits a value takes (`codec.code`).
+
+    Attributes:
+        bits: of one value: 2, 4 or 8, or those of a dtype where there are no scales.
+        group: consecutive values that share scales; 0: there are none, each value stands for itself.
+        scales: of one group, each bf16.
+    """
+
+    bits: int
+    group: int = 0
+    scales: int = 1
+
+    @property
+    def exact(self) -> bool:
+        """A float of its own for each value: fit for parameters and for what has no error feedback; a vector may be cut anywhere."""
+        return not self.group
+
+    @property
+    def low(self) -> bool:
+        """Under 8 bits: never summed in its own code."""
+        return self.bits < 8
+
+    def num_scales(self, cols: int) -> int:
+        """Scales of a row of `cols` values."""
+        return -(-cols // self.group) * self.scales if self.group else 0
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of `rows` rows of `cols` values each, with their scales."""
+        return 2 * rows * self.num_scales(cols) + (rows * cols * self.bits + 7) // 8
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who chooses the elements of a block that are sent (`codec.select`).
+
+    Attributes:
+        by: "nobody", everything is sent; "data", the values themselves, so that positions travel with them and payloads cannot be summed
+            on the way; "step", the number of the exchange, so that all replicas know the positions.
+        alike: the same positions in every block.
+    """
+
+    by: str
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Acts:
+    """What a way of applying the mean is for (`applier.kind`).
+
+    Attributes:
+        sources: of the channels that it can apply; "state" is any state of the optimizer.
+        whole: it needs the mean of everything, in an exact format and without an accumulator.
+    """
+
+    sources: tuple[str, ...]
+    whole: bool = False
+
+
+FORMATS = {
+    "fp32": Format(32),
+    "bf16": Format(16),
+    "int8": Format(8, 4096),
+    "int4": Format(4, 256),
+    "fp4_e3m0": Format(4, 4096),
+    "fp4_e2m1": Format(4, 32),
+    "2bit": Format(2, 256, scales=2),
+}
+TRANSFORMS = ("none", "dct")
+SELECTIONS = {
+    "all": Selection("nobody"),
+    "topk": Selection("data"),
+    "random": Selection("step"),
+    "stride": Selection("step", alike=True),
+}
+APPLIERS = {
+    "gradient": Acts(("gradient",)),
+    "outer": Acts(("delta",)),
+    "replace": Acts(("parameter", "state"), whole=True),
+}

@@ -1,0 +1,93 @@
+"""What follows from a channel's fields: said once, in `config`, and asked there by everybody else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, preset
+
+PACKAGE = Path(__file__).parents[2] / "fsdp_demo"
+REPLACE, OUTER = Applier("replace"), Applier("outer", lr=0.7)
+
+
+def facts(c: Channel) -> dict[str, Any]:
+    return {n: getattr(c, n) for n in ("target", "writes_parameters", "state_name", "queues", "corrects", "needs_own", "taken")}
+
+
+@pytest.mark.parametrize(
+    ("channel", "differs"),
+    [
+        (Channel("a", "gradient"), {"target": "gradient", "writes_parameters": False}),
+        (Channel("a", "gradient", Clock(2, delay=5), Accumulator(0.9)), {"target": "gradient", "writes_parameters": False}),
+        (Channel("a", "parameter", applier=REPLACE), {}),
+        (Channel("a", "parameter", Clock(8, delay=1), applier=REPLACE), {"corrects": True, "needs_own": True}),
+        (Channel("a", "delta", Clock(8, delay=7), applier=OUTER), {}),
+        (Channel("a", "delta", Clock(8, delay=8), applier=OUTER), {"queues": True, "needs_own": True}),
+        (
+            Channel("a", "state:exp_avg", Clock(8, delay=9), applier=REPLACE),
+            {"target": "state:exp_avg", "writes_parameters": False, "state_name": "exp_avg"},
+        ),
+        (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), applier=OUTER), {}),
+        (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), residual="subtract", applier=OUTER), {"taken": 0.25}),
+        (
+            Channel(
+                *("a", "delta", Clock(4), Accumulator(0.9, alpha=0.25), Codec(select="topk")),
+                residual="put_back",
+                applier=Applier("outer", local_delta=True),
+            ),
+            {"taken": 1.0, "needs_own": True},
+        ),
+    ],
+)
+def test_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
+    usual = {"target": "parameter", "writes_parameters": True, "state_name": "", "queues": False, "corrects": False, "needs_own": False}
+    assert facts(channel) == {**usual, "taken": 0.0, **differs}
+
+
+def test_a_state_has_a_name() -> None:
+    with pytest.raises(ValueError, match="source='state:' is not known"):
+        Channel("a", "state:", applier=REPLACE)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "alone", "many"),
+    [
+        ("full", {}, "parameters", "parameters"),
+        ("demo", {}, "parameters", "parameters"),
+        ("local_sgd", {}, "parameters", "mean"),
+        ("desloc", {}, "parameters", "mean"),
+        ("diloco", {}, "anchor", "anchor"),
+        ("streaming_diloco", {}, "anchor", "anchor"),
+        ("decoupled_momentum", {}, "anchor", "anchor"),
+        ("decoupled_momentum", {"rule": "released"}, "mean", "mean"),
+        ("decoupled_momentum", {"rule": "released", "average_every": 2}, "mean", "mean"),
+    ],
+)
+def test_what_a_method_calls_its_model(name: str, changes: dict[str, Any], alone: str, many: str) -> None:
+    config = preset(name, **changes)
+    assert (config.result(1), config.result(2), config.result(9)) == (alone, many, many)
+
+
+def test_a_lone_state_channel_trains_nothing() -> None:
+    config = ExchangeConfig("moments", (Channel("m", "state:exp_avg", applier=REPLACE),))
+    assert not config.consensus and not config.shared and config.result(2) == "parameters"
+
+
+def test_nobody_derives_them_anew() -> None:
+    """As a reader would find it: the expressions that these properties stand for, anywhere else in the package."""
+    anew = re.compile(
+        r"""source (?:not )?in \(|"parameter" if .*source|startswith\("state:"""
+        r"""|clock\.delay >= \S*clock\.period|residual == "put_back" else|source == "parameter" and \S*clock\.delay"""
+    )
+    found = [
+        f"{f.relative_to(PACKAGE)}:{n}: {line.strip()}"
+        for f in sorted(PACKAGE.rglob("*.py"))
+        if f.name != "channel.py" or f.parent.name != "config"
+        for n, line in enumerate(f.read_text(encoding="utf-8").splitlines(), 1)
+        if anew.search(line)
+    ]
+    assert found == []

@@ -1,0 +1,14 @@
+"""The transform as most tests mean it: the DCT."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdp_demo import Codec
+from fsdp_demo.compression import transform as module
+from fsdp_demo.compression.blocks import Layout
+
+
+def transform(layout: Layout, work: Tensor, inverse: bool = False, products: str = "fp32") -> Tensor:
+    """`fsdp_demo.compression.transform.transform` with the DCT."""
+    return module.transform(Codec("dct", "topk", products=products), layout, work, inverse)
