@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from ..channels.codec import Section
+from ..comm.collectives import Arrived
 from ..comm.header import Header
 from ..config.fragments import expand
 from ..config.patterns import covers, kind
 from ..config.schema import ExchangeConfig
-from ..exchange.in_flight import replica_weights, unpack_bits
+from ..exchange.message import MessageLayout
 from .files import read_head
 from .relayout import Rows, Side
 from .saved import PartSet
@@ -109,26 +110,15 @@ class Book:
         return state
 
     def decode(self, flight: Mapping[str, Any], name: str, shard: int, lane: int) -> tuple[Tensor, list[bool] | None]:
-        """A channel's mean in a message that arrived on this rank, and which tensors any replica had a gradient for (see
-        `Mailbox._section`)."""
-        arrived, present = flight["arrived"], flight["parts"][name]["present"]
-        if name in arrived.get("decoded", {}):
-            return arrived["decoded"][name], present
-        members = [m for m in self.channels if m in flight["members"]]
-        before, sections = members[: members.index(name)], {m: self.section(m, shard, lane) for m in members}
-        bits = {m: len(self.side(m, shard, lane).names) if self.channels[m].before_step else 0 for m in members}
-        count, at = sum(bits.values()), sum(bits[m] for m in before)
-        prefix = (count + 7) // 8
-        if present is not None:
-            sets = [unpack_bits(body[:prefix], count)[at : at + bits[name]] for body in arrived["bodies"]]
-            present = [any(some) for some in zip(*sets, strict=True)]
-        mine = sections[name]
-        if mine.gathered:
-            begin = prefix + sum(sections[m].num_bytes for m in before)
-            weights = replica_weights(self.channels[name], [Header(**h) for h in arrived["headers"]])
-            return mine.mean([b[begin : begin + mine.num_bytes] for b in arrived["bodies"]], weights, flight["step"]), present
-        begin = sum(len(sections[m].spans) for m in before if not sections[m].gathered)
-        return mine.workspace(arrived["means"][begin : begin + len(mine.spans)], flight["step"]), present
+        """A channel's mean in a message that arrived on this rank, and which tensors any replica had a gradient for."""
+        got, step = flight["arrived"], flight["step"]
+        if name in got.get("decoded", {}):
+            return got["decoded"][name], flight["parts"][name]["present"]
+        message = MessageLayout([self.section(m, shard, lane) for m in self.channels if m in flight["members"]])
+        found = message.split(name, Arrived([Header(**h) for h in got["headers"]], got["bodies"], got["means"]))
+        mine = message.sections[name]
+        mean = mine.mean(found.bodies, found.weights, step) if mine.gathered else mine.workspace(found.means, step)
+        return mean, found.present
 
 
 def flying(f: Mapping[str, Any]) -> Flying:

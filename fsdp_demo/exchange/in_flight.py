@@ -1,8 +1,7 @@
 """Messages of one rank: what several channels send at one step becomes one message per transport, and comes back as means.
 
-A message is the header, one bit per tensor of each gradient channel (whether this replica has a gradient for it), and the sections of the
-gathered channels in the order of the configuration; the vectors of the others follow in the two legs of a reduce. What comes back is
-handed out only after all ranks of the island have voted that it arrived.
+What lies where in a message is said by `message.py`. What comes back is handed out only after all ranks of the island have voted that it
+arrived.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from ..channels.channel import ActiveChannel, Outgoing
 from ..channels.decode import Mean
 from ..comm.agreement import gather_json
 from ..comm.collectives import Arrived, reduce
-from ..comm.header import COUNTED, LEAVING, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
+from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header
 from ..comm.island import Island
 from ..comm.peers import Line
 from ..comm.worker import Courier
 from ..compression.staging import Staging
-from ..config.channel import Channel
 from ..errors import PeerLost
 from .local_status import Said, give_up
+from .message import MessageLayout
 from .watch import Watch
 
 log = logging.getLogger("fsdp_demo")
+
 
 @dataclass
 class Flight:
@@ -125,13 +125,8 @@ class Mailbox:
         is waited for and numbers are read.
 
         What is refused is refused there, before the island votes: a refusal after the vote would leave its other ranks waiting."""
-        members = self._members(flight)
-        parts = [flight.parts[c.channel.name] for c in members]
-        presence = pack_bits([p for part in parts for p in part.present or []])
-        bodies, vectors = [p.body for p in parts if p.body is not None], [v for p in parts for v in p.vectors]
-        reduced = [c for c in members if not gathered(c)]
-        codes = [code for c in reduced for _, code in spans(c)]
-        owners = [c.channel for c in reduced for _ in spans(c)]
+        message = self._layout(flight)
+        presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self.device)
         header = line.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
         staged, at = self._staging.to_host([*numbers, *bodies, *vectors]), (len(numbers), len(numbers) + len(bodies))
@@ -139,13 +134,13 @@ class Mailbox:
         def job() -> Arrived:
             flight.seconds.append(time.perf_counter())
             found = staged()
+            sections, sent = found[at[0] : at[1]], list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]))
-            headers, received = line.gather(head, torch.cat([presence, *found[at[0] : at[1]]]))
-            self.watch.check(line, headers, members[0].channel.before_step)
-            weights = [replica_weights(c, headers) for c in owners]
-            means = reduce(line, head, list(zip(found[at[1] :], codes, strict=True)), weights, self.watch.compares) if codes else []
-            self.watch.compare(line, received, self.watch.compares and _blank(members, found[at[0] : at[1]]), bool(codes))
+            headers, received = line.gather(head, torch.cat([presence, *sections]))
+            self.watch.check(line, headers, message.before_step)
+            means = reduce(line, head, sent, message.weights(headers), self.watch.compares) if sent else []
+            self.watch.compare(line, received, self.watch.compares and message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
             return Arrived(headers, self._staging.pin(received), self._staging.pin(means))
 
@@ -201,6 +196,9 @@ class Mailbox:
 
     def _members(self, flight: Flight) -> list[ActiveChannel]:
         return [c for c in self.channels if c.channel.name in flight.members]
+
+    def _layout(self, flight: Flight) -> MessageLayout:
+        return MessageLayout([c.section for c in self._members(flight) if c.section is not None])
 
     def _receive(self, flight: Flight) -> Any:
         """What arrived, after the island's vote; on failure an error on every rank. What is under way stays, to be saved and sent again."""
@@ -279,22 +277,8 @@ class Mailbox:
             return None, self._share(present)
         if c.channel.name in arrived.decoded:
             return arrived.decoded.pop(c.channel.name).to(self.device), self._share(present)
-        members = self._members(flight)
-        before = members[: members.index(c)]
-        count = sum(len(m.present) for m in members if m.channel.before_step)
-        prefix = (count + 7) // 8
-        if present is not None:
-            at = sum(len(m.present) for m in before if m.channel.before_step)
-            sets = [unpack_bits(body[:prefix], count)[at : at + len(present)] for body in arrived.bodies]
-            present = self._share([any(bits) for bits in zip(*sets, strict=True)])
-        weights, means, bodies = replica_weights(c.channel, arrived.headers), [], []
-        if gathered(c):
-            begin, size = prefix + sum(_section_bytes(m) for m in before), _section_bytes(c)
-            bodies = [b[begin : begin + size] for b in arrived.bodies]
-        else:
-            at = sum(len(spans(m)) for m in before if not gathered(m))
-            means = arrived.means[at : at + len(spans(c))]
-        return c.mean(bodies, means, weights, flight.step), present
+        found = self._layout(flight).split(c.channel.name, arrived)
+        return c.mean(found.bodies, found.means, found.weights, flight.step), self._share(found.present)
 
     def _share(self, present: list[bool] | None) -> list[bool] | None:
         """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
@@ -345,57 +329,8 @@ class Mailbox:
             self.flights.append(flight)
 
 
-def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
-    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step.
-
-    Raises:
-        RuntimeError: weights are tokens and no island has counted any.
-    """
-    tokens = channel.reducer.weight == "tokens"
-    if tokens and not any(h.weight for h in headers):
-        if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
-            return [1.0] * len(headers)
-        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
-    plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
-    out = NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
-    return [0.0 if h.flags & out else h.weight if tokens else 1.0 for h in headers]
-
-
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
     """A header with what has come from the device: (loss, bad, run), and the total."""
     loss, bad, _ = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     return replace(header, loss=loss, total=total, flags=header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1))
-
-
-def _blank(members: Sequence[ActiveChannel], bodies: Sequence[Tensor]) -> bool:
-    """Whether the sections of those that travel in the body hold nothing but zeros."""
-    sections = [c.section for c in members if c.section is not None and c.section.gathered]
-    return all(section.blank(body) for section, body in zip(sections, bodies, strict=True))
-
-
-def gathered(c: ActiveChannel) -> bool:
-    """Whether the channel travels in the body of messages."""
-    return c.section is not None and c.section.gathered
-
-
-def spans(c: ActiveChannel) -> list[tuple[int, str]]:
-    """Length and code of the channel's vectors."""
-    return c.section.spans if c.section is not None else []
-
-
-def _section_bytes(c: ActiveChannel) -> int:
-    return c.section.num_bytes if c.section is not None else 0
-
-
-def pack_bits(bits: Sequence[bool]) -> Tensor:
-    """uint8 [ceil(n / 8)], bit i of the little-endian number is bits[i]."""
-    n = (len(bits) + 7) // 8
-    number = sum(int(b) << i for i, b in enumerate(bits))
-    return torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
-
-
-def unpack_bits(data: Tensor, n: int) -> list[bool]:
-    """The inverse of `pack_bits`."""
-    number = int.from_bytes(bytes(data.tolist()), "little")
-    return [bool(number >> i & 1) for i in range(n)]

@@ -122,12 +122,12 @@ def _batch(topology: Topology, batch: Sequence[int]) -> str:
 def _bytes(flow: Flow) -> tuple[list[float], list[tuple[str, float, float]]]:
     """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name, bytes, bytes of a dense all-reduce) for
     which a reduce of everything would send less. A collective inside the island."""
-    sections = [(c.channel, c.section, len(c.present)) for c in (*flow.channels, *flow.buffers) if c.section is not None]
+    sections = [c.section for c in (*flow.channels, *flow.buffers) if c.section is not None]
     plan = Plan(sections, flow.topology.islands, flow.topology.island)
     totals = [float(plan.most().bytes_sent), plan.per_step()]
     rows: list[tuple[str, float, float]] = []
-    for channel, section, _ in sections:
-        if channel.codec.indexed:
+    for section in sections:
+        if section.codec.indexed:
             elements = sum(g.r * g.s * g.count for g in section.layout.groups) + section.layout.num_dense
             totals += [(plan.size - 1) * section.num_bytes, ring_all_reduce_bytes(plan.size, 2 * elements)]
     indexed = [c.channel.name for c in flow.channels if c.channel.codec.indexed]

@@ -18,7 +18,7 @@ from fsdp_demo.comm import peers
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.channel import BLOCK, Codec
-from fsdp_demo.exchange.in_flight import pack_bits, unpack_bits
+from fsdp_demo.exchange.message import pack_bits, unpack_bits
 
 from ..support import threaded
 from ..support.threaded import Tap, values

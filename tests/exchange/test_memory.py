@@ -112,7 +112,7 @@ def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
 def test_a_vector_that_is_reduced_is_held_once(name: str, smaller: None) -> None:
     """The message itself is what these presets send, 4 bytes per element of each channel that is due; nothing of that size comes on top."""
     sent = max(
-        sum(_vectors(section) for channel, section, _ in plan_model(CASES[name], TENSORS, 2)[0].sections if channel.clock.due(step))
+        sum(_vectors(s) for s in plan_model(CASES[name], TENSORS, 2)[0].sections if s.channel.clock.due(step))
         for step in range(weighing.steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
@@ -166,17 +166,17 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     config = replace(CASES[name], outer_state="host")
     planned = plan_memory(config, TENSORS, 2)
     kept = {"cpu": 0, "meta": 0}
-    for channel, section, tensors in plan_model(config, TENSORS, 2)[0].sections:
+    for section in plan_model(config, TENSORS, 2)[0].sections:
         named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
         optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
         materialise(optimizer)
-        active = ActiveChannel(channel, TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 2, home="meta")
+        active = ActiveChannel(section.channel, TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 2, home="meta")
         active.start()
-        assert len(active.covered) == tensors
+        assert len(active.covered) == section.layout.num_tensors
         for work in (active.accumulator, active.anchor, active.momentum):
             if work is not None:
                 kept[work.device.type] += 4 * work.numel()
-        if channel.codec.seeded:
+        if section.codec.seeded:
             kept["cpu"] += section.known_bytes
     assert (planned.device_state, planned.host_state) == (kept["cpu"], kept["meta"])
     alike = plan_memory(config, TENSORS, 2, staged=False)

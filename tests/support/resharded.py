@@ -15,7 +15,7 @@ from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression.dct import transform
 from fsdp_demo.config.fragments import expand
-from fsdp_demo.exchange.in_flight import pack_bits
+from fsdp_demo.exchange.message import pack_bits
 from fsdp_demo.hosts.base import Shard
 
 from ..oracles.blocks import shard_rows
