@@ -49,6 +49,44 @@ class Outgoing:
         return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
 
 
+@dataclass(frozen=True)
+class Received:
+    """What all replicas sent for one channel, cut out of a message and not decoded.
+
+    Attributes:
+        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is reduced.
+        means: its reduced vectors, fp32; empty where it is gathered.
+        weights: each replica's share in its mean.
+        present: of a gradient channel, which of its tensors any replica had a gradient for; else None.
+        workspace: the mean itself instead (transform domain), where the message was decoded under another layout.
+    """
+
+    bodies: Sequence[Tensor]
+    means: Sequence[Tensor]
+    weights: Sequence[float]
+    present: list[bool] | None = None
+    workspace: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What comes back to one channel of what it has sent at one step.
+
+    Attributes:
+        sent: this replica's own part in it.
+        received: everybody's; None on a copy beyond the lanes, which has no line.
+        present: for a gradient channel, which of its tensors get one: those that any replica has one for.
+        flying: what the channel still has under way, oldest first.
+        last: nothing local is mixed in: nothing comes after it, or what this replica sent was not finite.
+    """
+
+    sent: Outgoing
+    received: Received | None
+    present: Sequence[bool] | None = None
+    flying: Sequence[Outgoing] = ()
+    last: bool = False
+
+
 class ActiveChannel(BoundChannel):
     """A bound channel that sends and receives.
 
@@ -144,7 +182,7 @@ class ActiveChannel(BoundChannel):
         return out.zero_() if self.left_out else out
 
     def encode(self, step: int, source: Tensor | None) -> Outgoing:
-        """Select, code and take what is sent out of the accumulator (`subtract`, `put_back`). `source` is `accumulate`'s."""
+        """Select and code what is sent: the accumulator, or `source`, which is `accumulate`'s. `subtract` is to follow."""
         out = Outgoing(step, present=list(self.present) if self.channel.before_step else None)
         if self.layout is None or self.section is None:
             return out
@@ -156,8 +194,11 @@ class ActiveChannel(BoundChannel):
             work = transform(self.layout, source.clone() if self._needs_own else source, products=self.channel.codec.products)
         out.own = source if self._needs_own else None
         out.body, out.vectors = self.section.encode(work, step)
-        self._take(out, 1.0)
         return out
+
+    def subtract(self, out: Outgoing) -> None:
+        """Take what is sent, as the others decode it, out of the accumulator (`residual`: subtract, put_back): rounding stays in it."""
+        self._take(out, 1.0)
 
     def _take(self, out: Outgoing, sign: float) -> None:
         """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
@@ -183,42 +224,32 @@ class ActiveChannel(BoundChannel):
 
     # ---- what comes back -------------------------------------------------------------------------------------------
 
-    def mean(self, bodies: Sequence[Tensor], means: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
-        """The replicas' mean of what was sent at `step` (transform domain), from sections of bodies or reduced vectors, not decoded yet."""
+    def mean(self, received: Received, step: int) -> Mean:
+        """The replicas' mean of what was sent at `step` (transform domain): a function of the window, which decodes when it is asked."""
         assert self.section is not None
-        if self.section.gathered:
-            found = self.section.received([b.to(self.shards.device, non_blocking=True) for b in bodies], weights, step)
+        if received.workspace is not None:
+            found: Mean = Whole(self.section.layout, received.workspace.to(self.shards.device))
+        elif self.section.gathered:
+            bodies = [b.to(self.shards.device, non_blocking=True) for b in received.bodies]
+            found = self.section.received(bodies, received.weights, step)
         else:
-            found = self.section.reduced(means, step)
+            found = self.section.reduced(received.means, step)
         found.device = self.shards.device
         return found
 
-    def apply(
-        self,
-        mean: Mean | Tensor | None,
-        out: Outgoing,
-        present: Sequence[bool] | None,
-        flying: Sequence[Outgoing] = (),
-        last: bool = False,
-    ) -> None:
-        """Let the mean (transform domain; None on a copy that only receives) act on gradients, anchor, parameters or state.
-
-        Args:
-            out: what this replica sent for it; flying: what the channel still has under way.
-            last: nothing comes after it: nothing local is mixed in.
-        """
-        if isinstance(mean, Tensor):
-            assert self.layout is not None
-            mean = Whole(self.layout, mean)
-        kind, mix = self.channel.applier.kind, 0.0 if last else self.channel.applier.mix
+    def apply(self, arrived: Incoming) -> None:
+        """Let the mean act on gradients, anchor, parameters or state. Where nothing was received the island's other copies bring it."""
+        sent, flying = arrived.sent, _own(arrived.flying)
+        mean = self.mean(arrived.received, sent.step) if arrived.received is not None else None
+        kind, mix = self.channel.applier.kind, 0.0 if arrived.last else self.channel.applier.mix
         if kind == "gradient":
-            assert present is not None
-            apply.as_gradient(self, mean, present)
+            assert arrived.present is not None
+            apply.as_gradient(self, mean, arrived.present)
         elif kind == "outer":
-            number = None if out.partial else self.channel.clock.round(out.step)
-            apply.outer(self, mean, out.own, _own(flying), mix, number)
+            number = None if sent.partial else self.channel.clock.round(sent.step)
+            apply.outer(self, mean, sent.own, flying, mix, number)
         elif self.channel.source == "parameter":
-            self.moved = apply.replace(self, mean, None if last else out.own, _own(flying), mix) or self.moved
+            self.moved = apply.replace(self, mean, None if arrived.last else sent.own, flying, mix) or self.moved
         else:
             apply.deliver(self, mean, self.tensors(self.channel.source), lambda _, x: x)
 

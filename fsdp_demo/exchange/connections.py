@@ -7,6 +7,7 @@ import torch
 
 from ..comm.island import Island
 from ..comm.meter import Meter
+from ..comm.peers import Line
 from ..comm.topology import Position, Topology
 from ..comm.worker import Courier
 
@@ -32,6 +33,11 @@ class Connections:
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close_line()
             raise
+
+    @property
+    def line(self) -> Line | None:
+        """To the ranks with the same shard on the other islands; None on a copy beyond the lanes, and when closed."""
+        return None if self.courier is None else self.courier.line
 
     def close(self) -> bool:
         """Let go of everything; False if a silent peer still holds the courier, which is left behind."""

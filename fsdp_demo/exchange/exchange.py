@@ -108,15 +108,15 @@ class Exchange:
         self._presence = Presence(topology, self.request_stop)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
         self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
-        self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
         self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
         try:
             self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
             self.channels, parameters = startup.bind(channels, config, shards, topology, self._island, lanes)
-            self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
-            moving = [c.channel for c in self._flow.moving]
-            self._flow.buffers = buffers.channel(model, moving, shards.device, self._island, lanes, topology.islands)
-            self._mailbox.channels = [*self.channels, *self._flow.buffers]
+            moving = [c.channel for c in self.channels if c.channel.source in ("delta", "parameter")]
+            averaged = buffers.channel(model, moving, shards.device, self._island, lanes, topology.islands)
+            every = [*self.channels, *averaged]
+            self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
+            self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, averaged, parameters, step)
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
                 if catch_up:
@@ -127,7 +127,6 @@ class Exchange:
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
-        self._mailbox.gone = self._gone
         self._presence.start()
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
@@ -419,15 +418,16 @@ class Exchange:
 
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
-        loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
-        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": self._mailbox.watch.left_out}
+        seen = self._mailbox.watch
+        loss = None if math.isnan(seen.loss) else seen.loss
+        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
         at the last exchange, contributions of any island that were not finite (where there were any).
 
         All ranks of the island call it together."""
-        meter, loss = self._meter, self._mailbox.loss
+        meter, loss = self._meter, self._mailbox.watch.loss
         known = not math.isnan(loss)
         sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
         waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
@@ -463,7 +463,6 @@ class Exchange:
         atexit.unregister(self._at_exit)
         self._finished = True
         self._presence.close()
-        self._mailbox.courier = None
         return self._connections.close()
 
     def _at_exit(self) -> None:

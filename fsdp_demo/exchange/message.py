@@ -11,35 +11,17 @@ model count what it says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..channels.channel import Outgoing
+from ..channels.channel import Outgoing, Received
 from ..channels.codec import Section
 from ..comm.collectives import Arrived, legs
 from ..comm.header import COUNTED, HEADER, NOT_FINITE, SKIPPED, Header
 from ..compression import dense
 from ..config.channel import Channel
-
-
-@dataclass(frozen=True)
-class Received:
-    """What has arrived for one channel, cut out of a message and not decoded.
-
-    Attributes:
-        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is reduced.
-        means: its reduced vectors, fp32; empty where it is gathered.
-        weights: each replica's share in its mean.
-        present: of a gradient channel, which of its tensors any replica had a gradient for; else None.
-    """
-
-    bodies: list[Tensor]
-    means: list[Tensor]
-    weights: list[float]
-    present: list[bool] | None
 
 
 class MessageLayout:

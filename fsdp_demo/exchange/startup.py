@@ -87,7 +87,7 @@ def come_together(
     flow.shards.commit(model)
     for c in flow.channels:
         c.start()
-    flow.mailbox.last = {c.channel.name: flow.step for c in flow.mailbox.channels}
+    flow.mailbox.begin(flow.step)
     return donor, furthest
 
 

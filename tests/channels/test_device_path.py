@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
-from fsdp_demo.channels.channel import ActiveChannel
+from fsdp_demo.channels.channel import ActiveChannel, Incoming, Received
 from fsdp_demo.comm.island import Island
 from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression import blocks
@@ -82,13 +82,14 @@ class Play:
         self.mode.lenient = number == 0
         c.note_gradients()
         out = c.encode(number * c.channel.clock.period, c.accumulate())
+        c.subtract(out)
         self.mode.lenient = True
         sent = [t.cpu().clone() for t in ([] if out.body is None else [out.body]) + out.vectors]
         bodies += sent if out.body is not None else []
         arrived = [pin(b.clone()) for b in (bodies * R)[-R:]]  # what was sent in earlier rounds plays the other replicas
         means = [pin(v / 2) for v in sent] if out.body is None else []
         self.mode.lenient = number == 0
-        c.apply(c.mean(arrived, means, weights, out.step), out, out.present)
+        c.apply(Incoming(out, Received(arrived, means, weights), out.present))
         self.mode.lenient = True
         delta = c.channel.source == "delta"
         written = [t.cpu().clone() for t in c.tensors("parameter" if delta else c.channel.source) if t is not None]
@@ -247,11 +248,12 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
             mode.kernels.clear()
             c.note_gradients()
             out = c.encode(0, c.accumulate())
+            c.subtract(out)
             assert out.body is not None
             with mode.waiting():
                 before, bodies = Counter(mode.kernels), [pin(out.body.cpu()) for _ in range(R)]
             mode.kernels = before
-            c.apply(c.mean(bodies, [], [1.0] * R, 0), out, out.present)
+            c.apply(Incoming(out, Received(bodies, [], [1.0] * R), out.present))
         return Counter(mode.kernels), len(c.windows), len(named)
 
 

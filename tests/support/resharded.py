@@ -130,6 +130,7 @@ def launch(ranks: list[list[Any]], step: int) -> None:
                 if c.accumulator is not None:
                     c.accumulator.add_(transform(c.layout, source.clone()))
                 out[c.channel.name] = c.encode(step, source)
+                c.subtract(out[c.channel.name])
             sent.append(out)
         bits = [pack_bits([p for o in out.values() for p in o.present or []]) for out in sent]
         bodies = [torch.cat([b, *(o.body for o in out.values() if o.body is not None)]) for b, out in zip(bits, sent, strict=True)]
