@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.topology import Position
 from ..compression.dct import Transform, transform
 from ..compression.windows import Contiguous, Window
 from ..config.channel import Channel
-from ..hosts.base import Shards
 from . import apply
 from .codec import Section
 from .decode import Mean, Whole
+from .placement import Placement
 from .state import BoundChannel, less
 
 
@@ -91,7 +89,7 @@ class ActiveChannel(BoundChannel):
     """A bound channel that sends and receives.
 
     Args:
-        channel, shards, position, lanes, copies, size, home: as for `BoundChannel`.
+        channel, placement: as for `BoundChannel`.
         seed: of seeded selections.
 
     Attributes:
@@ -101,19 +99,9 @@ class ActiveChannel(BoundChannel):
             device.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        shards: Shards,
-        position: Position,
-        lanes: int,
-        copies: Any,
-        size: int,
-        seed: int = 0,
-        home: str | None = None,
-    ):
-        super().__init__(channel, shards, position, lanes, copies, size, home)
-        self.section = Section(self.layout, channel, size, seed, shards.device) if self.layout is not None else None
+    def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
+        super().__init__(channel, placement)
+        self.section = Section(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
 

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.topology import Position
 from ..compression.blocks import Layout
 from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, kind
-from ..hosts.base import Shards
+from .placement import Placement
 
 
 class BoundChannel:
@@ -27,29 +26,27 @@ class BoundChannel:
 
     Args:
         channel: what to do.
-        shards: all local tensors; the channel covers those that its patterns name and that are not frozen.
-        position, lanes: this rank's place; a copy beyond the lanes keeps no state and only receives.
-        copies: process group of the ranks of this island that hold the same shard (None: the default group).
-        size: number of replicas.
-        home: where anchor and outer momentum are kept; None: with the shards.
+        placement: where this rank stands; of its shards the channel covers those that its patterns name and that are not frozen.
 
     Attributes:
+        shards, position, lanes, copies, size: of the placement (`size`: its islands).
         covered: indices of its tensors in `shards`; present: which of them have a gradient (`ActiveChannel.note_gradients`).
         layouts: of all lanes; layout, windows: of this lane (None and none on a copy beyond the lanes).
         accumulator, anchor, momentum: workspaces of this lane, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
     """
 
-    def __init__(self, channel: Channel, shards: Shards, position: Position, lanes: int, copies: Any, size: int, home: str | None = None):
-        self.channel, self.shards, self.position, self.lanes, self.copies, self.size = channel, shards, position, lanes, copies, size
-        self._home = torch.device(home) if home is not None else shards.device
+    def __init__(self, channel: Channel, placement: Placement):
+        self.channel, self.shards, self._home = channel, placement.shards, placement.home_device
+        self.position, self.lanes, self.copies, self.size = placement.position, placement.lanes, placement.copies, placement.islands
+        shards, lanes = placement.shards, placement.lanes
         self.covered = [i for i, s in enumerate(shards.shards) if not s.frozen and covers(channel, s.name)]
         if channel.source.startswith("state:"):
             self._with_state()
         chosen = [shards.shards[i] for i in self.covered]
         kinds = [kind(channel, s.name) for s in chosen]
         self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
-        self.lane = position.copy if position.copy < lanes else None
+        self.lane = placement.lane
         self.layout = self.layouts[self.lane] if self.lane is not None else None
         self.windows = self.layout.windows(shards.device) if self.layout is not None else []
         self.accumulator: Tensor | None = None

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..channels import buffers
+from ..channels.bind import bind
 from ..comm.header import END
 from ..comm.peers import Line
 from ..comm.presence import Presence
@@ -107,21 +107,19 @@ class Exchange:
         self._equal: bool | None = None
         self._presence = Presence(topology, self.request_stop)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
-        self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
+        self._island, self._meter = self._connections.island, self._connections.meter
         self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
         try:
             self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
-            self.channels, parameters = startup.bind(channels, config, shards, topology, self._island, lanes)
-            moving = [c.channel for c in self.channels if c.channel.source in ("delta", "parameter")]
-            averaged = buffers.channel(model, moving, shards.device, self._island, lanes, topology.islands)
-            every = [*self.channels, *averaged]
+            bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.outer_state == "host" else None), model)
+            self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
             self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
-            self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, averaged, parameters, step)
+            self._flow = Flow(config, topology, shards, bound, self._mailbox, step)
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
                 if catch_up:
                     self.catch_up()
-            summary.announce(self._flow, lanes, batch, summary.total_steps(facts))
+            summary.announce(self._flow, batch, summary.total_steps(facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..channels.bind import Bound
 from ..channels.channel import ActiveChannel, Outgoing
-from ..channels.state import BoundChannel
 from ..comm import agreement
 from ..comm.digests import EVERY, total
 from ..comm.header import LEAVING
@@ -46,14 +46,13 @@ class Flow:
     Args:
         config, topology: what was agreed.
         shards: what the engine offers.
+        bound: the channels at work on this rank.
         mailbox: the messages under way.
-        island: the other ranks of this replica.
-        channels: at work, in the order of the configuration.
-        buffers: the channel that averages the model's buffers, if it has any.
-        parameters: a channel over all parameters that are not frozen, which no clock sends.
         step: of the job, to start from.
 
     Attributes:
+        channels, buffers, parameters: see `Bound`.
+        island: the other ranks of this replica.
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
@@ -67,15 +66,12 @@ class Flow:
         config: ExchangeConfig,
         topology: Topology,
         shards: Shards,
+        bound: Bound,
         mailbox: Mailbox,
-        island: Island,
-        channels: list[ActiveChannel],
-        buffers: list[ActiveChannel],
-        parameters: BoundChannel,
         step: int,
     ):
-        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, island
-        self.channels, self.buffers, self.parameters, self.step = channels, buffers, parameters, step
+        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, mailbox.island
+        self.channels, self.buffers, self.parameters, self.step = bound.channels, bound.buffers, bound.parameters, step
         self.notes = Notes()
         self.drift: float | None = None
         self.begun = -1

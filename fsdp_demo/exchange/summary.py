@@ -19,7 +19,7 @@ from .runtime import Flow
 log = logging.getLogger("fsdp_demo")
 
 
-def announce(flow: Flow, lanes: int, batch: Sequence[int], steps: int | None = None) -> None:
+def announce(flow: Flow, batch: Sequence[int], steps: int | None = None) -> None:
     """Log what runs (one record of a few lines), and warnings; on the first rank of each island. steps: of the whole job, if known."""
     sent, worst = _bytes(flow)
     if flow.topology.rank:
@@ -28,7 +28,7 @@ def announce(flow: Flow, lanes: int, batch: Sequence[int], steps: int | None = N
     islands = f"island {topology.island} of {topology.islands}" if topology.islands > 1 else "one replica, nothing is sent"
     what = f"preset {config.preset}, {islands}, from step {flow.step}"
     inner = "inner " + ", ".join(type(o).__name__ for o in flow.shards.optimizers)
-    shape = f"{place.shards} shards x {place.copies} copies ({lanes} lanes)"
+    shape = f"{place.shards} shards x {place.copies} copies ({flow.parameters.lanes} lanes)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
     lines = [what, *config.parts(), f"{inner}; {clips(config, flow.shards)}", f"{_batch(topology, batch)}; {shape}", per]
     log.info("%s: %s", topology.name, "\n    ".join(lines))

@@ -28,7 +28,7 @@ from benchmarks.memory import Ledger  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
 from fsdp_demo.channels.channel import ActiveChannel, Incoming, Outgoing, Received  # noqa: E402
-from fsdp_demo.comm.topology import Position  # noqa: E402
+from fsdp_demo.channels.placement import Placement  # noqa: E402
 from fsdp_demo.compression.dct import dct_matrix, transform  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
 from fsdp_demo.config.channel import BLOCK  # noqa: E402
@@ -146,7 +146,7 @@ class Ours:
         self.named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s, device=device))) for i, s in enumerate(shapes)]
         self.optimizer = fsdp_demo.base_optimizer(config, self.named, lr=LR)
         (channel,) = config.channels
-        self.channel = ActiveChannel(channel, TorchShards([self.optimizer]), Position(1, 0, 1, 0), 1, None, size)
+        self.channel = ActiveChannel(channel, Placement(TorchShards([self.optimizer]), islands=size))
         self.channel.start()
         self._body: Tensor | None = None
 

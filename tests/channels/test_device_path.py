@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
 from fsdp_demo.channels.channel import ActiveChannel, Incoming, Received
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm.island import Island
 from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression import blocks
@@ -62,7 +63,7 @@ class Play:
             optimizer.state[p] = {"step": torch.zeros(()), **moments}
         shards = TorchShards([optimizer])
         channels = expand(config, [s.name for s in shards.shards])
-        self.channels = [ActiveChannel(c, shards, Position(), 1, None, R, 0, home) for c in channels]
+        self.channels = [ActiveChannel(c, Placement(shards, islands=R, home=home)) for c in channels]
         for c in self.channels:
             c.start()
 
@@ -242,7 +243,7 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
             for _, p in named:
                 p.grad = torch.ones_like(p)
             shards = TorchShards([torch.optim.SGD(named)])
-            c = ActiveChannel(config.channels[0], shards, Position(), 1, None, R)
+            c = ActiveChannel(config.channels[0], Placement(shards, islands=R))
             c.start()
         for mode.lenient in (True, False):
             mode.kernels.clear()

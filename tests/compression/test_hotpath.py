@@ -15,7 +15,7 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
 from fsdp_demo.channels.channel import ActiveChannel, Incoming, Outgoing, Received
 from fsdp_demo.channels.codec import Section
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression import topk
@@ -137,7 +137,7 @@ def test_the_faster_products_are_fp32() -> None:
 
 def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[ActiveChannel, list[nn.Parameter]]:
     named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
-    made = ActiveChannel(config.channels[0], TorchShards([fsdp_demo.base_optimizer(config, named)]), Position(1, 0, 1, 0), 1, None, size)
+    made = ActiveChannel(config.channels[0], Placement(TorchShards([fsdp_demo.base_optimizer(config, named)]), islands=size))
     made.start()
     return made, [p for _, p in named]
 
@@ -219,7 +219,7 @@ def test_what_is_not_transformed_is_not_transformed_back() -> None:
     config = preset("demo", topk=8, **{"applier.phi": "identity", "codec.products": "bf16"})
     embedding = nn.Parameter(torch.zeros(128, 64))
     optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
-    made = ActiveChannel(config.channels[0], TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 1)
+    made = ActiveChannel(config.channels[0], Placement(TorchShards([optimizer])))
     made.start()
     sent = step(made, [embedding], 1)
     assert [g.transform for g in made.layout.groups] == [False]

@@ -19,8 +19,8 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ActiveChannel
 from fsdp_demo.channels.codec import Section
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm import peers
-from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression import blocks, dense, quantize
 from fsdp_demo.exchange import memory
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
@@ -170,7 +170,7 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
         optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
         materialise(optimizer)
-        active = ActiveChannel(section.channel, TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 2, home="meta")
+        active = ActiveChannel(section.channel, Placement(TorchShards([optimizer]), islands=2, home="meta"))
         active.start()
         assert len(active.covered) == section.layout.num_tensors
         for work in (active.accumulator, active.anchor, active.momentum):

@@ -11,6 +11,7 @@ import torch
 
 from fsdp_demo import ExchangeConfig
 from fsdp_demo.channels.channel import ActiveChannel, Outgoing
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression.dct import transform
@@ -69,10 +70,8 @@ def value(island: int, channel: str, key: str, name: str) -> torch.Tensor:
 def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of `value`."""
     shards = GivenShards(place, dtype)
-    bound = [
-        ActiveChannel(c, shards, place, form.copies, None, form.islands, config.seed)  # type: ignore[arg-type]
-        for c in expand(config, list(SHAPES))
-    ]
+    here = Placement(shards, place, form.copies, None, form.islands)  # type: ignore[arg-type]
+    bound = [ActiveChannel(c, here, config.seed) for c in expand(config, list(SHAPES))]
     for c in bound:
         c.start()
         if fill:
