@@ -7,7 +7,8 @@ momentum in the element domain, on the device or in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,6 +20,35 @@ from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, kind
 from .placement import Placement
+
+
+@dataclass
+class ChannelState:
+    """What a channel keeps between exchanges: workspaces of its lane, None where it keeps none, and which of its tensors have a gradient.
+    See `BoundChannel`."""
+
+    present: list[bool]
+    accumulator: Tensor | None = None
+    anchor: Tensor | None = None
+    momentum: Tensor | None = None
+    written: Tensor | None = None
+
+    @property
+    def workspaces(self) -> dict[str, Tensor]:
+        """Those that are kept, by name."""
+        return {key: work for key, work in vars(self).items() if key != "present" and work is not None}
+
+    def to_tree(self) -> dict[str, Any]:
+        """As a checkpoint holds it; tensors are references."""
+        return {**self.workspaces, "present": list(self.present)}
+
+    @classmethod
+    def from_tree(cls, channel: str, tree: Mapping[str, Any]) -> ChannelState:
+        """The inverse of `to_tree`. Raises ValueError if the channel had kept something else."""
+        unknown = sorted(set(tree) - {f.name for f in fields(cls)})
+        if unknown or "present" not in tree:
+            raise ValueError(f"channel {channel!r}: saved state has {sorted(tree)}, no channel keeps that: resume with its own release")
+        return cls(**tree)
 
 
 class BoundChannel:
@@ -152,31 +182,28 @@ class BoundChannel:
             self.anchor.copy_(now, non_blocking=True)
         self.written = self.pack("parameter") if self.written is not None else None
 
-    def state(self) -> dict[str, Any]:
-        """What is kept between exchanges: workspaces by name (references, not copies) and the gradients ever seen."""
+    def state(self) -> ChannelState:
+        """What is kept between exchanges: workspaces (references, not copies) and the gradients ever seen."""
         if self._home != self.shards.device:
             torch.get_device_module(self.shards.device).synchronize(self.shards.device)  # copies to the host may still be under way
-        kept = {"accumulator": self.accumulator, "anchor": self.anchor, "momentum": self.momentum, "written": self.written}
-        return {**{k: v for k, v in kept.items() if v is not None}, "present": list(self.present)}
+        return ChannelState(list(self.present), self.accumulator, self.anchor, self.momentum, self.written)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: ChannelState) -> None:
         """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
-        mine = self.state()
-        if set(mine) != set(state):
+        mine, saved = self.state().workspaces, state.workspaces
+        if set(mine) != set(saved):
             raise ValueError(
-                f"channel {self.channel.name!r}: saved state has {sorted(state)}, this configuration keeps {sorted(mine)}: resume with the "
+                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this configuration keeps {sorted(mine)}: resume with the "
                 "preset it was saved with"
             )
-        for key, value in state.items():
-            if key == "present":
-                self.present = list(value)
-            elif value.shape != mine[key].shape:
+        for key, value in saved.items():
+            if value.shape != mine[key].shape:
                 raise ValueError(
                     f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume "
                     "with the same number of islands and ranks"
                 )
-            else:
-                mine[key].copy_(value)
+            mine[key].copy_(value)
+        self.present = list(state.present)
 
 
 def less(work: Tensor, window: Window, flying: Sequence[Tensor]) -> Tensor:

@@ -33,6 +33,7 @@ from .consensus import Council
 from .in_flight import Flown, Mailbox
 from .refusals import refuse, refuse_sparse, warn_of_outside
 from .runtime import Flow
+from .saved_state import ExchangeState
 from .untouched import Untouched
 
 log = logging.getLogger("fsdp_demo")
@@ -442,7 +443,7 @@ class Exchange:
         What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
         references to the live state: save them before the next step.
         """
-        return self._flow.state()
+        return self._flow.state().to_tree()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit.
@@ -450,7 +451,7 @@ class Exchange:
         Raises:
             ValueError: it was saved with other channels, or with another number of islands or ranks.
         """
-        self._flow.load(state)
+        self._flow.load(ExchangeState.from_tree(state))
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""

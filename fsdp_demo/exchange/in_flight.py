@@ -29,6 +29,7 @@ from ..errors import PeerLost
 from .connections import Connections
 from .local_status import Said, give_up
 from .message import MessageLayout
+from .saved_state import InFlightState
 from .watch import Watch
 
 log = logging.getLogger("fsdp_demo")
@@ -324,14 +325,13 @@ class Mailbox:
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
 
-    def state(self) -> list[dict[str, Any]]:
-        """What is in flight, waited for, as tensors and numbers. After a loss with what was sent but not what should have come back: a
-        resumed run sends it once more.
+    def state(self) -> list[InFlightState]:
+        """What is in flight, waited for. After a loss with what was sent but not what should have come back: a resumed run sends it once
+        more.
 
         Raises:
             PeerLost (or what else has failed): if the loss is found only here; called again it gives the state.
         """
-        out = []
         if not self.broken:
             try:
                 for f in self.flights:
@@ -340,32 +340,29 @@ class Mailbox:
             except RuntimeError:
                 self.broken = True
                 raise
-        for f in self.flights:
-            got, arrived = f.arrived, None
-            if got is not None:  # bodies are views of larger buffers
-                bodies = [b.clone() for b in got.bodies]
-                headers = [vars(replace(h, number=0)) for h in got.headers]  # on a line that will not be there any more
-                arrived = {"headers": headers, "bodies": bodies, "means": got.means, "decoded": dict(got.decoded)}
-            said = None if f.header is None else vars(replace(f.header, number=0))
-            parts = {k: vars(v) for k, v in f.parts.items()}
-            out.append({"step": f.step, "members": f.members, "parts": parts, "arrived": arrived, "said": said})
-        return out
+        return [_saved(f) for f in self.flights]
 
-    def load(self, saved: Sequence[dict[str, Any]], last: dict[str, int], applied: dict[str, int]) -> None:
+    def load(self, saved: Sequence[InFlightState], last: dict[str, int], applied: dict[str, int]) -> None:
         """Restore `state()` and what it was saved with."""
         self.last = dict.fromkeys(self.last, -1) | last  # it says nothing of buffers: they are averaged at the end
         self.applied = dict(applied)
         self.flights, known = [], {c.channel.name for c in self.channels}  # a model without its buffers has no channel for them
         for s in saved:
-            parts = {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items() if k in known}
-            flight = Flight(s["step"], list(s["members"]), parts, None, layout=self._layout(s["members"]))
-            if s.get("said") is not None:
-                flight.header = Header(**s["said"])
-            if s["arrived"] is not None:
-                got, flight.future = s["arrived"], Future()
-                headers = [Header(**{**h, "flags": h["flags"] & ~(STOP | LEAVING)}) for h in got["headers"]]  # that stop has happened
-                flight.future.set_result(Arrived(headers, got["bodies"], got["means"], dict(got.get("decoded", {}))))
+            parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
+            flight = Flight(s.step, s.members, parts, None, header=s.said, layout=self._layout(s.members))
+            if s.arrived is not None:
+                headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened
+                flight.future = Future()
+                flight.future.set_result(replace(s.arrived, headers=headers))
             self.flights.append(flight)
+
+
+def _saved(f: Flight) -> InFlightState:
+    """As it is saved: bodies are views of larger buffers, and the line whose messages were numbered will not be there any more."""
+    got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
+    if got is not None:
+        got = Arrived([replace(h, number=0) for h in got.headers], [b.clone() for b in got.bodies], got.means, dict(got.decoded))
+    return InFlightState(f.step, f.members, f.parts, got, said)
 
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:

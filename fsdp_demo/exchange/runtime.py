@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from ..config.schema import ExchangeConfig
 from ..hosts.base import Shards
 from .in_flight import Mailbox
 from .local_status import Notes
+from .saved_state import ExchangeState
 
 log = logging.getLogger("fsdp_demo")
 
@@ -268,37 +268,38 @@ class Flow:
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ExchangeState:
         """See `Exchange.state_dict`."""
         in_flight = self.mailbox.state()
-        tokens, losses = self.notes.state()
-        return {
-            "step": self.step,
-            "digest": self.config.digest(),
-            "last": {c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
-            "applied": self.applied,
-            "begun": self.begun,
-            "tokens": tokens,
-            "losses": [self.mailbox.watch.loss, losses],
-            "channels": {c.channel.name: c.state() for c in self.channels},
-            "in_flight": in_flight,
-        }
+        (tokens, weighed), losses = self.notes.state()
+        return ExchangeState(
+            step=self.step,
+            digest=self.config.digest(),
+            channels={c.channel.name: c.state() for c in self.channels},
+            in_flight=in_flight,
+            last={c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
+            applied=self.applied,
+            begun=self.begun,
+            tokens=tokens,
+            weighed=weighed,
+            loss=self.mailbox.watch.loss,
+            losses=losses,
+        )
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: ExchangeState) -> None:
         """See `Exchange.load_state_dict`."""
-        if set(state["channels"]) != {c.channel.name for c in self.channels}:
+        if set(state.channels) != {c.channel.name for c in self.channels}:
             mine = [c.channel.name for c in self.channels]
-            saved = sorted(state["channels"])
+            saved = sorted(state.channels)
             raise ValueError(f"saved channels are {saved}, this configuration has {mine}: resume with the preset that saved them")
-        if state["digest"] != self.config.digest():
-            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
+        if state.digest != self.config.digest():
+            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state.digest, self.config.digest())
         for c in self.channels:
-            c.load(state["channels"][c.channel.name])
-        self.step = max(self.step, int(state["step"]))
-        self.begun = int(state.get("begun", -1))
-        self.mailbox.load(state["in_flight"], state["last"], state.get("applied", {}))
-        self.mailbox.watch.loss, losses = state.get("losses", (math.nan, ()))
-        self.notes.load(state["tokens"], losses, self.shards.device)
+            c.load(state.channels[c.channel.name])
+        self.step, self.begun = max(self.step, state.step), state.begun
+        self.mailbox.load(state.in_flight, state.last, state.applied)
+        self.mailbox.watch.loss = state.loss
+        self.notes.load(state.tokens, state.weighed, state.losses, self.shards.device)
 
     def forget(self) -> None:
         """Wait for what is under way, and drop it with what was noted and found so far."""

@@ -81,7 +81,7 @@ def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill:
         "digest": config.digest(),
         "last": {c.channel.name: STEP - i for i, c in enumerate(bound)},
         "tokens": [100 * (island + 1), {c.channel.name: 10.0 * (island + 1) for c in bound}],
-        "channels": {c.channel.name: c.state() for c in bound},
+        "channels": {c.channel.name: c.state().to_tree() for c in bound},
         "in_flight": [],
     }
     world = form.shards * form.copies
@@ -101,9 +101,7 @@ def local(c: ActiveChannel, place: Position, tensors: dict[str, torch.Tensor]) -
 
 def _fill(c: ActiveChannel, island: int, place: Position) -> None:
     names = [c.shards.shards[i].name for i in c.covered]
-    for key, work in c.state().items():
-        if key == "present":
-            continue
+    for key, work in c.state().workspaces.items():
         work.copy_(local(c, place, {n: value(island, c.channel.name, key, n) for n in names}))
         if key == "accumulator":
             transform(c.layout, work)  # type: ignore[arg-type]
