@@ -8,14 +8,15 @@ at the end. Whole-number buffers (counters), and those that a model does not sav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..comm.island import Island
 from ..config.channel import Applier, Channel, Clock
 from ..hosts.base import Shard, local_part, plain_name
 from .channel import ActiveChannel
+from .placement import Placement
 
 NAME = "buffers"
 """Of the channel. Configurations have no channel of this name: nobody sets it."""
@@ -49,12 +50,10 @@ def _averaged(model: torch.nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point() and b.element_size() <= 4}
 
 
-def channel(
-    model: torch.nn.Module | None, moving: Sequence[Channel], device: torch.device, island: Island, lanes: int, islands: int
-) -> list[ActiveChannel]:
+def channel(model: torch.nn.Module | None, moving: Sequence[Channel], placement: Placement) -> list[ActiveChannel]:
     """The channel that averages a model's buffers over the islands, on the clock of the first of `moving`; none where nothing is to do."""
-    if model is None or islands == 1 or not (buffers := Buffers(model, device)).shards:
+    if model is None or placement.islands == 1 or not (buffers := Buffers(model, placement.shards.device)).shards:
         return []
     clock = moving[0].clock if moving else Clock(EVERY)
     what = Channel(NAME, "parameter", clock, applier=Applier("replace"))
-    return [ActiveChannel(what, buffers, island.position, lanes, island.copies, islands)]  # type: ignore[arg-type]
+    return [ActiveChannel(what, replace(placement, shards=buffers))]  # type: ignore[arg-type]

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.topology import Position
 from ..compression.transform import make_transform, transform
 from ..compression.windows import Contiguous, Window
 from ..config.channel import Channel
-from ..hosts.base import Shards
 from . import apply
 from .codec import Section
 from .decode import Mean, Whole
+from .placement import Placement
 from .state import BoundChannel, less
 
 
@@ -49,11 +47,49 @@ class Outgoing:
         return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
 
 
+@dataclass(frozen=True)
+class Received:
+    """What all replicas sent for one channel, cut out of a message and not decoded.
+
+    Attributes:
+        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is reduced.
+        means: its reduced vectors, fp32; empty where it is gathered.
+        weights: each replica's share in its mean.
+        present: of a gradient channel, which of its tensors any replica had a gradient for; else None.
+        workspace: the mean itself instead (transform domain), where the message was decoded under another layout.
+    """
+
+    bodies: Sequence[Tensor]
+    means: Sequence[Tensor]
+    weights: Sequence[float]
+    present: list[bool] | None = None
+    workspace: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What comes back to one channel of what it has sent at one step.
+
+    Attributes:
+        sent: this replica's own part in it.
+        received: everybody's; None on a copy beyond the lanes, which has no line.
+        present: for a gradient channel, which of its tensors get one: those that any replica has one for.
+        flying: what the channel still has under way, oldest first.
+        last: nothing local is mixed in: nothing comes after it, or what this replica sent was not finite.
+    """
+
+    sent: Outgoing
+    received: Received | None
+    present: Sequence[bool] | None = None
+    flying: Sequence[Outgoing] = ()
+    last: bool = False
+
+
 class ActiveChannel(BoundChannel):
     """A bound channel that sends and receives.
 
     Args:
-        channel, shards, position, lanes, copies, size, home: as for `BoundChannel`.
+        channel, placement: as for `BoundChannel`.
         seed: of seeded selections.
 
     Attributes:
@@ -63,19 +99,9 @@ class ActiveChannel(BoundChannel):
             device.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        shards: Shards,
-        position: Position,
-        lanes: int,
-        copies: Any,
-        size: int,
-        seed: int = 0,
-        home: str | None = None,
-    ):
-        super().__init__(channel, shards, position, lanes, copies, size, home)
-        self.section = Section(self.layout, channel, size, seed, shards.device) if self.layout is not None else None
+    def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
+        super().__init__(channel, placement)
+        self.section = Section(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
 
@@ -138,7 +164,7 @@ class ActiveChannel(BoundChannel):
         return out.zero_() if self.left_out else out
 
     def encode(self, step: int, source: Tensor | None) -> Outgoing:
-        """Select, code and take what is sent out of the accumulator (`subtract`, `put_back`). `source` is `accumulate`'s."""
+        """Select and code what is sent: the accumulator, or `source`, which is `accumulate`'s. `subtract` is to follow."""
         out = Outgoing(step, present=list(self.present) if self.channel.before_step else None)
         if self.layout is None or self.section is None:
             return out
@@ -150,8 +176,11 @@ class ActiveChannel(BoundChannel):
             work = transform(self.channel.codec, self.layout, source.clone() if self.channel.needs_own else source)
         out.own = source if self.channel.needs_own else None
         out.body, out.vectors = self.section.encode(work, step)
-        self._take(out, 1.0)
         return out
+
+    def subtract(self, out: Outgoing) -> None:
+        """Take what is sent, as the others decode it, out of the accumulator (`residual`: subtract, put_back): rounding stays in it."""
+        self._take(out, 1.0)
 
     def _take(self, out: Outgoing, sign: float) -> None:
         """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
@@ -175,35 +204,25 @@ class ActiveChannel(BoundChannel):
 
     # ---- what comes back -------------------------------------------------------------------------------------------
 
-    def mean(self, bodies: Sequence[Tensor], means: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
-        """The replicas' mean of what was sent at `step` (transform domain), from sections of bodies or reduced vectors, not decoded yet."""
+    def mean(self, received: Received, step: int) -> Mean:
+        """The replicas' mean of what was sent at `step` (transform domain): a function of the window, which decodes when it is asked."""
         assert self.section is not None
-        if self.section.gathered:
-            found = self.section.received([b.to(self.shards.device, non_blocking=True) for b in bodies], weights, step)
+        if received.workspace is not None:
+            found: Mean = Whole(self.section.layout, received.workspace.to(self.shards.device))
+        elif self.section.gathered:
+            bodies = [b.to(self.shards.device, non_blocking=True) for b in received.bodies]
+            found = self.section.received(bodies, received.weights, step)
         else:
-            found = self.section.reduced(means, step)
+            found = self.section.reduced(received.means, step)
         found.device = self.shards.device
         return found
 
-    def apply(
-        self,
-        mean: Mean | Tensor | None,
-        out: Outgoing,
-        present: Sequence[bool] | None,
-        flying: Sequence[Outgoing] = (),
-        last: bool = False,
-    ) -> None:
-        """Let the mean (transform domain; None on a copy that only receives) act on gradients, anchor, parameters or state.
-
-        Args:
-            out: what this replica sent for it; flying: what the channel still has under way.
-            last: nothing comes after it: nothing local is mixed in.
-        """
-        if isinstance(mean, Tensor):
-            assert self.layout is not None
-            mean = Whole(self.layout, mean)
-        mix, number = 0.0 if last else self.channel.applier.mix, None if out.partial else self.channel.clock.round(out.step)
-        arrival = apply.Arrival(out.own, _own(flying), present, mix, number, last)
+    def apply(self, arrived: Incoming) -> None:
+        """Let the mean act on gradients, anchor, parameters or state. Where nothing was received the island's other copies bring it."""
+        sent, mix = arrived.sent, 0.0 if arrived.last else self.channel.applier.mix
+        mean = self.mean(arrived.received, sent.step) if arrived.received is not None else None
+        number = None if sent.partial else self.channel.clock.round(sent.step)
+        arrival = apply.Arrival(sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last)
         self.moved = apply.APPLIERS[self.channel.applier.kind](self, mean, arrival) or self.moved
 
 

@@ -7,19 +7,48 @@ momentum in the element domain, on the device or in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.topology import Position
 from ..compression.blocks import Layout
 from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, kind
-from ..hosts.base import Shards
+from .placement import Placement
+
+
+@dataclass
+class ChannelState:
+    """What a channel keeps between exchanges: workspaces of its lane, None where it keeps none, and which of its tensors have a gradient.
+    See `BoundChannel`."""
+
+    present: list[bool]
+    accumulator: Tensor | None = None
+    anchor: Tensor | None = None
+    momentum: Tensor | None = None
+    written: Tensor | None = None
+
+    @property
+    def workspaces(self) -> dict[str, Tensor]:
+        """Those that are kept, by name."""
+        return {key: work for key, work in vars(self).items() if key != "present" and work is not None}
+
+    def to_tree(self) -> dict[str, Any]:
+        """As a checkpoint holds it; tensors are references."""
+        return {**self.workspaces, "present": list(self.present)}
+
+    @classmethod
+    def from_tree(cls, channel: str, tree: Mapping[str, Any]) -> ChannelState:
+        """The inverse of `to_tree`. Raises ValueError if the channel had kept something else."""
+        unknown = sorted(set(tree) - {f.name for f in fields(cls)})
+        if unknown or "present" not in tree:
+            raise ValueError(f"channel {channel!r}: saved state has {sorted(tree)}, no channel keeps that: resume with its own release")
+        return cls(**tree)
 
 
 class BoundChannel:
@@ -27,29 +56,27 @@ class BoundChannel:
 
     Args:
         channel: what to do.
-        shards: all local tensors; the channel covers those that its patterns name and that are not frozen.
-        position, lanes: this rank's place; a copy beyond the lanes keeps no state and only receives.
-        copies: process group of the ranks of this island that hold the same shard (None: the default group).
-        size: number of replicas.
-        home: where anchor and outer momentum are kept; None: with the shards.
+        placement: where this rank stands; of its shards the channel covers those that its patterns name and that are not frozen.
 
     Attributes:
+        shards, position, lanes, copies, size: of the placement (`size`: its islands).
         covered: indices of its tensors in `shards`; present: which of them have a gradient (`ActiveChannel.note_gradients`).
         layouts: of all lanes; layout, windows: of this lane (None and none on a copy beyond the lanes).
         accumulator, anchor, momentum: workspaces of this lane, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
     """
 
-    def __init__(self, channel: Channel, shards: Shards, position: Position, lanes: int, copies: Any, size: int, home: str | None = None):
-        self.channel, self.shards, self.position, self.lanes, self.copies, self.size = channel, shards, position, lanes, copies, size
-        self._home = torch.device(home) if home is not None else shards.device
+    def __init__(self, channel: Channel, placement: Placement):
+        self.channel, self.shards, self._home = channel, placement.shards, placement.home_device
+        self.position, self.lanes, self.copies, self.size = placement.position, placement.lanes, placement.copies, placement.islands
+        shards, lanes = placement.shards, placement.lanes
         self.covered = [i for i, s in enumerate(shards.shards) if not s.frozen and covers(channel, s.name)]
         if channel.state_name:
             self._with_state()
         chosen = [shards.shards[i] for i in self.covered]
         kinds = [kind(channel, s.name) for s in chosen]
         self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
-        self.lane = position.copy if position.copy < lanes else None
+        self.lane = placement.lane
         self.layout = self.layouts[self.lane] if self.lane is not None else None
         self.windows = self.layout.windows(shards.device) if self.layout is not None else []
         self.accumulator: Tensor | None = None
@@ -150,31 +177,28 @@ class BoundChannel:
             self.anchor.copy_(now, non_blocking=True)
         self.written = self.pack("parameter") if self.written is not None else None
 
-    def state(self) -> dict[str, Any]:
-        """What is kept between exchanges: workspaces by name (references, not copies) and the gradients ever seen."""
+    def state(self) -> ChannelState:
+        """What is kept between exchanges: workspaces (references, not copies) and the gradients ever seen."""
         if self._home != self.shards.device:
             torch.get_device_module(self.shards.device).synchronize(self.shards.device)  # copies to the host may still be under way
-        kept = {"accumulator": self.accumulator, "anchor": self.anchor, "momentum": self.momentum, "written": self.written}
-        return {**{k: v for k, v in kept.items() if v is not None}, "present": list(self.present)}
+        return ChannelState(list(self.present), self.accumulator, self.anchor, self.momentum, self.written)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: ChannelState) -> None:
         """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
-        mine = self.state()
-        if set(mine) != set(state):
+        mine, saved = self.state().workspaces, state.workspaces
+        if set(mine) != set(saved):
             raise ValueError(
-                f"channel {self.channel.name!r}: saved state has {sorted(state)}, this configuration keeps {sorted(mine)}: resume with the "
+                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this configuration keeps {sorted(mine)}: resume with the "
                 "preset it was saved with"
             )
-        for key, value in state.items():
-            if key == "present":
-                self.present = list(value)
-            elif value.shape != mine[key].shape:
+        for key, value in saved.items():
+            if value.shape != mine[key].shape:
                 raise ValueError(
                     f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume "
                     "with the same number of islands and ranks"
                 )
-            else:
-                mine[key].copy_(value)
+            mine[key].copy_(value)
+        self.present = list(state.present)
 
 
 def less(work: Tensor, window: Window, flying: Sequence[Tensor]) -> Tensor:

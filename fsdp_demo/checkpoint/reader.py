@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ..channels.codec import Section
-from ..comm.header import Header
 from ..config.fragments import expand
 from ..config.patterns import covers, kind
 from ..config.schema import ExchangeConfig
-from ..exchange.in_flight import replica_weights, unpack_bits
+from ..exchange.message import MessageLayout
+from ..exchange.saved_state import ExchangeState, InFlightState
 from .files import read_head
 from .relayout import Rows, Side
 from .saved import PartSet
@@ -31,6 +31,7 @@ class Book:
     Attributes:
         islands: those of which every part is here; others are left out, with a warning.
         size, shards, lanes: how many islands saved it, and the shards and lanes of each.
+        states: of the parts, without their tensors.
         flights: what was under way and has arrived in every part.
 
     Raises:
@@ -50,7 +51,8 @@ class Book:
         if not self.islands:
             here = ", ".join(map(str, sorted(self.heads)))
             raise ValueError(f"no island is complete: one has {self.shards} shards x {self.lanes}, (island, shard, copy) found are {here}")
-        self.trees = {k: read_head(saved.paths[h["island"], h["rank"]])[1] for k, h in self.heads.items() if k[0] in self.islands}
+        mine = {k: saved.paths[h["island"], h["rank"]] for k, h in self.heads.items() if k[0] in self.islands}
+        self.states = {k: ExchangeState.from_tree(read_head(path)[1]) for k, path in mine.items()}
         self.config = ExchangeConfig.from_dict(first["config"])
         self.parameters = [self.heads[self.islands[0], s, 0]["parameters"] for s in range(self.shards)]
         names = list(dict.fromkeys(p["name"] for p in self.parameters[0] if not p["frozen"]))
@@ -62,7 +64,7 @@ class Book:
         if absent:
             some = ", ".join(absent[:4])
             raise ValueError(f"{some} ({len(absent)} tensors) was not trained when this was saved: resume with the same model")
-        every = [[flying(f) for f in self.trees[i, s, c]["in_flight"] if f["arrived"]] for i in self.islands for s, c in wanted]
+        every = [[flying(f) for f in self.states[i, s, c].in_flight if f.arrived is not None] for i in self.islands for s, c in wanted]
         self.flights = [f for f in every[0] if all(f in other for other in every)]
         self._sides: dict[tuple[str, int, int], Side] = {}
 
@@ -97,42 +99,31 @@ class Book:
         """What the channel had put into that rank's messages."""
         return Section(self.side(channel, shard, lane).layout, self.channels[channel], self.size, self.config.seed)
 
-    def open(self, island: int, shard: int, lane: int) -> dict[str, Any]:
-        """The tree of one part, what had not arrived everywhere taken back into its accumulators."""
-        state = self.saved.state(self.heads[island, shard, lane]["rank"], island)
-        for f in state["in_flight"]:
-            for name, out in f["parts"].items() if flying(f) not in self.flights else ():
-                c, work = self.channels[name], state["channels"][name].get("accumulator")
-                if work is not None and c.taken and (out["body"] is not None or out["vectors"]):
-                    self.section(name, shard, lane).subtract(work, out["body"], out["vectors"], out["step"], -c.taken)
+    def open(self, island: int, shard: int, lane: int) -> ExchangeState:
+        """One part with its tensors, what had not arrived everywhere taken back into its accumulators."""
+        state = ExchangeState.from_tree(self.saved.state(self.heads[island, shard, lane]["rank"], island))
+        for f in state.in_flight:
+            for name, out in f.parts.items() if flying(f) not in self.flights else ():
+                c, work = self.channels[name], state.channels[name].accumulator
+                if work is not None and c.taken and (out.body is not None or out.vectors):
+                    self.section(name, shard, lane).subtract(work, out.body, out.vectors, out.step, -c.taken)
         return state
 
-    def decode(self, flight: Mapping[str, Any], name: str, shard: int, lane: int) -> tuple[Tensor, list[bool] | None]:
-        """A channel's mean in a message that arrived on this rank, and which tensors any replica had a gradient for (see
-        `Mailbox._section`)."""
-        arrived, present = flight["arrived"], flight["parts"][name]["present"]
-        if name in arrived.get("decoded", {}):
-            return arrived["decoded"][name], present
-        members = [m for m in self.channels if m in flight["members"]]
-        before, sections = members[: members.index(name)], {m: self.section(m, shard, lane) for m in members}
-        bits = {m: len(self.side(m, shard, lane).names) if self.channels[m].before_step else 0 for m in members}
-        count, at = sum(bits.values()), sum(bits[m] for m in before)
-        prefix = (count + 7) // 8
-        if present is not None:
-            sets = [unpack_bits(body[:prefix], count)[at : at + bits[name]] for body in arrived["bodies"]]
-            present = [any(some) for some in zip(*sets, strict=True)]
-        mine = sections[name]
-        if mine.gathered:
-            begin = prefix + sum(sections[m].num_bytes for m in before)
-            weights = replica_weights(self.channels[name], [Header(**h) for h in arrived["headers"]])
-            return mine.mean([b[begin : begin + mine.num_bytes] for b in arrived["bodies"]], weights, flight["step"]), present
-        begin = sum(len(sections[m].spans) for m in before if not sections[m].gathered)
-        return mine.workspace(arrived["means"][begin : begin + len(mine.spans)], flight["step"]), present
+    def decode(self, flight: InFlightState, name: str, shard: int, lane: int) -> tuple[Tensor, list[bool] | None]:
+        """A channel's mean in a message that arrived on this rank, and which tensors any replica had a gradient for."""
+        got, step = flight.arrived, flight.step
+        assert got is not None
+        if name in got.decoded:
+            return got.decoded[name], flight.parts[name].present
+        message = MessageLayout([self.section(m, shard, lane) for m in self.channels if m in flight.members])
+        found, mine = message.split(name, got), message.sections[name]
+        mean = mine.mean(found.bodies, found.weights, step) if mine.gathered else mine.workspace(found.means, step)
+        return mean, found.present
 
 
-def flying(f: Mapping[str, Any]) -> Flying:
+def flying(f: InFlightState) -> Flying:
     """What a message under way is known by."""
-    return int(f["step"]), tuple(f["members"]), tuple(sorted(f["parts"]))
+    return f.step, tuple(f.members), tuple(sorted(f.parts))
 
 
 def length(shape: Sequence[int]) -> int:

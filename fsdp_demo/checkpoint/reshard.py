@@ -29,8 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..channels.channel import Outgoing
+from ..channels.state import ChannelState
+from ..comm.collectives import Arrived
+from ..comm.header import Header
 from ..comm.topology import Position
 from ..config.patterns import kind
+from ..exchange.saved_state import ExchangeState, InFlightState
 from ..hosts.base import Shard
 from .reader import Book, Flying, flying, length
 from .relayout import Recut, Rows, Side
@@ -129,7 +134,7 @@ class Part:
         self.active, self.book, self.weights, self.channel = active, book, weights, active.channel
         self.name, self._first = active.channel.name, next(iter(weights))
         self._empty = fresh and self.channel.reducer.kind == "senders"
-        self._keys = set(active.state()) - {"present"}
+        self._keys = set(active.state().workspaces)
         self.target = _target(active) if active.lane is not None else None
         self._kept: dict[str, Recut] = {}
         self._means: dict[Flying, Recut] = {}
@@ -137,28 +142,29 @@ class Part:
         self._present: set[str] = set()
         self._arrived_present: dict[Flying, list[str] | None] = {}
 
-    def add(self, state: Mapping[str, Any], island: int, shard: int, lane: int) -> None:
+    def add(self, state: ExchangeState, island: int, shard: int, lane: int) -> None:
         """Take what this rank needs from one saved part.
 
         Raises:
             ValueError: the part keeps other workspaces than this configuration.
         """
-        kept, source, weight = state["channels"][self.name], self.book.side(self.name, shard, lane), self.weights[island]
-        self._present |= {n for n, p in zip(source.names, kept["present"], strict=True) if p}
-        if self.target is not None and set(kept) - {"present"} != self._keys:
+        kept, source, weight = state.channels[self.name], self.book.side(self.name, shard, lane), self.weights[island]
+        self._present |= {n for n, p in zip(source.names, kept.present, strict=True) if p}
+        saved = kept.workspaces
+        if self.target is not None and set(saved) != self._keys:
             raise ValueError(
-                f"channel {self.name!r}: saved state has {sorted(set(kept) - {'present'})}, this configuration keeps {sorted(self._keys)}: "
+                f"channel {self.name!r}: saved state has {sorted(saved)}, this configuration keeps {sorted(self._keys)}: "
                 "resume with the preset it was saved with"
             )
         for key in self._keys if self.target is not None else ():
             common = key in ("anchor", "momentum") and self.channel.shared
-            self._take(self._kept, key, key == "accumulator", source, kept[key], float(island == self._first) if common else weight)
-        for f in state["in_flight"]:
-            if flying(f) in self.book.flights and self.name in f["parts"]:
+            self._take(self._kept, key, key == "accumulator", source, saved[key], float(island == self._first) if common else weight)
+        for f in state.in_flight:
+            if flying(f) in self.book.flights and self.name in f.parts:
                 self._add_flight(f, source, island, shard, lane)
 
-    def _add_flight(self, f: Mapping[str, Any], source: Side, island: int, shard: int, lane: int) -> None:
-        key, own = flying(f), f["parts"][self.name]["own"]
+    def _add_flight(self, f: InFlightState, source: Side, island: int, shard: int, lane: int) -> None:
+        key, own = flying(f), f.parts[self.name].own
         if own is not None:
             self._take(self._own, key, False, source, own, self.weights[island])
         if island == self._first:
@@ -170,19 +176,20 @@ class Part:
         if self.target is not None and weight:
             into.setdefault(key, Recut(self.target, self.channel.codec if coefficients else None)).add(source, work, weight)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ChannelState:
         """As `ActiveChannel.state` gives it."""
-        out: dict[str, Any] = {key: made.result() for key, made in self._kept.items()}
-        if self._empty and "accumulator" in out and self.target is not None:
-            self.target.layout.blocks(out["accumulator"]).zero_()
-        return {**out, "present": [n in self._present for n in self.book.covered[self.name]]}
+        kept = {key: made.result() for key, made in self._kept.items()}
+        out = ChannelState([n in self._present for n in self.book.covered[self.name]], **kept)
+        if self._empty and out.accumulator is not None and self.target is not None:
+            self.target.layout.blocks(out.accumulator).zero_()
+        return out
 
-    def flight(self, key: Flying) -> tuple[dict[str, Any], Tensor | None]:
+    def flight(self, key: Flying) -> tuple[Outgoing, Tensor | None]:
         """Its part of a message under way, and the mean that has arrived for it (None on a rank without a lane)."""
         held = self._arrived_present[key]
         present = None if held is None else [n in held for n in self.book.covered[self.name]]
         own, mean = self._own.get(key), self._means.get(key)
-        part = {"step": key[0], "body": None, "vectors": [], "own": own.result() if own is not None else None, "present": present}
+        part = Outgoing(key[0], own=own.result() if own is not None else None, present=present)
         return part, mean.result() if mean is not None else None
 
 
@@ -229,27 +236,29 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     own = _own(book.islands, islands)
     fresh = islands > len(book.islands) and exchange.topology.island not in own
     parts = [Part(c, book, weights, fresh) for c in active]
-    headers: dict[Flying, Any] = {}
+    headers: dict[Flying, list[Header]] = {}
     for shard, lane in _sources(book, parts, place):
         for island in weights:
             state = book.open(island, shard, lane)
-            headers |= {flying(f): f["arrived"]["headers"] for f in state["in_flight"] if flying(f) in book.flights and f["arrived"]}
+            headers |= {flying(f): f.arrived.headers for f in state.in_flight if flying(f) in book.flights and f.arrived is not None}
             for p in parts:
                 p.add(state, island, shard, lane)
             del state
     if place.shard == place.copy == 0:
         _report(book, exchange)
-    first = next(iter(book.trees.values()))
-    return {
-        "step": saved.step,
-        "digest": book.config.digest(),
-        "last": _last(book),
-        "applied": dict(first.get("applied", {})),
-        "begun": int(first.get("begun", -1)),
-        "tokens": _tokens(book, weights, first=place.shard == place.copy == 0),
-        "channels": {p.name: p.state() for p in parts},
-        "in_flight": [_message(key, headers[key], parts) for key in book.flights],
-    }
+    first = next(iter(book.states.values()))
+    tokens, weighed = _tokens(book, weights, first=place.shard == place.copy == 0)
+    return ExchangeState(
+        step=saved.step,
+        digest=book.config.digest(),
+        channels={p.name: p.state() for p in parts},
+        in_flight=[_message(key, headers[key], parts) for key in book.flights],
+        last=_last(book),
+        applied=first.applied,
+        begun=first.begun,
+        tokens=tokens,
+        weighed=weighed,
+    ).to_tree()
 
 
 def _sources(book: Book, parts: Sequence[Part], place: Position) -> list[tuple[int, int]]:
@@ -268,29 +277,30 @@ def _sources(book: Book, parts: Sequence[Part], place: Position) -> list[tuple[i
     return out or [(0, 0)]
 
 
-def _message(key: Flying, headers: Any, parts: Sequence[Part]) -> dict[str, Any]:
-    """One message under way, as `Mailbox.state` gives it."""
+def _message(key: Flying, headers: list[Header], parts: Sequence[Part]) -> InFlightState:
+    """One message under way, decoded."""
     made = {p.name: p.flight(key) for p in parts if p.name in key[2]}
     decoded = {name: mean for name, (_, mean) in made.items() if mean is not None}
-    arrived = {"headers": headers, "bodies": [], "means": [], "decoded": decoded} if decoded else None
-    return {"step": key[0], "members": list(key[1]), "parts": {n: part for n, (part, _) in made.items()}, "arrived": arrived}
+    arrived = Arrived(headers, [], [], decoded) if decoded else None
+    return InFlightState(key[0], list(key[1]), {n: part for n, (part, _) in made.items()}, arrived)
 
 
 def _last(book: Book) -> dict[str, int]:
     """When each channel last sent what was not lost."""
-    gone = {n for tree in book.trees.values() for f in tree["in_flight"] if flying(f) not in book.flights for n in f["parts"]}
-    return {n: -1 if n in gone else min(int(tree["last"][n]) for tree in book.trees.values()) for n in book.channels}
+    states = book.states.values()
+    gone = {n for state in states for f in state.in_flight if flying(f) not in book.flights for n in f.parts}
+    return {n: -1 if n in gone else min(state.last[n] for state in states) for n in book.channels}
 
 
-def _tokens(book: Book, weights: Mapping[int, float], first: bool) -> list[Any]:
+def _tokens(book: Book, weights: Mapping[int, float], first: bool) -> tuple[int, dict[str, float]]:
     """Tokens of this rank, and of the island up to the last exchange of each channel."""
-    total, weighed = 0.0, dict.fromkeys((n for tree in book.trees.values() for n in tree["tokens"][1]), 0.0)
+    total, weighed = 0.0, dict.fromkeys((n for state in book.states.values() for n in state.weighed), 0.0)
     for island, w in weights.items():
-        trees = [tree for (i, _, _), tree in book.trees.items() if i == island]
-        total += w * sum(tree["tokens"][0] for tree in trees)
+        states = [state for (i, _, _), state in book.states.items() if i == island]
+        total += w * sum(state.tokens for state in states)
         for name in weighed:
-            weighed[name] += w * trees[0]["tokens"][1].get(name, 0.0)
-    return [round(total) if first else 0, weighed]
+            weighed[name] += w * states[0].weighed.get(name, 0.0)
+    return round(total) if first else 0, weighed
 
 
 def _report(book: Book, exchange: Exchange) -> None:
@@ -300,7 +310,7 @@ def _report(book: Book, exchange: Exchange) -> None:
     log.info("state of %d islands x %d shards x %d lanes taken over by %s", book.size, book.shards, book.lanes, form)
     if saved < book.size:
         log.warning("the state was saved by %d islands, complete are %s: what the others held is lost", book.size, book.islands)
-    lost = sorted({f["step"] for t in book.trees.values() for f in t["in_flight"] if flying(f) not in book.flights})
+    lost = sorted({f.step for state in book.states.values() for f in state.in_flight if flying(f) not in book.flights})
     if lost:
         log.warning("payloads of steps %s had not arrived in every part when the state was saved: dropped", lost)
     for c in (c.channel for c in exchange.channels):

@@ -159,7 +159,7 @@ class Layout:
         for (i, begin, _), lo, hi in _share(dense, [end - begin for _, begin, end in dense], lane, lanes):
             self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
             at += hi - lo
-        self.num_blocks, self.num_dense = slot, at
+        self.num_tensors, self.num_blocks, self.num_dense = len(shapes), slot, at
         self._windows: dict[bool, list[Window]] = {}  # by whether they are for a CPU
 
     @property
@@ -178,6 +178,7 @@ class Layout:
     def only(self, tensor: int) -> Layout:
         """The same workspace with one tensor alone in it, as number 0."""
         alone = copy(self)
+        alone.num_tensors = 1
         alone.pieces = [replace(p, region=replace(p.region, tensor=0)) for p in self.pieces if p.region.tensor == tensor]
         alone.dense = [replace(d, tensor=0) for d in self.dense if d.tensor == tensor]
         alone._windows = {}

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import torch
 
+from ..channels.placement import Placement
 from ..comm.island import Island
 from ..comm.meter import Meter
+from ..comm.peers import Line
 from ..comm.topology import Position, Topology
 from ..comm.worker import Courier
+from ..hosts.base import Shards
 
 
 class Connections:
@@ -32,6 +35,15 @@ class Connections:
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close_line()
             raise
+
+    @property
+    def line(self) -> Line | None:
+        """To the ranks with the same shard on the other islands; None on a copy beyond the lanes, and when closed."""
+        return None if self.courier is None else self.courier.line
+
+    def placement(self, shards: Shards, home: str | None) -> Placement:
+        """Where channels over `shards` stand; `home`: see there."""
+        return Placement(shards, self.island.position, self.lanes, self.island.copies, self._topology.islands, home)
 
     def close(self) -> bool:
         """Let go of everything; False if a silent peer still holds the courier, which is left behind."""

@@ -57,5 +57,5 @@ class Council:
 
     def _ask(self, value: Any) -> list[Any]:
         """What every island says; nothing on a copy without a line, which follows its island."""
-        courier, step = self._mailbox.courier, self._step()
-        return self._mailbox.ask(lambda: agreement.gather_json(courier.line, value, QUESTION, step) if courier is not None else []) or []
+        step = self._step()
+        return self._mailbox.ask(lambda line: agreement.gather_json(line, value, QUESTION, step)) or []

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..channels import buffers
+from ..channels.bind import bind
 from ..comm.header import END
 from ..comm.peers import Line
 from ..comm.presence import Presence
@@ -33,6 +33,7 @@ from .consensus import Council
 from .in_flight import Flown, Mailbox
 from .refusals import refuse, refuse_sparse, warn_of_outside
 from .runtime import Flow
+from .saved_state import ExchangeState
 from .untouched import Untouched
 
 log = logging.getLogger("fsdp_demo")
@@ -107,27 +108,24 @@ class Exchange:
         self._equal: bool | None = None
         self._presence = Presence(topology, self.request_stop)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
-        self._island, self._meter, lanes = self._connections.island, self._connections.meter, self._connections.lanes
-        self._mailbox = Mailbox([], self._connections.courier, self._island, shards.device, topology.rank == 0)
+        self._island, self._meter = self._connections.island, self._connections.meter
         self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
         try:
             self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
-            self.channels, parameters = startup.bind(channels, config, shards, topology, self._island, lanes)
-            self._flow = Flow(config, topology, shards, self._mailbox, self._island, self.channels, parameters, step)
-            moving = [c.channel for c in self._flow.moving]
-            self._flow.buffers = buffers.channel(model, moving, shards.device, self._island, lanes, topology.islands)
-            self._mailbox.channels = [*self.channels, *self._flow.buffers]
+            bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.outer_state == "host" else None), model)
+            self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
+            self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
+            self._flow = Flow(config, topology, shards, bound, self._mailbox, step)
             with self.paused(), torch.no_grad():
                 self._join(facts, model, state)
                 if catch_up:
                     self.catch_up()
-            summary.announce(self._flow, lanes, batch, summary.total_steps(facts))
+            summary.announce(self._flow, batch, summary.total_steps(facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
-        self._mailbox.gone = self._gone
         self._presence.start()
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
@@ -419,15 +417,16 @@ class Exchange:
 
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
-        loss = None if math.isnan(self._mailbox.loss) else self._mailbox.loss
-        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": self._mailbox.watch.left_out}
+        seen = self._mailbox.watch
+        loss = None if math.isnan(seen.loss) else seen.loss
+        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
         at the last exchange, contributions of any island that were not finite (where there were any).
 
         All ranks of the island call it together."""
-        meter, loss = self._meter, self._mailbox.loss
+        meter, loss = self._meter, self._mailbox.watch.loss
         known = not math.isnan(loss)
         sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
         waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
@@ -444,7 +443,7 @@ class Exchange:
         What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
         references to the live state: save them before the next step.
         """
-        return self._flow.state()
+        return self._flow.state().to_tree()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit.
@@ -452,7 +451,7 @@ class Exchange:
         Raises:
             ValueError: it was saved with other channels, or with another number of islands or ranks.
         """
-        self._flow.load(state)
+        self._flow.load(ExchangeState.from_tree(state))
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""
@@ -463,7 +462,6 @@ class Exchange:
         atexit.unregister(self._at_exit)
         self._finished = True
         self._presence.close()
-        self._mailbox.courier = None
         return self._connections.close()
 
     def _at_exit(self) -> None:

@@ -19,14 +19,12 @@ def flush(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> Non
     Args:
         paused: a context in which steps of the base optimizers do not count; late gradients get a step of their own.
     """
-    mailbox = flow.mailbox
-    while mailbox.flights:
-        first = mailbox.flights[0]
-        late = [c for c in (*flow.channels, *flow.buffers) if c.channel.name in first.parts]
+    while (oldest := flow.mailbox.oldest()) is not None:
+        late, due = oldest
         gradients = [c for c in late if c.channel.before_step]
         if gradients:  # what another channel left there has had its step
             flow.shards.gradients([False] * len(flow.shards.shards))
-        flow.settle(mailbox.land(late, first.step + max(c.channel.clock.delay for c in late), now=flow.step - 1))
+        flow.land(late, due, now=flow.step - 1)
         if gradients:
             flow.clip(mean=True)
             with paused():

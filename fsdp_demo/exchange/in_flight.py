@@ -1,8 +1,7 @@
-"""Messages of one rank: what several channels send at one step becomes one message per transport, and comes back as means.
+"""The messages of one rank that are under way: what several channels send at one step becomes one message, and waits here until it is due.
 
-A message is the header, one bit per tensor of each gradient channel (whether this replica has a gradient for it), and the sections of the
-gathered channels in the order of the configuration; the vectors of the others follow in the two legs of a reduce. What comes back is
-handed out only after all ranks of the island have voted that it arrived.
+What lies where in a message is said by `message.py`. What has arrived is handed out, channel by channel, only after all ranks of the island
+have voted that it is here; the step (`runtime.py`) lets the channels apply it.
 """
 
 from __future__ import annotations
@@ -11,36 +10,38 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..channels.channel import ActiveChannel, Outgoing
-from ..channels.decode import Mean
+from ..channels.channel import ActiveChannel, Incoming, Outgoing, Received
 from ..comm.agreement import gather_json
 from ..comm.collectives import Arrived, reduce
-from ..comm.header import COUNTED, LEAVING, NOT_FINITE, PAYLOAD, SKIPPED, STOP, SUMMED, Header
-from ..comm.island import Island
+from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header
 from ..comm.peers import Line
-from ..comm.worker import Courier
 from ..compression.staging import Staging
-from ..config.channel import Channel
 from ..errors import PeerLost
+from .connections import Connections
 from .local_status import Said, give_up
+from .message import MessageLayout
+from .saved_state import InFlightState
 from .watch import Watch
 
 log = logging.getLogger("fsdp_demo")
+
 
 @dataclass
 class Flight:
     """One message under way: the channels that share it, what each sent that is not applied yet, and the future of what comes back
     (None on a copy without a line).
 
-    `header` is what was said with it, once that is known on the host: a message whose answer was lost is sent again as it was."""
+    `layout` says what lies where in it; `header` is what was said with it, once that is known on the host: a message whose answer was lost
+    is sent again as it was."""
 
     step: int
     members: list[str]
@@ -49,6 +50,7 @@ class Flight:
     seconds: list[float] = field(default_factory=list)  # when it began and ended on the line
     header: Header | None = None
     counted: bool = False
+    layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
 
     @property
     def arrived(self) -> Arrived | None:
@@ -70,48 +72,62 @@ class Flown:
 
 
 class Mailbox:
-    """Sends and receives for the channels of one rank, in order.
+    """The messages of one rank, in the order in which they were sent.
 
     Args:
         channels: all channels, in the order of the configuration.
-        courier: None on a copy beyond the lanes, which votes and receives inside the island only.
+        connections: whose courier sends; a copy beyond the lanes has none, and votes only.
+        device: of what is sent.
         speaks: this rank logs what it sees in the messages of its line.
+        gone: why what others send at a step will not come, empty if it will.
 
     Attributes:
-        watch: what it sees there.
+        flights: under way, oldest first; flown: those that have ended.
+        last: the step after which each channel has last sent what was not lost.
+        applied: the step of each channel's last message that was applied here.
+        broken: a message was lost.
+        watch: what this rank sees in the messages of its line.
     """
 
-    def __init__(self, channels: Sequence[ActiveChannel], courier: Courier | None, island: Island, device: torch.device, speaks: bool):
-        self.channels, self.courier, self.island, self.device = list(channels), courier, island, device
-        self.watch = Watch(self._line, speaks)
+    def __init__(
+        self,
+        channels: Sequence[ActiveChannel],
+        connections: Connections,
+        device: torch.device,
+        speaks: bool = False,
+        gone: Callable[[float], str] = lambda step: "",
+    ):
+        self.channels, self.device, self._connections, self._gone = list(channels), device, connections, gone
+        self.island = connections.island
+        self.watch = Watch(connections.line, speaks)
         self._staging = Staging(device)
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
-        self.last: dict[str, int] = {}  # the step at which each channel last sent what was not lost
-        self.applied: dict[str, int] = {}  # the step of each channel's last message that was applied here
+        self.last: dict[str, int] = {}
+        self.applied: dict[str, int] = {}
         self.broken = False
-        self.gone: Callable[[float], str] = lambda step: ""  # why what others send at a step will not come
         self._unsent: list[Flight] = []
-        self.stop = 0  # flags STOP and LEAVING of what has arrived
-        self.loss = math.nan
 
     @property
-    def _line(self) -> Line | None:
-        return None if self.courier is None else self.courier.line
+    def line(self) -> Line | None:
+        """See `Connections`."""
+        return self._connections.line
+
+    # ---- sending ---------------------------------------------------------------------------------------------------
 
     def launch(self, outgoing: dict[str, Outgoing], step: int, said: Said) -> None:
         """Put what the channels send at this step into one message per transport and hand it to the courier."""
         if not outgoing:
             return
-        flight = Flight(step, list(outgoing), outgoing, None)
+        flight = Flight(step, list(outgoing), outgoing, None, layout=self._layout(outgoing))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self._submit(flight, said)
 
     def _submit(self, flight: Flight, said: Said) -> None:
-        if self.courier is not None:
-            flight.future = self.courier.submit(self._job(self.courier.line, flight, said))
-            self.courier.line.meter.exchanges += 1
+        if (courier := self._connections.courier) is not None:
+            flight.future = courier.submit(self._job(courier.line, flight, said))
+            courier.line.meter.exchanges += 1
 
     def _again(self, flight: Flight) -> None:
         """Send a message once more, with the same bytes and the same share."""
@@ -125,13 +141,8 @@ class Mailbox:
         is waited for and numbers are read.
 
         What is refused is refused there, before the island votes: a refusal after the vote would leave its other ranks waiting."""
-        members = self._members(flight)
-        parts = [flight.parts[c.channel.name] for c in members]
-        presence = pack_bits([p for part in parts for p in part.present or []])
-        bodies, vectors = [p.body for p in parts if p.body is not None], [v for p in parts for v in p.vectors]
-        reduced = [c for c in members if not gathered(c)]
-        codes = [code for c in reduced for _, code in spans(c)]
-        owners = [c.channel for c in reduced for _ in spans(c)]
+        message = flight.layout
+        presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self.device)
         header = line.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
         staged, at = self._staging.to_host([*numbers, *bodies, *vectors]), (len(numbers), len(numbers) + len(bodies))
@@ -139,91 +150,132 @@ class Mailbox:
         def job() -> Arrived:
             flight.seconds.append(time.perf_counter())
             found = staged()
+            sections, sent = found[at[0] : at[1]], list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]))
-            headers, received = line.gather(head, torch.cat([presence, *found[at[0] : at[1]]]))
-            self.watch.check(line, headers, members[0].channel.before_step)
-            weights = [replica_weights(c, headers) for c in owners]
-            means = reduce(line, head, list(zip(found[at[1] :], codes, strict=True)), weights, self.watch.compares) if codes else []
-            self.watch.compare(line, received, self.watch.compares and _blank(members, found[at[0] : at[1]]), bool(codes))
+            headers, received = line.gather(head, torch.cat([presence, *sections]))
+            self.watch.check(line, headers, message.before_step)
+            means = reduce(line, head, sent, message.weights(headers), self.watch.compares) if sent else []
+            self.watch.compare(line, received, self.watch.compares and message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
             return Arrived(headers, self._staging.pin(received), self._staging.pin(means))
 
         return job
 
+    # ---- what is under way -----------------------------------------------------------------------------------------
+
     def under_way(self, channel: ActiveChannel) -> list[Outgoing]:
         """What a channel has in flight, oldest first."""
-        return [f.parts[channel.channel.name] for f in self.under_way_of(channel)]
+        return [f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts]
 
-    def under_way_of(self, channel: ActiveChannel) -> list[Flight]:
-        """The messages that hold something of a channel which is not applied yet, oldest first."""
-        return [f for f in self.flights if channel.channel.name in f.parts]
+    def sent(self, step: int) -> bool:
+        """Whether a message of this step is under way."""
+        return any(f.step == step for f in self.flights)
 
-    def land(self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False) -> list[ActiveChannel]:
-        """Wait for and apply, in order, what `channels` launched `delay` or more steps before `step`; returns those applied.
+    def overdue(self, channel: ActiveChannel, step: int) -> bool:
+        """Whether something of a channel should have been applied before `step`."""
+        return any(out.step + channel.channel.clock.delay < step for out in self.under_way(channel))
 
-        now: the step after which this really happens, where it is earlier than `step` (a flush); last: see `ActiveChannel.apply`.
+    def oldest(self) -> tuple[list[ActiveChannel], int] | None:
+        """The channels that have not applied the oldest message yet, and the step in which the last of them would; None where there is no
+        message."""
+        if not self.flights:
+            return None
+        first = self.flights[0]
+        waiting = [c for c in self.channels if c.channel.name in first.parts]
+        return waiting, first.step + max(c.channel.clock.delay for c in waiting)
+
+    # ---- receiving -------------------------------------------------------------------------------------------------
+
+    def receive(
+        self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
+    ) -> Iterator[tuple[ActiveChannel, Incoming]]:
+        """Wait, in order, for what `channels` launched `delay` or more steps before `step`: each with what has come back to it, which it is
+        to apply before the next is asked for. A collective of the island.
+
+        now: the step after which this really happens, where it is earlier than `step` (a flush); last: see `Incoming`.
         """
-        applied = []
         for flight in list(self.flights):
             ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.clock.delay <= step]
             if not ready:
                 continue
-            arrived = self._receive(flight)
-            healed = arrived is not None and self._left_out(arrived)
+            arrived = self._wait(flight)
+            alone = arrived is not None and self._left_out(arrived)
             for c in ready:
-                self._apply(flight, c, arrived, last or healed)  # nothing of its own is mixed in where that is not finite
-                applied.append(c)
+                yield c, self._incoming(flight, c, arrived, last or alone)
+                self.applied[c.channel.name] = flight.step
             if not flight.parts:
                 self.flights.remove(flight)
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
                 self.flown.append(Flown(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
-        return applied
 
     def _left_out(self, arrived: Arrived) -> bool:
         """Whether this replica's own contribution was not finite. Of a message from a run with other islands nobody's is known."""
-        line, headers = self._line, arrived.headers
+        line, headers = self.line, arrived.headers
         return line is not None and len(headers) == line.size and bool(headers[line.rank].flags & NOT_FINITE)
 
-    def _apply(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> None:
-        """Decode and apply what arrived for one channel."""
-        out = flight.parts[c.channel.name]
-        out.body, out.vectors = None, []  # a copy of the model where all is sent; nobody undoes what has arrived
-        mean, present = self._section(flight, c, arrived)
-        del flight.parts[c.channel.name]
-        c.apply(mean, out, present, self.under_way(c), last)
-        self.applied[c.channel.name] = flight.step
+    def _incoming(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> Incoming:
+        """What one channel is to apply, which leaves the flight."""
+        name, sent = c.channel.name, flight.parts[c.channel.name]
+        sent.body, sent.vectors = None, []  # a copy of the model where all is sent; nobody undoes what has arrived
+        if arrived is None:
+            received, present = None, sent.present
+        elif name in arrived.decoded:
+            received, present = Received([], [], [], workspace=arrived.decoded.pop(name)), sent.present
+        else:
+            received = flight.layout.split(name, arrived)
+            present = received.present
+        present = self._share(present)
+        del flight.parts[name]
+        return Incoming(sent, received, present, self.under_way(c), last)
 
-    def ask(self, job: Callable[[], Any]) -> Any:
+    def _share(self, present: list[bool] | None) -> list[bool] | None:
+        """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
+        if present is None or self.island.position.copies == self._connections.lanes:
+            return present
+        return [bool(v) for v in self.island.largest(*map(float, present))]
+
+    def ask(self, job: Callable[[Line], Any]) -> Any:
         """Run `job` on the line after what is in flight, with the island's vote. None on a copy without a line."""
-        flight = Flight(-1, [], {}, None if self.courier is None else self.courier.submit(job))
-        return self._receive(flight)
+        courier = self._connections.courier
+        return self._wait(Flight(-1, [], {}, None if courier is None else courier.submit(partial(job, courier.line))))
 
-    def _members(self, flight: Flight) -> list[ActiveChannel]:
-        return [c for c in self.channels if c.channel.name in flight.members]
+    def _layout(self, members: Collection[str]) -> MessageLayout:
+        return MessageLayout([c.section for c in self.channels if c.channel.name in members and c.section is not None])
 
-    def _receive(self, flight: Flight) -> Any:
+    def _wait(self, flight: Flight) -> Any:
         """What arrived, after the island's vote; on failure an error on every rank. What is under way stays, to be saved and sent again."""
         error: Exception | None = None
         arrived: Any = None
         if flight.future is not None:
             try:
                 step = flight.step if flight.step >= 0 else math.inf
-                arrived = self.courier.wait(flight.future, lambda: self.gone(step)) if self.courier else flight.future.result()
+                courier = self._connections.courier
+                arrived = courier.wait(flight.future, lambda: self._gone(step)) if courier else flight.future.result()
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
-        headers = arrived.headers if isinstance(arrived, Arrived) else []
-        if headers and not flight.counted and (self._line is None or len(headers) == self._line.size):
-            flight.counted, error = True, self.watch.count(self._line, headers, flight.step)
+        headers, line = arrived.headers if isinstance(arrived, Arrived) else [], self.line
+        if headers and not flight.counted and (line is None or len(headers) == line.size):
+            flight.counted, error = True, self.watch.count(line, headers, flight.step)
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop = self.island.largest(float(error is not None), float(asked))
         if failed:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
-        self.stop |= int(stop)
-        losses = [h.loss for h in headers if not math.isnan(h.loss)]
-        self.loss = sum(losses) / len(losses) if losses else self.loss
+        self.watch.hear(headers, int(stop))
         return arrived
+
+    # ---- a run that goes on ----------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Nothing is to be sent of what lies before `step`."""
+        self.last = {c.channel.name: step for c in self.channels}
+
+    def clear(self) -> None:
+        """Wait for what is under way, and forget it."""
+        self.ask(lambda line: None)
+        self.flights.clear()
+        self.applied.clear()
 
     def agree_on_resume(self, step: int) -> None:
         """What was under way when a state was saved is to be sent once more (`send_again`), where not all islands have received it. What
@@ -231,7 +283,7 @@ class Mailbox:
 
         Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
         """
-        line = self._line
+        line = self.line
         mine = {"step": step, "flights": [[f.step, f.members, f.arrived is not None] for f in self.flights]}
         everyone = gather_json(line, mine) if line is not None else []
         theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
@@ -266,51 +318,20 @@ class Mailbox:
     def _drop(self) -> None:
         """Forget what is under way, as if it had not been sent."""
         for flight in self.flights:
-            for c in self._members(flight):
-                if c.channel.name in flight.parts:
-                    c.undo(flight.parts[c.channel.name])
-                    self.last[c.channel.name] = -1
+            for c in [c for c in self.channels if c.channel.name in flight.parts]:
+                c.undo(flight.parts[c.channel.name])
+                self.last[c.channel.name] = -1
         self.flights.clear()
 
-    def _section(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None) -> tuple[Mean | Tensor | None, list[bool] | None]:
-        """The channel's decoded mean and, for a gradient channel, which tensors any replica had a gradient for."""
-        present = flight.parts[c.channel.name].present
-        if arrived is None:
-            return None, self._share(present)
-        if c.channel.name in arrived.decoded:
-            return arrived.decoded.pop(c.channel.name).to(self.device), self._share(present)
-        members = self._members(flight)
-        before = members[: members.index(c)]
-        count = sum(len(m.present) for m in members if m.channel.before_step)
-        prefix = (count + 7) // 8
-        if present is not None:
-            at = sum(len(m.present) for m in before if m.channel.before_step)
-            sets = [unpack_bits(body[:prefix], count)[at : at + len(present)] for body in arrived.bodies]
-            present = self._share([any(bits) for bits in zip(*sets, strict=True)])
-        weights, means, bodies = replica_weights(c.channel, arrived.headers), [], []
-        if gathered(c):
-            begin, size = prefix + sum(_section_bytes(m) for m in before), _section_bytes(c)
-            bodies = [b[begin : begin + size] for b in arrived.bodies]
-        else:
-            at = sum(len(spans(m)) for m in before if not gathered(m))
-            means = arrived.means[at : at + len(spans(c))]
-        return c.mean(bodies, means, weights, flight.step), present
+    # ---- what is kept ----------------------------------------------------------------------------------------------
 
-    def _share(self, present: list[bool] | None) -> list[bool] | None:
-        """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
-        c = self.channels[0]
-        if present is None or c.position.copies == c.lanes:
-            return present
-        return [bool(v) for v in self.island.largest(*map(float, present))]
-
-    def state(self) -> list[dict[str, Any]]:
-        """What is in flight, waited for, as tensors and numbers. After a loss with what was sent but not what should have come back: a
-        resumed run sends it once more.
+    def state(self) -> list[InFlightState]:
+        """What is in flight, waited for. After a loss with what was sent but not what should have come back: a resumed run sends it once
+        more.
 
         Raises:
             PeerLost (or what else has failed): if the loss is found only here; called again it gives the state.
         """
-        out = []
         if not self.broken:
             try:
                 for f in self.flights:
@@ -319,46 +340,29 @@ class Mailbox:
             except RuntimeError:
                 self.broken = True
                 raise
-        for f in self.flights:
-            got, arrived = f.arrived, None
-            if got is not None:  # bodies are views of larger buffers
-                bodies = [b.clone() for b in got.bodies]
-                headers = [vars(replace(h, number=0)) for h in got.headers]  # on a line that will not be there any more
-                arrived = {"headers": headers, "bodies": bodies, "means": got.means, "decoded": dict(got.decoded)}
-            said = None if f.header is None else vars(replace(f.header, number=0))
-            parts = {k: vars(v) for k, v in f.parts.items()}
-            out.append({"step": f.step, "members": f.members, "parts": parts, "arrived": arrived, "said": said})
-        return out
+        return [_saved(f) for f in self.flights]
 
-    def load(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Restore `state()`."""
+    def load(self, saved: Sequence[InFlightState], last: dict[str, int], applied: dict[str, int]) -> None:
+        """Restore `state()` and what it was saved with."""
+        self.last = dict.fromkeys(self.last, -1) | last  # it says nothing of buffers: they are averaged at the end
+        self.applied = dict(applied)
         self.flights, known = [], {c.channel.name for c in self.channels}  # a model without its buffers has no channel for them
         for s in saved:
-            parts = {k: Outgoing(**v).to(self.device) for k, v in s["parts"].items() if k in known}
-            flight = Flight(s["step"], list(s["members"]), parts, None)
-            if s.get("said") is not None:
-                flight.header = Header(**s["said"])
-            if s["arrived"] is not None:
-                got, flight.future = s["arrived"], Future()
-                headers = [Header(**{**h, "flags": h["flags"] & ~(STOP | LEAVING)}) for h in got["headers"]]  # that stop has happened
-                flight.future.set_result(Arrived(headers, got["bodies"], got["means"], dict(got.get("decoded", {}))))
+            parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
+            flight = Flight(s.step, s.members, parts, None, header=s.said, layout=self._layout(s.members))
+            if s.arrived is not None:
+                headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened
+                flight.future = Future()
+                flight.future.set_result(replace(s.arrived, headers=headers))
             self.flights.append(flight)
 
 
-def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
-    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step.
-
-    Raises:
-        RuntimeError: weights are tokens and no island has counted any.
-    """
-    tokens = channel.reducer.weight == "tokens"
-    if tokens and not any(h.weight for h in headers):
-        if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
-            return [1.0] * len(headers)
-        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
-    plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
-    out = NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
-    return [0.0 if h.flags & out else h.weight if tokens else 1.0 for h in headers]
+def _saved(f: Flight) -> InFlightState:
+    """As it is saved: bodies are views of larger buffers, and the line whose messages were numbered will not be there any more."""
+    got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
+    if got is not None:
+        got = Arrived([replace(h, number=0) for h in got.headers], [b.clone() for b in got.bodies], got.means, dict(got.decoded))
+    return InFlightState(f.step, f.members, f.parts, got, said)
 
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
@@ -366,36 +370,3 @@ def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
     loss, bad, _ = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     return replace(header, loss=loss, total=total, flags=header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1))
-
-
-def _blank(members: Sequence[ActiveChannel], bodies: Sequence[Tensor]) -> bool:
-    """Whether the sections of those that travel in the body hold nothing but zeros."""
-    sections = [c.section for c in members if c.section is not None and c.section.gathered]
-    return all(section.blank(body) for section, body in zip(sections, bodies, strict=True))
-
-
-def gathered(c: ActiveChannel) -> bool:
-    """Whether the channel travels in the body of messages."""
-    return c.section is not None and c.section.gathered
-
-
-def spans(c: ActiveChannel) -> list[tuple[int, str]]:
-    """Length and code of the channel's vectors."""
-    return c.section.spans if c.section is not None else []
-
-
-def _section_bytes(c: ActiveChannel) -> int:
-    return c.section.num_bytes if c.section is not None else 0
-
-
-def pack_bits(bits: Sequence[bool]) -> Tensor:
-    """uint8 [ceil(n / 8)], bit i of the little-endian number is bits[i]."""
-    n = (len(bits) + 7) // 8
-    number = sum(int(b) << i for i, b in enumerate(bits))
-    return torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
-
-
-def unpack_bits(data: Tensor, n: int) -> list[bool]:
-    """The inverse of `pack_bits`."""
-    number = int.from_bytes(bytes(data.tolist()), "little")
-    return [bool(number >> i & 1) for i in range(n)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,13 +117,13 @@ class Notes:
         self.bad = self.run = 0.0
         self._losses.clear()
 
-    def state(self) -> tuple[list[Any], list[float]]:
+    def state(self) -> tuple[tuple[int, dict[str, float]], list[float]]:
         """Tokens, and those up to the last exchange of each channel; losses noted since the last message."""
-        return [self.tokens, dict(self._weighed)], [float(v) for v in self._losses]
+        return (self.tokens, dict(self._weighed)), [float(v) for v in self._losses]
 
-    def load(self, tokens: Sequence[Any], losses: Iterable[float], device: torch.device) -> None:
+    def load(self, tokens: int, weighed: dict[str, float], losses: Iterable[float], device: torch.device) -> None:
         """Restore `state()`."""
-        self.tokens, self._weighed = tokens[0], dict(tokens[1])
+        self.tokens, self._weighed = tokens, dict(weighed)
         self._losses = [torch.tensor(v, device=device) for v in losses]
 
 

@@ -21,13 +21,11 @@ from math import prod
 import torch
 
 from ..channels.codec import Section
-from ..comm.collectives import legs
-from ..comm.header import HEADER
 from ..comm.peers import PIECE
-from ..compression import dense
 from ..config.channel import Channel
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import base_optimizer, materialise
+from .message import MessageLayout
 from .plan import Plan, local_shape, plan_model
 
 
@@ -115,7 +113,7 @@ def plan_memory(
     """
     plan = plan_model(config, tensors, islands, shards)[shard]
     place = _Place(staged and config.outer_state == "host", staged, low_precision, islands)
-    states = [_state(c, s, place) for c, s, _ in plan.sections]
+    states = [_state(s, place) for s in plan.sections]
     device, host = (sum(column) for column in zip(*states, strict=True))
     idle, levels = _run(plan, place)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
@@ -140,9 +138,9 @@ def inner_state(config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[in
 # ---- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def _state(channel: Channel, section: Section, place: _Place) -> tuple[int, int]:
+def _state(section: Section, place: _Place) -> tuple[int, int]:
     """Device and host bytes that `ActiveChannel` and `Section` keep."""
-    work, device, host = 4 * section.layout.numel, 0, 0
+    channel, work, device, host = section.channel, 4 * section.layout.numel, 0, 0
     if channel.accumulator is not None:
         device += work
     if channel.source == "delta":
@@ -152,9 +150,9 @@ def _state(channel: Channel, section: Section, place: _Place) -> tuple[int, int]
     return device + section.known_bytes, host
 
 
-def _own(channel: Channel, work: int) -> int:
+def _own(section: Section) -> int:
     """What a sender needs again when the mean arrives."""
-    return work if channel.needs_own else 0
+    return 4 * section.layout.numel if section.channel.needs_own else 0
 
 
 # ---- a cycle of steps --------------------------------------------------------------------------------------------------
@@ -190,21 +188,21 @@ class _Cycle:
         self.idle.host.take(self.levels.host.now - self.idle.host.now)
 
     def _channel(self, i: int) -> Channel:
-        return self.sections[i][0]
+        return self.sections[i].channel
 
     def _launch(self, step: int, due: Sequence[int]) -> None:
         if not due:
             return
         device, host, flight = self.levels.device, self.levels.host, _Flight(step, list(due), {}, {})
         for i in due:
-            channel, section, _ = self.sections[i]
-            device.touch(_encoding(channel, section))
-            work = 4 * section.layout.numel
-            flight.own[i], flight.payload[i] = _own(channel, work), _payload(section)
+            section = self.sections[i]
+            device.touch(_encoding(section))
+            flight.own[i], flight.payload[i] = _own(section), _payload(section)
             device.take(flight.own[i] + flight.payload[i])
-        for size in _job(self.sections, due, self.place):
+        message = MessageLayout([self.sections[i] for i in due])
+        for size in _job(message, self.place):
             host.touch(size)
-        flight.arrived = _arrived(self.sections, due, self.place)
+        flight.arrived = _arrived(message, self.place)
         host.take(flight.arrived)
         self.flights.append(flight)
 
@@ -213,7 +211,7 @@ class _Cycle:
         for flight in list(self.flights):
             for i in [i for i in stage if i in flight.own and flight.step + self._channel(i).clock.delay <= step]:
                 device.take(-flight.payload[i])
-                device.touch(_landing(self.sections[i][1], self.place))
+                device.touch(_landing(self.sections[i], self.place))
                 device.take(-flight.own.pop(i))
             if not flight.own:
                 self.levels.host.take(-flight.arrived)
@@ -226,9 +224,9 @@ def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
     if plan.cycle > 10_000:
         cycle.step(0, numbers)
         return cycle.idle, cycle.levels
-    delay = max((c.clock.delay for c, _, _ in plan.sections), default=0)
+    delay = max((s.channel.clock.delay for s in plan.sections), default=0)
     for step in range(plan.cycle, 2 * plan.cycle + delay):
-        due = [i for i in numbers if plan.sections[i][0].clock.due(step)]
+        due = [i for i in numbers if plan.sections[i].channel.clock.due(step)]
         if due or cycle.flights:
             cycle.step(step, due)
     return cycle.idle, cycle.levels
@@ -242,9 +240,9 @@ def _payload(section: Section) -> int:
     return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
 
 
-def _encoding(channel: Channel, section: Section) -> int:
+def _encoding(section: Section) -> int:
     """The most that `accumulate` and `encode` hold at once, with what they hand out."""
-    work, own, payload = 4 * section.layout.numel, _own(channel, 4 * section.layout.numel), _payload(section)
+    channel, work, own, payload = section.channel, 4 * section.layout.numel, _own(section), _payload(section)
     if channel.accumulator is None:  # the source is a workspace: that is the vector, or the body is made of it
         return work + (payload if section.gathered or section.codec.seeded else 0) + (own if section.codec.sparse else 0)
     rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
@@ -267,34 +265,26 @@ def _rooms(size: int) -> int:
     return max(-(-size // PIECE), 1) * PIECE
 
 
-def _body(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int]) -> int:
-    bits = sum(sections[i][2] for i in members if sections[i][0].before_step)
-    return (bits + 7) // 8 + sum(sections[i][1].num_bytes for i in members)
-
-
-def _arrived(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int], place: _Place) -> int:
+def _arrived(message: MessageLayout, place: _Place) -> int:
     """What a message leaves on the host until it is applied: all bodies, and the means."""
-    means = sum(4 * n for i in members if not sections[i][1].gathered for n, _ in sections[i][1].spans)
+    means = sum(4 * n for n, _ in message.vectors)
     if place.islands == 1:
-        return HEADER.size + _body(sections, members) + means
-    message = HEADER.size + _body(sections, members)
-    return message + (place.islands - 1) * _rooms(message) + means
+        return message.num_bytes + means
+    return message.num_bytes + (place.islands - 1) * _rooms(message.num_bytes) + means
 
 
-def _job(sections: Sequence[tuple[Channel, Section, int]], members: Sequence[int], place: _Place) -> Iterator[int]:
+def _job(message: MessageLayout, place: _Place) -> Iterator[int]:
     """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce (as `collectives.reduce`)."""
-    spans = [span for i in members if not sections[i][1].gathered for span in sections[i][1].spans]
-    body, size = _body(sections, members), place.islands
-    pinned = sum(_payload(sections[i][1]) for i in members) if place.staged else 0
-    message = HEADER.size + body
-    rooms = (size - 1) * _rooms(message)
-    yield pinned + 2 * message + rooms
-    if not spans:
+    sizes, size = [4 * n for n, _ in message.vectors], place.islands
+    pinned = sum(_payload(s) for s in message.sections.values()) if place.staged else 0
+    rooms = (size - 1) * _rooms(message.num_bytes)
+    yield pinned + 2 * message.num_bytes + rooms
+    if not sizes:
         return
-    there, back = (max(HEADER.size + dense.total_bytes(part) for part in leg) for leg in legs(spans, size))
-    sums, largest = -(-sum(4 * n for n, _ in spans) // size), -(-max(4 * n for n, _ in spans) // size)
+    there, back = (max(leg) for leg in message.legs(size))
+    sums, largest = -(-sum(sizes) // size), -(-max(sizes) // size)
     first, second = (size - 1) * _rooms(there), (size - 1) * _rooms(back)
-    base = pinned + message + rooms
+    base = pinned + message.num_bytes + rooms
     yield base + size * there + max(there, first)
     yield base + there + first + sums + largest
     yield base + sums + 2 * back

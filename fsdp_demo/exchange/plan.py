@@ -1,6 +1,6 @@
 """Bytes before the first step: what one rank sends and receives at each step, from shapes alone, through the meter that training uses.
 
-A plan walks the same sections and the same transport sizes as a run; a test compares the two to the byte for every preset.
+A plan counts the same messages (`message.py`) as a run; a test compares the two to the byte for every preset.
 """
 
 from __future__ import annotations
@@ -9,56 +9,53 @@ import math
 from collections.abc import Sequence
 
 from ..channels.codec import Section
-from ..comm.collectives import legs
-from ..comm.header import HEADER
 from ..comm.meter import Meter
-from ..compression import dense
 from ..compression.blocks import Layout
-from ..config.channel import Channel
 from ..config.fragments import expand
 from ..config.patterns import covers, kind
 from ..config.schema import ExchangeConfig
+from .message import MessageLayout
 
 
 class Plan:
     """What a list of channels sends on one rank.
 
     Args:
-        sections: (channel, its section, number of tensors it covers) in the order of the configuration.
+        sections: of the channels, in the order of the configuration.
         size: number of replicas.
         rank: which of them this is (parts of a reduce may differ by an element).
     """
 
-    def __init__(self, sections: Sequence[tuple[Channel, Section, int]], size: int, rank: int = 0):
+    def __init__(self, sections: Sequence[Section], size: int, rank: int = 0):
         self.sections, self.size, self.rank = list(sections), size, rank
 
     @property
     def cycle(self) -> int:
         """Steps after which the pattern of exchanges repeats: the least common multiple of the periods."""
-        return math.lcm(*(c.clock.period for c, _, _ in self.sections)) if self.sections else 1
+        return math.lcm(*(s.channel.clock.period for s in self.sections)) if self.sections else 1
 
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
         meter = Meter()
-        due = [entry for entry in self.sections if entry[0].clock.due(step)]
-        for stage in ([e for e in due if not e[0].after and e[0].before_step], [e for e in due if not e[0].after and not e[0].before_step]):
-            self._count(meter, stage)
-        self._count(meter, [e for e in due if e[0].after])
+        due = [s for s in self.sections if s.channel.clock.due(step)]
+        first = [s for s in due if not s.channel.after]
+        self._count(meter, [s for s in first if s.channel.before_step])
+        self._count(meter, [s for s in first if not s.channel.before_step])
+        self._count(meter, [s for s in due if s.channel.after])
         return meter
 
-    def _count(self, meter: Meter, due: Sequence[tuple[Channel, Section, int]]) -> None:
+    def _count(self, meter: Meter, due: Sequence[Section]) -> None:
+        """One message."""
         if not due:
             return
         meter.exchanges += 1
         if self.size == 1:
             return
-        bits = sum(tensors for channel, _, tensors in due if channel.before_step)
-        body = HEADER.size + (bits + 7) // 8 + sum(section.num_bytes for _, section, _ in due)
-        meter.count(*[(self.size - 1) * body] * 2)
-        spans = [span for _, section, _ in due if not section.gathered for span in section.spans]
-        if not spans:
+        message = MessageLayout(due)
+        meter.count(*[(self.size - 1) * message.num_bytes] * 2)
+        if not message.vectors:
             return
-        there, back = ([HEADER.size + dense.total_bytes(part) for part in leg] for leg in legs(spans, self.size))
+        there, back = message.legs(self.size)
         meter.count(sum(there) - there[self.rank], (self.size - 1) * there[self.rank])
         meter.count((self.size - 1) * back[self.rank], sum(back) - back[self.rank])
 
@@ -66,7 +63,7 @@ class Plan:
         """Sums of `message` over a range of steps."""
         total = Meter()
         for step in steps:
-            if any(c.clock.due(step) for c, _, _ in self.sections):
+            if any(s.channel.clock.due(step) for s in self.sections):
                 total.add(self.message(step))
         return total
 
@@ -80,7 +77,7 @@ class Plan:
         if self.cycle <= 10_000:
             alone = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            alone = [(Plan([e], self.size, self.rank)._alone(), e[0].clock.period) for e in self.sections]
+            alone = [(Plan([s], self.size, self.rank)._alone(), s.channel.clock.period) for s in self.sections]
         sent, received = (sum(getattr(m, name) / n for m, n in alone) for name in ("bytes_sent", "bytes_received"))
         return sent, received, sum(m.messages / n for m, n in alone)
 
@@ -112,7 +109,7 @@ def plan_model(
         for channel in channels:
             mine = [(n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)]
             layout = Layout([shape for _, shape in mine], [kind(channel, n) for n, _ in mine])
-            sections.append((channel, Section(layout, channel, islands, config.seed), len(mine)))
+            sections.append(Section(layout, channel, islands, config.seed))
         plans.append(Plan(sections, islands, rank))
     return plans
 

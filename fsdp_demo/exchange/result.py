@@ -12,6 +12,7 @@ from ..comm import agreement
 from ..comm.collectives import reduce
 from ..comm.digests import digest
 from ..comm.header import DIGESTS, PARAMETERS
+from ..comm.peers import Line
 from ..errors import NotFinite
 from .runtime import Flow, drift
 
@@ -55,11 +56,11 @@ def mean_parameters(flow: Flow) -> Tensor | None:
     work, line = flow.parameters.pack("parameter"), flow.line
     share = 1.0 - float(flow.island.not_finite([work] if work is not None else []))
     if line is None or work is None:
-        flow.mailbox.ask(lambda: None)
+        flow.mailbox.ask(lambda line: None)
         return work if line is None and flow.parameters.size == 1 else None
     vector, header = work.cpu() if share else torch.zeros(work.numel()), line.header(PARAMETERS, flow.step)
 
-    def job() -> Tensor:
+    def job(line: Line) -> Tensor:
         mean, part = reduce(line, header, [(vector, "fp32"), (torch.tensor([share]), "fp32")], [[1.0] * line.size] * 2)
         if not float(part):
             raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {flow.step}: resume from a checkpoint")
@@ -81,7 +82,6 @@ def set_mean(flow: Flow) -> float:
 
 def equal(flow: Flow) -> bool:
     """Whether the parameters of all replicas are bit-equal now. All ranks of all islands call it at the same step."""
-    line = flow.line
-    mark = digest(flow.shards.read("parameter")) if line is not None else b""  # read in this thread, behind what it has queued on a device
-    same = flow.mailbox.ask(lambda: line is None or agreement.all_equal(line, mark, DIGESTS, flow.step))
+    mark = digest(flow.shards.read("parameter")) if flow.line is not None else b""  # behind what this thread has queued on a device
+    same = flow.mailbox.ask(lambda line: agreement.all_equal(line, mark, DIGESTS, flow.step))
     return not flow.island.largest(float(same is False))[0]

@@ -2,9 +2,16 @@
 
     backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels] -> next forward
 
-A channel accumulates and encodes (`channels/channel.py`), what it sends is launched and lands (`in_flight.py`), its mean acts
-(`channels/apply.py`), and what that has changed is settled with the model. When a tick begins and ends is said by the engine's clock
-(`Shards.ticks`).
+A channel with a source g (a gradient, a delta, parameters) and an accumulator m, where it has one, does
+
+    m = beta m + g
+    q = topk(DCT m)
+    m -= q
+    exchange q
+    g = sign(mean q)    or the mean itself, an outer step on the anchor, or new parameters
+
+The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is the queue's (`in_flight.py`). Then what
+has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`Shards.ticks`).
 """
 
 from __future__ import annotations
@@ -13,12 +20,11 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
+from ..channels.bind import Bound
 from ..channels.channel import ActiveChannel, Outgoing
-from ..channels.state import BoundChannel
 from ..comm import agreement
 from ..comm.digests import EVERY, total
 from ..comm.header import LEAVING
@@ -29,6 +35,7 @@ from ..config.schema import ExchangeConfig
 from ..hosts.base import Shards
 from .in_flight import Mailbox
 from .local_status import Notes
+from .saved_state import ExchangeState
 
 log = logging.getLogger("fsdp_demo")
 
@@ -39,17 +46,16 @@ class Flow:
     Args:
         config, topology: what was agreed.
         shards: what the engine offers.
-        mailbox: sends and receives for the channels, on the line that it holds.
-        island: the other ranks of this replica.
-        channels: at work, in the order of the configuration.
-        parameters: a channel over all parameters that are not frozen, which no clock sends.
+        bound: the channels at work on this rank.
+        mailbox: the messages under way.
         step: of the job, to start from.
 
     Attributes:
+        channels, buffers, parameters: see `Bound`.
+        island: the other ranks of this replica.
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
-        buffers: the channel that averages the model's buffers, if it has any.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
             again.
         unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
@@ -60,24 +66,21 @@ class Flow:
         config: ExchangeConfig,
         topology: Topology,
         shards: Shards,
+        bound: Bound,
         mailbox: Mailbox,
-        island: Island,
-        channels: list[ActiveChannel],
-        parameters: BoundChannel,
         step: int,
     ):
-        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, island
-        self.channels, self.parameters, self.step = channels, parameters, step
+        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, mailbox.island
+        self.channels, self.buffers, self.parameters, self.step = bound.channels, bound.buffers, bound.parameters, step
         self.notes = Notes()
         self.drift: float | None = None
         self.begun = -1
-        self.buffers: list[ActiveChannel] = []
         self.unlike = False
 
     @property
     def line(self) -> Line | None:
         """To the ranks with the same shard on the other islands; None on a copy beyond the lanes, and when it is closed."""
-        return None if self.mailbox.courier is None else self.mailbox.courier.line
+        return self.mailbox.line
 
     @property
     def applied(self) -> dict[str, int]:
@@ -103,18 +106,22 @@ class Flow:
         self.notes.begin()
         mine = [c for c in self.channels if c.channel.before_step]
         self._look_at_gradients(bool(mine))
-        outgoing = {}
-        for c in mine if not any(f.step == self.step for f in self.mailbox.flights) else []:  # else sent before it was cut off
-            source = None
+        outgoing, applied = {}, []
+        for c in mine if not self.mailbox.sent(self.step) else []:  # else it was, before this step was cut off
+            g = None
             if self.begun != self.step or c.accumulator is None:
                 c.note_gradients()
-                source = c.accumulate()  # what is in flight has left the accumulator already
+                g = c.accumulate()  # m = beta m + DCT g; what is in flight has left m already
             if c.channel.clock.due(self.step):
-                outgoing[c.channel.name] = c.encode(self.step, source)
-            del source  # as large as the shards: it must not outlive the message
+                q = outgoing[c.channel.name] = c.encode(self.step, g)  # q = topk m
+                c.subtract(q)  # m -= q, as the others will decode it
+            del g  # as large as the shards: it must not outlive the message
         self.begun = self.step
-        self._launch(outgoing, self.notes.bad)
-        applied = self.mailbox.land(mine, self.step)
+        self._launch(outgoing, self.notes.bad)  # q goes to the other islands
+        for c, arrived in self.mailbox.receive(mine, self.step):  # theirs are here: those of this step, or of `delay` steps ago
+            c.apply(arrived)  # g = sign(mean q)
+            applied.append(c)
+            del arrived
         for c in mine:
             if c not in applied:
                 c.set_gradients([False] * len(c.covered))
@@ -132,29 +139,38 @@ class Flow:
     def exchange(
         self, channels: Sequence[ActiveChannel], due: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
     ) -> None:
-        """Send those that are due and land what is: first the others, then those that come `after` one and see what it has done.
+        """Send those that are due and apply what is: first the others, then those that come `after` one and see what it has done.
 
-        step, now, last: as for `Mailbox.land`; what is sent in the last exchange is a part of a round."""
+        step, now, last: as for `Mailbox.receive`; what is sent in the last exchange is a part of a round."""
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
-            self.settle(self.mailbox.land(stage, step, now, last))
+            self.land(stage, step, now, last)
+
+    def land(self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False) -> None:
+        """Receive and apply what is due of these channels, and settle it with the model. Arguments as for `Mailbox.receive`."""
+        applied = []
+        for c, arrived in self.mailbox.receive(channels, step, now, last):
+            c.apply(arrived)
+            applied.append(c)
+            del arrived  # as large as the shards: it goes before the next one comes
+        self.settle(applied)
 
     def catch_up(self) -> None:
         """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
         self.mailbox.send_again()
         late = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
-        cut = [c for c in late if any(f.step + c.channel.clock.delay < self.step for f in self.mailbox.under_way_of(c))]
+        cut = [c for c in late if self.mailbox.overdue(c, self.step)]
         if not cut:
             return
         log.info("%s: the exchange of step %d was cut off: made up for when all islands have come so far", self.topology.name, self.step)
         self.step -= 1
         try:
             stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
-            self.settle(self.mailbox.land(stages[0], self.step))
+            self.land(stages[0], self.step)
             if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
                 self.send([c for c in stages[1] if c.channel.clock.due(self.step)])
-            self.settle(self.mailbox.land(stages[1], self.step))
+            self.land(stages[1], self.step)
         finally:
             self.step += 1
 
@@ -182,9 +198,9 @@ class Flow:
         self.notes.gradients(bad)
 
     def _mean_over_islands(self, value: float) -> float:
-        line, step = self.line, self.step
-        mean = self.mailbox.ask(lambda: value if line is None else agreement.mean_of(line, step, value))
-        return self.island.largest(0.0 if line is None and self.topology.islands > 1 else mean or 0.0)[0]
+        step = self.step
+        mean = self.mailbox.ask(lambda line: agreement.mean_of(line, step, value))
+        return self.island.largest(mean or 0.0)[0]  # a copy without a line has none
 
     def send(self, channels: Sequence[ActiveChannel], partial: bool = False) -> None:
         """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
@@ -193,9 +209,11 @@ class Flow:
         bad = self.island.not_finite([t for c in channels for t in c.tensors(c.channel.target) if t is not None])
         for c in channels:
             c.left_out = bad
-        outgoing = {c.channel.name: c.encode(self.step, c.accumulate(self.mailbox.under_way(c))) for c in channels}
-        for out in outgoing.values():
-            out.partial = partial
+        outgoing = {}
+        for c in channels:
+            q = outgoing[c.channel.name] = c.encode(self.step, c.accumulate(self.mailbox.under_way(c)))  # m = beta m + delta; q = code(m)
+            c.subtract(q)  # m -= q
+            q.partial = partial
         self._launch(outgoing, bad)
 
     def _launch(self, outgoing: dict[str, Outgoing], bad: float | Tensor) -> None:
@@ -244,50 +262,48 @@ class Flow:
 
         The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
         alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
-        flags, leaves, told = self.island.largest(float(self.mailbox.stop), float(alone), float(alone and self.notes.told))
+        flags, leaves, told = self.island.largest(float(self.mailbox.watch.stop), float(alone), float(alone and self.notes.told))
         together = bool(flags)
         return together, bool(leaves) and not together, bool(int(flags) & LEAVING if together else told)
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ExchangeState:
         """See `Exchange.state_dict`."""
         in_flight = self.mailbox.state()
-        tokens, losses = self.notes.state()
-        return {
-            "step": self.step,
-            "digest": self.config.digest(),
-            "last": {c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
-            "applied": self.applied,
-            "begun": self.begun,
-            "tokens": tokens,
-            "losses": [self.mailbox.loss, losses],
-            "channels": {c.channel.name: c.state() for c in self.channels},
-            "in_flight": in_flight,
-        }
+        (tokens, weighed), losses = self.notes.state()
+        return ExchangeState(
+            step=self.step,
+            digest=self.config.digest(),
+            channels={c.channel.name: c.state() for c in self.channels},
+            in_flight=in_flight,
+            last={c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
+            applied=self.applied,
+            begun=self.begun,
+            tokens=tokens,
+            weighed=weighed,
+            loss=self.mailbox.watch.loss,
+            losses=losses,
+        )
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: ExchangeState) -> None:
         """See `Exchange.load_state_dict`."""
-        if set(state["channels"]) != {c.channel.name for c in self.channels}:
+        if set(state.channels) != {c.channel.name for c in self.channels}:
             mine = [c.channel.name for c in self.channels]
-            saved = sorted(state["channels"])
+            saved = sorted(state.channels)
             raise ValueError(f"saved channels are {saved}, this configuration has {mine}: resume with the preset that saved them")
-        if state["digest"] != self.config.digest():
-            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state["digest"], self.config.digest())
+        if state.digest != self.config.digest():
+            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state.digest, self.config.digest())
         for c in self.channels:
-            c.load(state["channels"][c.channel.name])
-        self.step = max(self.step, int(state["step"]))
-        self.mailbox.last = dict.fromkeys(self.mailbox.last, -1) | state["last"]  # it says nothing of buffers: they are averaged at the end
-        self.mailbox.applied, self.begun = dict(state.get("applied", {})), int(state.get("begun", -1))
-        self.mailbox.load(state["in_flight"])
-        self.mailbox.loss, losses = state.get("losses", (math.nan, ()))
-        self.notes.load(state["tokens"], losses, self.shards.device)
+            c.load(state.channels[c.channel.name])
+        self.step, self.begun = max(self.step, state.step), state.begun
+        self.mailbox.load(state.in_flight, state.last, state.applied)
+        self.mailbox.watch.loss = state.loss
+        self.notes.load(state.tokens, state.weighed, state.losses, self.shards.device)
 
     def forget(self) -> None:
         """Wait for what is under way, and drop it with what was noted and found so far."""
-        self.mailbox.ask(lambda: None)
-        self.mailbox.flights.clear()
-        self.mailbox.applied.clear()
+        self.mailbox.clear()
         self.notes.clear()
         self.drift, self.begun = None, -1
         for c in self.channels:

@@ -1,4 +1,4 @@
-"""The first minute of an exchange: bind channels, agree on the run, make parameters, frozen parameters, buffers and channel state equal.
+"""The first minute of an exchange: agree on the run, make parameters, frozen parameters, buffers and channel state equal.
 
 The donor is the island that is furthest; where several are, the first of those that resume from a state. All others at an earlier step, and
 fresh ones, take its parameters and its consensus state over; where digests already agree nothing is sent.
@@ -19,43 +19,12 @@ from ..comm.digests import digest
 from ..comm.header import SETUP
 from ..comm.island import Island
 from ..comm.peers import Line
-from ..comm.topology import Topology
-from ..config.channel import Applier, Channel
 from ..config.schema import ExchangeConfig
 from ..hosts.base import Shards
 from . import facts
 from .runtime import Flow
 
 log = logging.getLogger("fsdp_demo")
-
-
-def bind(
-    channels: Sequence[Channel], config: ExchangeConfig, shards: Shards, topology: Topology, island: Island, lanes: int
-) -> tuple[list[ActiveChannel], BoundChannel]:
-    """The channels, and one more over all parameters, bound to the shards of this rank.
-
-    Raises:
-        ValueError: they do not fit the parameters, or leave out some of them where the preset keeps replicas equal.
-    """
-    home = "cpu" if config.outer_state == "host" else None
-    place = (shards, island.position, lanes, island.copies, topology.islands)
-    active = [ActiveChannel(c, *place, config.seed, home) for c in channels]
-    parameters = BoundChannel(Channel("parameters", "parameter", applier=Applier("replace")), *place, home)
-    if config.shared and topology.islands > 1:
-        _check_covered(active, shards, config.preset)
-    return active, parameters
-
-
-def _check_covered(channels: Sequence[ActiveChannel], shards: Shards, preset: str) -> None:
-    """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
-    covered = {i for c in channels for i in c.covered if c.channel.shared}
-    left = [s.name for i, s in enumerate(shards.shards) if i not in covered and not s.frozen]
-    if left:
-        names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
-        raise ValueError(
-            f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them in another "
-            "channel's include"
-        )
 
 
 def come_together(
@@ -87,7 +56,7 @@ def come_together(
     flow.shards.commit(model)
     for c in flow.channels:
         c.start()
-    flow.mailbox.last = {c.channel.name: flow.step for c in flow.mailbox.channels}
+    flow.mailbox.begin(flow.step)
     return donor, furthest
 
 

@@ -19,7 +19,7 @@ from .runtime import Flow
 log = logging.getLogger("fsdp_demo")
 
 
-def announce(flow: Flow, lanes: int, batch: Sequence[int], steps: int | None = None) -> None:
+def announce(flow: Flow, batch: Sequence[int], steps: int | None = None) -> None:
     """Log what runs (one record of a few lines), and warnings; on the first rank of each island. steps: of the whole job, if known."""
     sent, worst = _bytes(flow)
     if flow.topology.rank:
@@ -28,7 +28,7 @@ def announce(flow: Flow, lanes: int, batch: Sequence[int], steps: int | None = N
     islands = f"island {topology.island} of {topology.islands}" if topology.islands > 1 else "one replica, nothing is sent"
     what = f"preset {config.preset}, {islands}, from step {flow.step}"
     inner = "inner " + ", ".join(type(o).__name__ for o in flow.shards.optimizers)
-    shape = f"{place.shards} shards x {place.copies} copies ({lanes} lanes)"
+    shape = f"{place.shards} shards x {place.copies} copies ({flow.parameters.lanes} lanes)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
     lines = [what, *config.parts(), f"{inner}; {clips(config, flow.shards)}", f"{_batch(topology, batch)}; {shape}", per]
     log.info("%s: %s", topology.name, "\n    ".join(lines))
@@ -122,12 +122,12 @@ def _batch(topology: Topology, batch: Sequence[int]) -> str:
 def _bytes(flow: Flow) -> tuple[list[float], list[tuple[str, float, float]]]:
     """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name, bytes, bytes of a dense all-reduce) for
     which a reduce of everything would send less. A collective inside the island."""
-    sections = [(c.channel, c.section, len(c.present)) for c in (*flow.channels, *flow.buffers) if c.section is not None]
+    sections = [c.section for c in (*flow.channels, *flow.buffers) if c.section is not None]
     plan = Plan(sections, flow.topology.islands, flow.topology.island)
     totals = [float(plan.most().bytes_sent), plan.per_step()]
     rows: list[tuple[str, float, float]] = []
-    for channel, section, _ in sections:
-        if channel.codec.indexed:
+    for section in sections:
+        if section.codec.indexed:
             elements = sum(g.r * g.s * g.count for g in section.layout.groups) + section.layout.num_dense
             totals += [(plan.size - 1) * section.num_bytes, ring_all_reduce_bytes(plan.size, 2 * elements)]
     indexed = [c.channel.name for c in flow.channels if c.channel.codec.indexed]

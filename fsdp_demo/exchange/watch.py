@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,11 +29,13 @@ class Watch:
         left_out: contributions of replicas that were not finite, so far.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
         compares: no message yet that holds anything but zeros.
+        loss: the mean over the islands of those in the last headers that had one. stop: flags STOP and LEAVING of what has arrived.
     """
 
     def __init__(self, line: Line | None, speaks: bool):
         self.left_out, self.unlike, self._speaks, self._run = 0, False, speaks, 0.0
         self.compares = speaks and line is not None and line.size > 1
+        self.loss, self.stop = math.nan, 0
 
     def check(self, line: Line, headers: Sequence[Header], gradients: bool) -> None:
         """Refuse sums that must be equal and are not, and a mean of nobody. In the courier's thread, before the island votes.
@@ -79,3 +82,9 @@ class Watch:
         except NotFinite as error:
             return error
         return None
+
+    def hear(self, headers: Sequence[Header], stop: int) -> None:
+        """Note what the headers of a message say, once the island has voted that it is here. `stop`: its flags on any rank."""
+        self.stop |= stop
+        losses = [h.loss for h in headers if not math.isnan(h.loss)]
+        self.loss = sum(losses) / len(losses) if losses else self.loss

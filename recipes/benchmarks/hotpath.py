@@ -27,8 +27,8 @@ from benchmarks.memory import Ledger  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
-from fsdp_demo.channels.channel import ActiveChannel, Outgoing  # noqa: E402
-from fsdp_demo.comm.topology import Position  # noqa: E402
+from fsdp_demo.channels.channel import ActiveChannel, Incoming, Outgoing, Received  # noqa: E402
+from fsdp_demo.channels.placement import Placement  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
 from fsdp_demo.compression.transform import matrix, transform  # noqa: E402
 from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
@@ -146,7 +146,7 @@ class Ours:
         self.named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s, device=device))) for i, s in enumerate(shapes)]
         self.optimizer = fsdp_demo.base_optimizer(config, self.named, lr=LR)
         (channel,) = config.channels
-        self.channel = ActiveChannel(channel, TorchShards([self.optimizer]), Position(1, 0, 1, 0), 1, None, size)
+        self.channel = ActiveChannel(channel, Placement(TorchShards([self.optimizer]), islands=size))
         self.channel.start()
         self._body: Tensor | None = None
 
@@ -156,8 +156,13 @@ class Ours:
         for (_, p), g in zip(self.named, gradients, strict=True):
             p.grad = g
         watch("momentum, transform", self._accumulate)
-        out: Outgoing = watch("selection, codes, residual", lambda: self.channel.encode(0, None))
+        out: Outgoing = watch("selection, codes, residual", self._encode)
         self._body = out.body
+        return out
+
+    def _encode(self) -> Outgoing:
+        out = self.channel.encode(0, None)
+        self.channel.subtract(out)
         return out
 
     def _accumulate(self) -> None:
@@ -171,8 +176,8 @@ class Ours:
         watch("apply", self.optimizer.step)
 
     def _decode(self, bodies: Sequence[Tensor]) -> None:
-        mean = self.channel.mean(bodies, [], [1.0] * len(bodies), 0)
-        self.channel.apply(mean, Outgoing(0), [True] * len(self.named))
+        received = Received(bodies, [], [1.0] * len(bodies))
+        self.channel.apply(Incoming(Outgoing(0), received, [True] * len(self.named)))
 
     def chosen(self) -> list[Tensor]:
         """Places in the blocks, int64 [blocks, k], that were sent last, per tensor."""

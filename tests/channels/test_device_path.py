@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
-from fsdp_demo.channels.channel import ActiveChannel
+from fsdp_demo.channels.channel import ActiveChannel, Incoming, Received
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm.island import Island
 from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression import blocks
@@ -62,7 +63,7 @@ class Play:
             optimizer.state[p] = {"step": torch.zeros(()), **moments}
         shards = TorchShards([optimizer])
         channels = expand(config, [s.name for s in shards.shards])
-        self.channels = [ActiveChannel(c, shards, Position(), 1, None, R, 0, home) for c in channels]
+        self.channels = [ActiveChannel(c, Placement(shards, islands=R, home=home)) for c in channels]
         for c in self.channels:
             c.start()
 
@@ -82,13 +83,14 @@ class Play:
         self.mode.lenient = number == 0
         c.note_gradients()
         out = c.encode(number * c.channel.clock.period, c.accumulate())
+        c.subtract(out)
         self.mode.lenient = True
         sent = [t.cpu().clone() for t in ([] if out.body is None else [out.body]) + out.vectors]
         bodies += sent if out.body is not None else []
         arrived = [pin(b.clone()) for b in (bodies * R)[-R:]]  # what was sent in earlier rounds plays the other replicas
         means = [pin(v / 2) for v in sent] if out.body is None else []
         self.mode.lenient = number == 0
-        c.apply(c.mean(arrived, means, weights, out.step), out, out.present)
+        c.apply(Incoming(out, Received(arrived, means, weights), out.present))
         self.mode.lenient = True
         delta = c.channel.source == "delta"
         written = [t.cpu().clone() for t in c.tensors("parameter" if delta else c.channel.source) if t is not None]
@@ -241,17 +243,18 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
             for _, p in named:
                 p.grad = torch.ones_like(p)
             shards = TorchShards([torch.optim.SGD(named)])
-            c = ActiveChannel(config.channels[0], shards, Position(), 1, None, R)
+            c = ActiveChannel(config.channels[0], Placement(shards, islands=R))
             c.start()
         for mode.lenient in (True, False):
             mode.kernels.clear()
             c.note_gradients()
             out = c.encode(0, c.accumulate())
+            c.subtract(out)
             assert out.body is not None
             with mode.waiting():
                 before, bodies = Counter(mode.kernels), [pin(out.body.cpu()) for _ in range(R)]
             mode.kernels = before
-            c.apply(c.mean(bodies, [], [1.0] * R, 0), out, out.present)
+            c.apply(Incoming(out, Received(bodies, [], [1.0] * R), out.present))
         return Counter(mode.kernels), len(c.windows), len(named)
 
 

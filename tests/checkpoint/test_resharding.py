@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fsdp_demo
+from fsdp_demo.channels.channel import Received
 from fsdp_demo.checkpoint import open_exchange
 from fsdp_demo.checkpoint.reshard import average, convert, shares
 from fsdp_demo.config.patterns import kind
@@ -98,7 +99,7 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
     rows = oracle.weights(before.islands, after.islands)
     for c in saved[0][0].channels:
         channel, settings = c.channel.name, c.channel
-        for key in sorted(set(c.state()) - {"present"}):
+        for key in sorted(c.state().workspaces):
             old = [kept(island, channel, key) for island in saved]
             for i, island in enumerate(new):
                 got = kept(island, channel, key)
@@ -187,7 +188,7 @@ def test_same_shards_bit_for_bit(name: str, changes: dict, before: Form, after: 
     new = converted(saved, after, conf, tmp_path)
     for i in range(2):
         for c in saved[0][0].channels:
-            for key in set(c.state()) - {"present"}:
+            for key in c.state().workspaces:
                 for a, b in zip(kept(saved[i], c.channel.name, key), kept(new[i], c.channel.name, key), strict=True):
                     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -244,7 +245,7 @@ def _mean(rank, channel: str) -> torch.Tensor:
     at = sum(len(m.section.spans) for m in before if not m.section.gathered)
     bodies = [b[begin : begin + c.section.num_bytes] for b in flight["arrived"]["bodies"]]
     means = [m.clone() for m in flight["arrived"]["means"][at : at + len(c.section.spans)]]
-    return c.mean(bodies, means, [1.0] * len(bodies), flight["step"]).clone()
+    return c.mean(Received(bodies, means, [1.0] * len(bodies)), flight["step"]).clone()
 
 
 @pytest.mark.parametrize("name, changes", [("demo", {"clock.delay": 2}), ("muloco", {"period": 4, "clock.delay": 2})])

@@ -18,7 +18,7 @@ from fsdp_demo.comm import peers
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.channel import BLOCK, Codec
-from fsdp_demo.exchange.in_flight import pack_bits, unpack_bits
+from fsdp_demo.exchange.message import pack_bits, unpack_bits
 
 from ..support import threaded
 from ..support.threaded import Tap, values
@@ -223,7 +223,7 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
         while not config.channels[0].clock.due(exchange.step):
             step(exchange.step)
         now, (channel,) = exchange.step, exchange.channels
-        kept = {k: v.clone() for k, v in channel.state().items() if isinstance(v, torch.Tensor)}
+        kept = {k: v.clone() for k, v in channel.state().workspaces.items()}
         params = [p.detach().clone() for p in (w, b)]
         if i == 1:
             Tap(exchange, lambda data, n: change(data, now) if n == sends else data)
@@ -241,7 +241,7 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
             (flight,) = state["in_flight"]  # what was sent stays, to be sent once more; nothing of what came was applied
             assert flight["step"] == now and flight["arrived"] is None and set(flight["parts"]) == {channel.channel.name}
             for k, old in kept.items():
-                assert k == "accumulator" or torch.equal(channel.state()[k], old)
+                assert k == "accumulator" or torch.equal(channel.state().workspaces[k], old)
             with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
                 optimizer.step()
             exchange.detach()

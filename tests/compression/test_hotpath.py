@@ -13,9 +13,9 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
-from fsdp_demo.channels.channel import ActiveChannel, Outgoing
+from fsdp_demo.channels.channel import ActiveChannel, Incoming, Outgoing, Received
 from fsdp_demo.channels.codec import Section
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression import topk
@@ -140,7 +140,7 @@ def test_the_faster_products_are_fp32() -> None:
 
 def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[ActiveChannel, list[nn.Parameter]]:
     named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
-    made = ActiveChannel(config.channels[0], TorchShards([fsdp_demo.base_optimizer(config, named)]), Position(1, 0, 1, 0), 1, None, size)
+    made = ActiveChannel(config.channels[0], Placement(TorchShards([fsdp_demo.base_optimizer(config, named)]), islands=size))
     made.start()
     return made, [p for _, p in named]
 
@@ -150,7 +150,9 @@ def step(made: ActiveChannel, parameters: list[nn.Parameter], seed: int) -> Outg
     for i, p in enumerate(parameters):
         p.grad = random(*p.shape, seed=100 * seed + i)
     made.note_gradients()
-    return made.encode(0, made.accumulate())
+    out = made.encode(0, made.accumulate())
+    made.subtract(out)
+    return out
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
@@ -207,7 +209,7 @@ def test_bf16_products_follow_fp32(small: None) -> None:
         made, parameters = channel(config, 1, [(512, 512)])
         sent = step(made, parameters, 1)
         with torch.no_grad():
-            made.apply(made.mean([sent.body], [], [1.0], 0), sent, [True])
+            made.apply(Incoming(sent, Received([sent.body], [], [1.0]), [True]))
         places, _, _ = decode_sparse(made.layout, config.channels[0].codec, sent.body)
         found.append((set(places.tolist()), parameters[0].grad.clone()))
     (exact, signs), (near, other) = found
@@ -220,11 +222,11 @@ def test_what_is_not_transformed_is_not_transformed_back() -> None:
     config = preset("demo", topk=8, **{"applier.phi": "identity", "codec.products": "bf16"})
     embedding = nn.Parameter(torch.zeros(128, 64))
     optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
-    made = ActiveChannel(config.channels[0], TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 1)
+    made = ActiveChannel(config.channels[0], Placement(TorchShards([optimizer])))
     made.start()
     sent = step(made, [embedding], 1)
     assert [g.transform for g in made.layout.groups] == [False]
-    made.apply(made.mean([sent.body], [], [1.0], 0), sent, [True])
+    made.apply(Incoming(sent, Received([sent.body], [], [1.0]), [True]))
     places, values, _ = decode_sparse(made.layout, config.channels[0].codec, sent.body)
     expected = torch.zeros(128 * 64)
     expected[places] = values
@@ -252,6 +254,7 @@ def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
         made.accumulate()
         before = made.accumulator.clone()
         sent = made.encode(0, None)
+        made.subtract(sent)
     mean = made.section.workspace(sent.vectors, 0)
     assert torch.allclose(made.accumulator + mean, before, atol=1e-6) and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100
 

@@ -19,8 +19,8 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ActiveChannel
 from fsdp_demo.channels.codec import Section
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm import peers
-from fsdp_demo.comm.topology import Position
 from fsdp_demo.compression import blocks, dense, quantize
 from fsdp_demo.exchange import memory
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
@@ -116,7 +116,7 @@ def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
 def test_a_vector_that_is_reduced_is_held_once(name: str, smaller: None) -> None:
     """The message itself is what these presets send, 4 bytes per element of each channel that is due; nothing of that size comes on top."""
     sent = max(
-        sum(_vectors(section) for channel, section, _ in plan_model(CASES[name], TENSORS, 2)[0].sections if channel.clock.due(step))
+        sum(_vectors(s) for s in plan_model(CASES[name], TENSORS, 2)[0].sections if s.channel.clock.due(step))
         for step in range(weighing.steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
@@ -170,17 +170,17 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     config = replace(CASES[name], outer_state="host")
     planned = plan_memory(config, TENSORS, 2)
     kept = {"cpu": 0, "meta": 0}
-    for channel, section, tensors in plan_model(config, TENSORS, 2)[0].sections:
+    for section in plan_model(config, TENSORS, 2)[0].sections:
         named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
         optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
         materialise(optimizer)
-        active = ActiveChannel(channel, TorchShards([optimizer]), Position(1, 0, 1, 0), 1, None, 2, home="meta")
+        active = ActiveChannel(section.channel, Placement(TorchShards([optimizer]), islands=2, home="meta"))
         active.start()
-        assert len(active.covered) == tensors
+        assert len(active.covered) == section.layout.num_tensors
         for work in (active.accumulator, active.anchor, active.momentum):
             if work is not None:
                 kept[work.device.type] += 4 * work.numel()
-        if channel.codec.seeded:
+        if section.codec.seeded:
             kept["cpu"] += section.known_bytes
     assert (planned.device_state, planned.host_state) == (kept["cpu"], kept["meta"])
     alike = plan_memory(config, TENSORS, 2, staged=False)
@@ -200,7 +200,7 @@ def test_llama_on_the_meta_device(shards: int) -> None:
         named = [(n, nn.Parameter(torch.empty(local_shape(shape, shards, 0), device="meta"))) for n, shape in whole]
         optimizer = fsdp_demo.base_optimizer(preset(name), named)
         exchange = fsdp_demo.attach(optimizer, preset(name), topology=Topology("single"))
-        held = [w for c in exchange.channels for w in c.state().values() if isinstance(w, torch.Tensor)]
+        held = [w for c in exchange.channels for w in c.state().workspaces.values()]
         planned = plan_memory(preset(name), whole, 1, shards)
         assert sum(w.nbytes for w in held) == planned.device_state
         assert planned.parameters == sum(p.numel() for _, p in named) == 1_235_814_400 // shards

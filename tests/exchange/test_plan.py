@@ -334,7 +334,7 @@ def test_presets_table_is_the_plan(tmp_path: Path) -> None:
         config = preset(found["preset"])
         plans = plan.plan_model(config, tensors, 3, 2)
         sent, received = (sum(getattr(p.most(), k) for p in plans) for k in ("bytes_sent", "bytes_received"))
-        trips = 1 if all(s.gathered for p in plans for _, s, _ in p.sections) else 3
+        trips = 1 if all(s.gathered for p in plans for s in p.sections) else 3
         assert (found["sent"], found["received"], found["messages"]) == (sent, received, trips)
         assert found["seconds"] == pytest.approx(8 * max(sent, received) / 20e6 + trips * 0.04)
         per_step = sum(p.per_step() for p in plans)

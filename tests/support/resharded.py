@@ -12,10 +12,11 @@ import torch
 
 from fsdp_demo import ExchangeConfig
 from fsdp_demo.channels.channel import ActiveChannel, Outgoing
+from fsdp_demo.channels.placement import Placement
 from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.comm.topology import Position
 from fsdp_demo.config.fragments import expand
-from fsdp_demo.exchange.in_flight import pack_bits
+from fsdp_demo.exchange.message import pack_bits
 from fsdp_demo.hosts.base import Shard
 
 from ..oracles.blocks import shard_rows
@@ -71,10 +72,8 @@ def value(island: int, channel: str, key: str, name: str) -> torch.Tensor:
 def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of `value`."""
     shards = GivenShards(place, dtype)
-    bound = [
-        ActiveChannel(c, shards, place, form.copies, None, form.islands, config.seed)  # type: ignore[arg-type]
-        for c in expand(config, list(SHAPES))
-    ]
+    here = Placement(shards, place, form.copies, None, form.islands)  # type: ignore[arg-type]
+    bound = [ActiveChannel(c, here, config.seed) for c in expand(config, list(SHAPES))]
     for c in bound:
         c.start()
         if fill:
@@ -84,7 +83,7 @@ def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill:
         "digest": config.digest(),
         "last": {c.channel.name: STEP - i for i, c in enumerate(bound)},
         "tokens": [100 * (island + 1), {c.channel.name: 10.0 * (island + 1) for c in bound}],
-        "channels": {c.channel.name: c.state() for c in bound},
+        "channels": {c.channel.name: c.state().to_tree() for c in bound},
         "in_flight": [],
     }
     world = form.shards * form.copies
@@ -104,9 +103,7 @@ def local(c: ActiveChannel, place: Position, tensors: dict[str, torch.Tensor]) -
 
 def _fill(c: ActiveChannel, island: int, place: Position) -> None:
     names = [c.shards.shards[i].name for i in c.covered]
-    for key, work in c.state().items():
-        if key == "present":
-            continue
+    for key, work in c.state().workspaces.items():
         work.copy_(local(c, place, {n: value(island, c.channel.name, key, n) for n in names}))
         if key == "accumulator":
             transform(c.layout, work)  # type: ignore[arg-type]
@@ -132,6 +129,7 @@ def launch(ranks: list[list[Any]], step: int) -> None:
                 if c.accumulator is not None:
                     c.accumulator.add_(transform(c.layout, source.clone()))
                 out[c.channel.name] = c.encode(step, source)
+                c.subtract(out[c.channel.name])
             sent.append(out)
         bits = [pack_bits([p for o in out.values() for p in o.present or []]) for out in sent]
         bodies = [torch.cat([b, *(o.body for o in out.values() if o.body is not None)]) for b, out in zip(bits, sent, strict=True)]

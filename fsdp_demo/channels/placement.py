@@ -1,0 +1,48 @@
+"""Where channels stand on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm.topology import Position
+from ..hosts.base import Shards
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The shards of one rank, its place in the island, and who shares the work on them.
+
+    Attributes:
+        shards: all local tensors.
+        position: of the rank in its island.
+        lanes: how many of the copies of a shard send; a copy beyond them keeps no state and only receives.
+        copies: process group of the ranks of this island that hold the same shard (None: the default group).
+        islands: number of replicas.
+        home: device on which anchor and outer momentum are kept; None: with the shards.
+
+    Example:
+        >>> from fsdp_demo.channels.placement import Placement
+        >>> from fsdp_demo.comm.topology import Position
+        >>> Placement(None, Position(copies=2, copy=1), lanes=1).lane is None
+        True
+    """
+
+    shards: Shards
+    position: Position = Position()
+    lanes: int = 1
+    copies: Any = None
+    islands: int = 1
+    home: str | None = None
+
+    @property
+    def lane(self) -> int | None:
+        """Which of the lanes this rank is; None beyond them."""
+        return self.position.copy if self.position.copy < self.lanes else None
+
+    @property
+    def home_device(self) -> torch.device:
+        """The device that `home` names."""
+        return self.shards.device if self.home is None else torch.device(self.home)

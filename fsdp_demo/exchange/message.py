@@ -1,0 +1,135 @@
+"""The layout of a message: where the presence bits, the sections and the vectors of its channels lie.
+
+    header | presence bits | section of each gathered channel, one after the other
+    vectors of the reduced channels, one after the other, in the two legs of a reduce (`comm/collectives.py`)
+
+Channels come in the order of the configuration. Presence is one bit per tensor of each gradient channel: whether this replica has a
+gradient for it. The queue writes and reads messages by this layout, the checkpoint reader reads saved ones, the planner and the memory
+model count what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..channels.channel import Outgoing, Received
+from ..channels.codec import Section
+from ..comm.collectives import Arrived, legs
+from ..comm.header import COUNTED, HEADER, NOT_FINITE, SKIPPED, Header
+from ..compression import dense
+from ..config.channel import Channel
+
+
+class MessageLayout:
+    """What lies where in a message of some channels, on one lane.
+
+    Args:
+        sections: of the channels, in the order of the configuration.
+
+    Attributes:
+        sections: by the name of the channel.
+        body_bytes: presence bits and sections; num_bytes: with the header.
+        vectors: length and code of each vector that is reduced.
+
+    Example:
+        >>> from fsdp_demo.channels.codec import Section
+        >>> from fsdp_demo.compression.blocks import Layout
+        >>> from fsdp_demo.config.channel import Channel
+        >>> from fsdp_demo.exchange.message import MessageLayout
+        >>> message = MessageLayout([Section(Layout([(3,), (5,)], ["dense", "dense"]), Channel("gradient", "gradient"), size=2)])
+        >>> message.num_bytes, message.body_bytes, message.vectors
+        (57, 1, [(8, 'fp32')])
+    """
+
+    def __init__(self, sections: Sequence[Section]):
+        self.sections = {s.channel.name: s for s in sections}
+        self._bits = _spans([s.layout.num_tensors if s.channel.before_step else 0 for s in sections])
+        self._presence_bytes = (self._bits[-1].stop + 7) // 8 if sections else 0
+        self._bytes = _spans([s.num_bytes for s in sections], self._presence_bytes)
+        self._vectors = _spans([0 if s.gathered else len(s.spans) for s in sections])
+        self.body_bytes = self._bytes[-1].stop if sections else 0
+        self.num_bytes = HEADER.size + self.body_bytes
+        self._reduced = [(s.channel, *span) for s in sections if not s.gathered for span in s.spans]
+        self.vectors = [(n, code) for _, n, code in self._reduced]
+
+    @property
+    def before_step(self) -> bool:
+        """Whether it is a message of gradients: those share none with other channels."""
+        return any(s.channel.before_step for s in self.sections.values())
+
+    # ---- what is sent ----------------------------------------------------------------------------------------------
+
+    def pack(self, parts: Mapping[str, Outgoing]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """What the channels send, by name, in its order: presence bits (uint8, on the CPU), sections of the body, vectors to be reduced."""
+        mine = [parts[name] for name in self.sections]
+        bits = pack_bits([p for part in mine for p in part.present or []])
+        return bits, [p.body for p in mine if p.body is not None], [v for p in mine for v in p.vectors]
+
+    def blank(self, bodies: Sequence[Tensor]) -> bool:
+        """Whether the sections, as `pack` gives them, hold nothing but zeros."""
+        sections = [s for s in self.sections.values() if s.gathered]
+        return all(s.blank(body) for s, body in zip(sections, bodies, strict=True))
+
+    def weights(self, headers: Sequence[Header]) -> list[list[float]]:
+        """Each replica's share in the mean of each of `vectors`. Raises as `replica_weights`."""
+        return [replica_weights(channel, headers) for channel, _, _ in self._reduced]
+
+    def legs(self, size: int) -> tuple[list[int], list[int]]:
+        """Bytes, with the header, of what each of `size` ranks is sent in a reduce of `vectors`, and of what it sends back."""
+        there, back = ([HEADER.size + dense.total_bytes(part) for part in leg] for leg in legs(self.vectors, size))
+        return there, back
+
+    # ---- what comes back -------------------------------------------------------------------------------------------
+
+    def split(self, name: str, arrived: Arrived) -> Received:
+        """What has arrived for one channel. Raises as `replica_weights`."""
+        i, section = list(self.sections).index(name), self.sections[name]
+        bodies = [body[self._bytes[i]] for body in arrived.bodies] if section.gathered else []
+        weights = replica_weights(section.channel, arrived.headers)
+        return Received(bodies, arrived.means[self._vectors[i]], weights, self._present(i, section.channel, arrived.bodies))
+
+    def _present(self, i: int, channel: Channel, bodies: Sequence[Tensor]) -> list[bool] | None:
+        """The union over the replicas of the bits of channel number `i`."""
+        if not channel.before_step:
+            return None
+        sets = [unpack_bits(body[: self._presence_bytes], self._bits[-1].stop)[self._bits[i]] for body in bodies]
+        return [any(bits) for bits in zip(*sets, strict=True)]
+
+
+def _spans(lengths: Sequence[int], start: int = 0) -> list[slice]:
+    """Stretches of these lengths, one after the other."""
+    ends = list(accumulate(lengths, initial=start))
+    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
+    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step.
+
+    Raises:
+        RuntimeError: weights are tokens and no island has counted any.
+    """
+    tokens = channel.reducer.weight == "tokens"
+    if tokens and not any(h.weight for h in headers):
+        if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
+            return [1.0] * len(headers)
+        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
+    plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
+    out = NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
+    return [0.0 if h.flags & out else h.weight if tokens else 1.0 for h in headers]
+
+
+def pack_bits(bits: Sequence[bool]) -> Tensor:
+    """uint8 [ceil(n / 8)], bit i of the little-endian number is bits[i]."""
+    n = (len(bits) + 7) // 8
+    number = sum(int(b) << i for i, b in enumerate(bits))
+    return torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_bits(data: Tensor, n: int) -> list[bool]:
+    """The inverse of `pack_bits`."""
+    number = int.from_bytes(bytes(data.tolist()), "little")
+    return [bool(number >> i & 1) for i in range(n)]

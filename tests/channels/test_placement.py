@@ -1,0 +1,46 @@
+"""Where channels stand: made once per rank, and handed to all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_demo import preset
+from fsdp_demo.channels.bind import bind
+from fsdp_demo.channels.placement import Placement
+from fsdp_demo.comm.topology import Position
+from fsdp_demo.config.channel import Channel
+from fsdp_demo.config.schema import ExchangeConfig
+from fsdp_demo.hosts.torch_params import TorchShards
+
+
+def shards() -> tuple[nn.Module, TorchShards]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    return model, TorchShards([torch.optim.SGD([(n, p) for n, p in model.named_parameters()], lr=0.1)])
+
+
+def test_lanes_and_copies() -> None:
+    _, here = shards()
+    lanes = [Placement(here, Position(1, 0, 3, copy), lanes=2).lane for copy in range(3)]
+    assert lanes == [0, 1, None]
+    assert Placement(here).home_device == here.device and Placement(here, home="meta").home_device.type == "meta"
+
+
+def test_channels_of_a_configuration() -> None:
+    """Those of the configuration, one for buffers on the clock of what moves parameters, and one over everything."""
+    model, here = shards()
+    config = preset("local_sgd", period=3)
+    bound = bind(config.channels, config, Placement(here, islands=2), model)
+    assert [c.channel.name for c in bound.channels] == [c.name for c in config.channels] and bound.channels[0].size == 2
+    assert [(b.channel.name, b.channel.clock.period) for b in bound.buffers] == [("buffers", 3)]
+    assert len(bound.parameters.covered) == 4 and bind(config.channels, config, Placement(here), model).buffers == []
+    beyond = bind(config.channels, config, Placement(here, Position(1, 0, 2, 1), lanes=1, islands=2), None)
+    assert beyond.channels[0].section is None and beyond.channels[0].layout is None and beyond.buffers == []
+
+
+def test_parameters_that_no_channel_covers() -> None:
+    _, here = shards()
+    config = ExchangeConfig("mine", (Channel("gradient", "gradient", exclude=("*.bias",)),))
+    with pytest.raises(ValueError, match="no channel covers 0.bias, 1.bias: freeze"):
+        bind(config.channels, config, Placement(here, islands=2), None)

@@ -1,0 +1,110 @@
+"""What an exchange saves: names that are checked by types, and the tree that checkpoints have held so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.channels.state import ChannelState
+from fsdp_demo.exchange.saved_state import ExchangeState, InFlightState
+
+HEADER = {"digest": 5, "step": 3, "weight": 2.0, "loss": 1.5, "flags": 0, "kind": 1, "total": 0, "number": 0}
+
+
+def tree() -> dict[str, Any]:
+    """Of a delta channel with a message under way that has arrived, key by key as format 1 has it."""
+    sent = {"step": 3, "body": None, "vectors": [], "own": torch.ones(2), "present": None, "partial": False}
+    arrived = {"headers": [HEADER] * 2, "bodies": [torch.zeros(1, dtype=torch.uint8)] * 2, "means": [torch.ones(2)], "decoded": {}}
+    return {
+        "step": 4,
+        "digest": 5,
+        "last": {"delta": 4},
+        "applied": {"delta": 1},
+        "begun": -1,
+        "tokens": [10, {"delta": 20.0}],
+        "losses": [0.5, [0.25]],
+        "channels": {"delta": {"anchor": torch.zeros(2), "momentum": torch.ones(2), "present": [False]}},
+        "in_flight": [{"step": 3, "members": ["delta"], "parts": {"delta": sent}, "arrived": arrived, "said": HEADER}],
+    }
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal trees, keys in one order."""
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def test_the_tree_stays_what_it_was() -> None:
+    state = ExchangeState.from_tree(tree())
+    assert same(state.to_tree(), tree())
+    assert (state.tokens, state.weighed, state.loss, state.losses) == (10, {"delta": 20.0}, 0.5, [0.25])
+    (flight,) = state.in_flight
+    assert flight.arrived is not None and flight.arrived.headers[1].loss == 1.5 and flight.said == flight.arrived.headers[0]
+    assert list(state.channels["delta"].workspaces) == ["anchor", "momentum"] and state.channels["delta"].accumulator is None
+
+
+def test_what_earlier_releases_did_not_say() -> None:
+    old = tree()
+    for key in ("applied", "begun", "losses"):
+        del old[key]
+    del old["in_flight"][0]["said"], old["in_flight"][0]["arrived"]["decoded"], old["in_flight"][0]["parts"]["delta"]["partial"]
+    state = ExchangeState.from_tree(old)
+    assert (state.applied, state.begun, state.losses) == ({}, -1, []) and math.isnan(state.loss)
+    assert state.in_flight[0].said is None and state.in_flight[0].arrived is not None and state.in_flight[0].arrived.decoded == {}
+    assert not state.in_flight[0].parts["delta"].partial
+    assert InFlightState.from_tree({**old["in_flight"][0], "arrived": None}).arrived is None
+
+
+def test_a_channel_that_keeps_something_else() -> None:
+    with pytest.raises(ValueError, match=r"channel 'delta'.*'variance'.*resume with"):
+        ChannelState.from_tree("delta", {"anchor": torch.zeros(2), "variance": torch.zeros(2), "present": []})
+
+
+def test_an_exchange_gives_that_tree(alone: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner="as_is", **{"clock.delay": 1}), model=model)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    given = exchange.state_dict()
+    assert list(given) == list(tree()) and list(given["in_flight"][0]) == list(tree()["in_flight"][0])
+    assert list(given["in_flight"][0]["arrived"]) == list(tree()["in_flight"][0]["arrived"])
+    assert same(ExchangeState.from_tree(given).to_tree()["channels"], given["channels"])
+
+
+def test_the_queue_only_queues(alone: Any) -> None:
+    """What has arrived changes nothing until its channel applies it."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner="as_is", **{"clock.delay": 1}), model=model)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (c,) = exchange.channels
+    assert c.anchor is not None
+    before, anchor, queue = model.weight.detach().clone(), c.anchor.clone(), exchange._mailbox
+    with torch.no_grad():
+        assert queue.oldest() == ([c], 2) and list(queue.receive([c], 1)) == []
+        ((of, arrived),) = queue.receive([c], 2)
+        assert of is c and not queue.flights and arrived.received is not None and arrived.flying == []
+        assert torch.equal(model.weight, before) and torch.equal(c.anchor, anchor)
+        c.apply(arrived)
+    assert not torch.equal(c.anchor, anchor)
+    exchange.detach()
