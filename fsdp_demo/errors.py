@@ -70,7 +70,7 @@ class NeedsDecision(ValueError):
     """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
 
     Example:
-        >>> from fsdp_demo.errors import NeedsDecision
+        >>> from fsdp_demo import NeedsDecision
         >>> issubclass(NeedsDecision, ValueError)
         True
     """

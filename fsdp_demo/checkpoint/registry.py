@@ -133,4 +133,3 @@ def _in_thread(work: Any) -> Future[Any]:
 
     threading.Thread(target=run, name="store", daemon=True).start()
     return done
-
