@@ -25,14 +25,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.ranks import Ranks
 from ..comm.topology import Topology
-from ..errors import NeedsDecision, NotFinite, Superseded
+from ..errors import NeedsDecision, NotFinite, Superseded, as_disk_error
 from . import folders
 from .choice import Held, alike, choose
 from .fence import Fence
-from .files import as_disk_error, sync_folder
+from .files import sync_folder
 from .folders import MANIFEST, misfits
-from .ranks import Ranks
 from .registry import Board
 from .shelf import Shelf
 

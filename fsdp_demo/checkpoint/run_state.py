@@ -226,7 +226,7 @@ class RunState:
     def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
         """All but the model's tensors."""
         rank = state.head["rank"]
-        config = getattr(unwrapped(self.model), "config", None)
+        config: Any = getattr(unwrapped(self.model), "config", None)
         if rank == 0 and hasattr(config, "save_pretrained"):  # of transformers: `fsdp-demo export` needs it
             config.save_pretrained(folder)
         if rank == 0:

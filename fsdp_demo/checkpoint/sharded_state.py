@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import as_disk_error
 from ..hosts.base import local_part, plain_name
 from ..hosts.optimizers import materialise
-from .files import as_disk_error
 
 
 def unwrapped(model: torch.nn.Module) -> Any:

@@ -8,12 +8,12 @@ import shutil
 import zlib
 from pathlib import Path
 
+from ..comm.ranks import Ranks
 from ..comm.topology import Topology
 from . import folders
 from .choice import Held, look
 from .files import read_head
 from .folders import NEWER, misfits
-from .ranks import Ranks
 
 log = logging.getLogger("fsdp_demo")
 

@@ -20,11 +20,10 @@ from transformers import Trainer
 
 from ...checkpoint import folders
 from ...checkpoint.fence import Fence
-from ...checkpoint.files import as_disk_error
 from ...checkpoint.finite import refuse_exchange
 from ...checkpoint.manager import LAST_FAILURE
-from ...checkpoint.ranks import Ranks
-from ...errors import NotFinite
+from ...comm.ranks import Ranks
+from ...errors import NotFinite, as_disk_error
 from ...exchange.exchange import Exchange
 from .state import save_state
 

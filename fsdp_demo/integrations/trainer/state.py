@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 
 from ...checkpoint.choice import Held, alike, choose, look
 from ...checkpoint.exchange_state import Saved, describe, open_exchange, save_exchange
@@ -24,6 +23,7 @@ from ...checkpoint.files import read_part, write_part
 from ...checkpoint.folders import MANIFEST, damaged, forget_asides, misfits, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
 from ...checkpoint.registry import Board
+from ...comm.ranks import Ranks
 from ...comm.topology import Topology
 from ...errors import NeedsDecision
 from ...exchange.exchange import Exchange
@@ -152,18 +152,19 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
     if not isinstance(wanted, (str, os.PathLike)) and wanted is not True:
         return wanted
     auto, newest = str(wanted).lower() == "auto", wanted is True or str(wanted).lower() in ("true", "auto")
-    _from_first(lambda: take_back(output_dir), topology)
+    ranks = Ranks.everywhere(PartialState().device)  # of the island, in a mesh of the world
+    ranks.from_first(lambda: take_back(output_dir))
     if topology.kind != "islands":
         whole = whole_steps(output_dir, fresh) if newest else []  # the Trainer alone would take one that was cut off
-        found = str(output_dir / f"checkpoint-{whole[-1]}") if whole else (None if auto else True) if newest else str(wanted)
-        return _verified(found)
+        alone = str(output_dir / f"checkpoint-{whole[-1]}") if whole else (None if auto else True) if newest else str(wanted)
+        return _verified(alone, ranks)
     if newest:
-        found = _from_first(lambda: _newest(output_dir, topology, fresh, auto), topology)
+        found = _from_first(ranks, lambda: _newest(output_dir, topology, fresh, auto))
     else:
-        found = _from_first(lambda: _named(str(wanted), output_dir, topology), topology)
+        found = _from_first(ranks, lambda: _named(str(wanted), output_dir, topology))
     if found is None:
         log.warning("%s: no island holds a checkpoint: training begins", topology.name)
-    return _verified(found)
+    return _verified(found, ranks)
 
 
 def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> str | TakeOver | None:
@@ -223,13 +224,13 @@ def _meet(topology: Topology, note: dict[str, Any]) -> list[dict[str, Any]]:
         board.close()
 
 
-def _verified(where: Any) -> Any:
+def _verified(where: Any, ranks: Ranks) -> Any:
     """The path, if the checksums of its manifest fit; each process reads its share."""
     if not isinstance(where, str):
         return where
-    state, sealed = PartialState(), (Path(where) / MANIFEST).exists()
-    bad = gather_object(damaged(Path(where), state.process_index, state.num_processes) if sealed else [])
-    if bad:
+    sealed = (Path(where) / MANIFEST).exists()
+    mine = ranks.together(lambda: damaged(Path(where), ranks.rank, ranks.world) if sealed else [], where)
+    if bad := [name for names in ranks.everyone(mine) for name in names]:
         raise ValueError(
             f"{where} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away on one island, and all resume from "
             "the checkpoint before it"
@@ -249,18 +250,15 @@ def held_in(output_dir: Path, topology: Topology, fresh: bool = False) -> list[H
     return out
 
 
-def _from_first(ask: Callable[[], Any], topology: Topology) -> Any:
-    """What `ask` gives on rank 0 of the island, in a mesh of the world, on all; an error there is raised on all."""
-    answer: list[Any] = [None]
-    if PartialState().process_index == 0:
-        try:
-            answer[0] = ask()
-        except (ValueError, OSError, RuntimeError) as error:  # PeerLost and torch's DistStoreError are RuntimeErrors
-            answer[0] = error
-    broadcast_object_list(answer)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return answer[0]
+def _from_first(ranks: Ranks, ask: Callable[[], str | TakeOver | None]) -> str | TakeOver | None:
+    """What `ask` gives on rank 0, on all; an error there is raised on all."""
+
+    def told() -> Any:
+        found = ask()
+        return vars(found) if isinstance(found, TakeOver) else found
+
+    found = ranks.from_first(told)
+    return TakeOver(**found) if isinstance(found, dict) else found
 
 
 class Rotation:
