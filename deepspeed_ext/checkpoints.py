@@ -11,7 +11,6 @@ the recovery scripts and the names of tied parameters; the tag is compared over 
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,10 @@ import torch
 
 from fsdp_demo import Exchange
 from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
+from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.fence import Fence
 from fsdp_demo.checkpoint.finite import refuse_exchange
-from fsdp_demo.checkpoint.folders import MANIFEST, damaged, misfits
-from fsdp_demo.checkpoint.manager import LAST_FAILURE
+from fsdp_demo.checkpoint.folders import damaged, misfits
 from fsdp_demo.checkpoint.registry import Board
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.errors import NeedsDecision, NotFinite
@@ -118,7 +117,7 @@ class _Followed(Folders):
     def __init__(self, engine: Any, exchange: Exchange):
         super().__init__(engine)
         self.exchange = exchange
-        self.failed = self._in_a_row = 0
+        self._failures = SaveFailures(exchange.topology.name)
         self._fence: Fence | None = None
 
     def save_checkpoint(
@@ -145,25 +144,19 @@ class _Followed(Folders):
             self.world.together(self._check, str(folder))
             done = self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)
         except (OSError, NotFinite) as error:
-            self.failed, self._in_a_row = self.failed + 1, self._in_a_row + 1
             tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
             if self.first and misfits(folder / tag):
                 shutil.rmtree(folder / tag, ignore_errors=True)  # a disk that is full needs the room
-            if self._in_a_row >= LAST_FAILURE:
-                raise
-            if self.first:
-                text = "%s: no checkpoint saved (%s); training goes on, failure %d in a row of the %d that end it"
-                log.warning(text, self.exchange.topology.name, error, self._in_a_row, LAST_FAILURE)
+            self._failures.failed("no checkpoint saved", error, speaks=self.first)
             return False
-        self._in_a_row = 0
+        self._failures.made()
         return done
 
     def _own(self, folder: Path) -> None:
         """This life writes into the folder from now on: at its first save, and when it has loaded from there."""
         if self._fence is None or self._fence.roots != [folder]:
             fence = Fence([folder], self.exchange.topology.run)
-            token = self.ranks.from_first(lambda: secrets.token_hex(6))
-            self.world.together(lambda: fence.begin(token, writes=self.first), str(folder))
+            self.world.together(lambda: fence.take(self.ranks), str(folder))  # in a mesh replicas have locks of their own
             self._fence = fence
 
     def fenced(self) -> None:
@@ -256,7 +249,7 @@ class _Followed(Folders):
         """Compare checksums, each rank its share."""
         for folder, _ in choice.sources:
             place = folder / str(choice.tag)
-            if (place / MANIFEST).exists() and (bad := damaged(place, self.ranks.rank, self.ranks.world)):
+            if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
                 raise ValueError(f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away; {CURE}")
 
     def _open(self, choice: Choice) -> Saved:
