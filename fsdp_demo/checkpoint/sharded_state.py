@@ -1,6 +1,7 @@
 """A replica's parameters, buffers and inner optimizer states in one set of safetensors files, which another number of shards can load.
 
-The files are those of `torch.distributed.checkpoint`. All ranks of the replica come together; one rank alone: `local_state.py`.
+The files are those of `torch.distributed.checkpoint`, which is imported where it is used: it takes a second. All ranks of the replica come
+together; one rank alone: `local_state.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import as_disk_error
@@ -58,7 +56,9 @@ def save_tensors(folder: Path, live: dict[str, torch.Tensor], group: Any, wait: 
     Raises:
         OSError: a file cannot be written, on any rank; here or from what is returned.
     """
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     if wait:
         with _as_os_error():
             dcp.save(live, storage_writer=writer, process_group=group)
@@ -82,13 +82,15 @@ def load_tensors(shares: Mapping[Path, float], model: torch.nn.Module, optimizer
     Raises:
         ValueError: another model or optimizer.
     """
+    import torch.distributed.checkpoint as dcp
+
     for optimizer in optimizers:
         materialise(optimizer)
     live = tensors_of(model, optimizers)
     total: dict[str, torch.Tensor] = {}
     for folder, weight in shares.items():
         try:
-            dcp.load(live, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=group)
+            dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group)
         except Exception as error:  # whatever the planner says about names and shapes
             raise ValueError(f"{folder} does not fit this model and optimizer (another model, preset or optimizer?): {error}") from error
         if len(shares) > 1:
@@ -102,6 +104,8 @@ def load_tensors(shares: Mapping[Path, float], model: torch.nn.Module, optimizer
 @contextmanager
 def _as_os_error() -> Iterator[None]:
     """What ranks could not write, as the error that it was: torch gathers it into an exception of its own, which is no `Exception`."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

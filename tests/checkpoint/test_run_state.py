@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # before the first fork: it takes a second
 
 import fsdp_demo
 from fsdp_demo.checkpoint import Checkpoints, RunState, run_state

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # before the first fork: it takes a second
 from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
