@@ -1,25 +1,30 @@
-"""A roll call: what every rank of the world says, and how that reads where it should be one thing."""
+"""Words between the ranks of an engine: of its replica, and of the whole world; and how that reads where all should say one thing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
+from fsdp_demo.comm.ranks import Ranks
 
-def everyone(said: str) -> list[str]:
-    """What every rank of the world says, in the order of the ranks. A collective, without pickles."""
-    device = "cpu" if dist.get_backend() == "gloo" else get_accelerator().current_device_name()
-    own = said.encode()
-    length = torch.tensor([len(own)], device=device)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)
-    mine = torch.tensor(list(own.ljust(max(int(n) for n in lengths))), dtype=torch.uint8, device=device)
-    parts = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(parts, mine)
-    return [bytes(part.tolist())[: int(n)].decode() for part, n in zip(parts, lengths, strict=True)]
+
+def world() -> Ranks:
+    """All ranks that DeepSpeed has joined."""
+    return Ranks.everywhere(_device())
+
+
+def replica(engine: Any) -> Ranks:
+    """The ranks over which ZeRO partitions."""
+    group = engine.seq_data_parallel_group
+    return Ranks(group, comm.get_rank(group=group), comm.get_world_size(group=group), _device())
+
+
+def _device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
 
 
 def told(values: Sequence[str]) -> str:

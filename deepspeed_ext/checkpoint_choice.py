@@ -22,14 +22,12 @@ from typing import Any
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint import Saved, open_exchange
 from fsdp_demo.checkpoint.choice import Held, together
-from fsdp_demo.checkpoint.choice import look as held
-from fsdp_demo.checkpoint.folders import MANIFEST, misfits
 from fsdp_demo.checkpoint.reshard import shares
+from fsdp_demo.checkpoint.whole import PARTS, whole
 from fsdp_demo.errors import NeedsDecision
 
 log = logging.getLogger("fsdp_demo")
 
-PARTS = "exchange"
 CURE = "with DeepSpeed: engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach starts it anew"
 
 
@@ -61,7 +59,7 @@ def look(root: Path, topology: Topology, tag: str | None) -> dict[str, Any]:
     own folder (`bad`) or beside it. What is bad in its own folder does not count as seen elsewhere."""
     own = folder_of(root, topology)
     note: dict[str, Any] = {"name": topology.name, "tag": tag, "latest": latest(own), "seen": {}, "plain": [], "bad": {}, "beside": {}}
-    note["own"] = []  # [step, applied, owner, tag, run] of what this replica saved itself, in these numbers
+    note["own"] = []  # [held, tag, run] of what this replica saved itself, in these numbers
     for folder in _folders(root):
         for place in [folder / tag] if tag is not None else sorted(p for p in folder.iterdir() if p.is_dir()):
             if (place / PARTS).is_dir():
@@ -77,22 +75,17 @@ def look(root: Path, topology: Topology, tag: str | None) -> dict[str, Any]:
 
 def _note_parts(note: dict[str, Any], place: Path, own: bool, topology: Topology) -> None:
     try:
-        saved = open_exchange(place / PARTS)
-        if not saved.complete:
-            raise ValueError(f"{place / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: half-written, or a file is lost")
-        if (place / MANIFEST).exists() and (why := misfits(place)):
-            raise ValueError(f"{place} is not complete: {why}")
-        applied, owner = held(place / PARTS, topology.islands)
+        held, saved = whole(place, topology.islands)
     except ValueError as error:
         note["bad" if own else "beside"][place.name] = str(error)
         return
     runs = note["seen"].setdefault(place.name, {})
     times = [path.stat().st_mtime for path in saved.paths.values()]
     runs[_run(saved)] = [saved.step, max(times + runs.get(_run(saved), [0, 0.0])[1:])]
-    if own and owner == topology.island:
-        note["own"].append([saved.step, applied, owner, place.name, _run(saved)])
-    elif own and owner != -1:
-        note["owner"] = owner
+    if own and held.owner == topology.island:
+        note["own"].append([held.note(), place.name, _run(saved)])
+    elif own and held.owner != -1:
+        note["owner"] = held.owner
 
 
 def choose_tags(notes: Sequence[dict[str, Any]], take_over: bool = True) -> list[tuple[str, str] | None] | None:
@@ -118,13 +111,12 @@ def choose_tags(notes: Sequence[dict[str, Any]], take_over: bool = True) -> list
 
 def _tags_of(notes: Sequence[dict[str, Any]]) -> list[tuple[str, str] | None] | None:
     """The tags of replicas that hold something."""
-    own = [[Held(step, "checkpoint", applied, owner) for step, applied, owner, _, _ in n["own"]] for n in notes]
+    own = [[Held(*held) for held, _, _ in n["own"]] for n in notes]
     states = together(own) if all(own) and all(n["tag"] is None for n in notes) else None
     if states is not None and len({h.step for h in states}) > 1:
         common = _common(notes)
         if not common or min(h.step for h in states) >= _step(notes, _newest(notes, common)):
-            pick = [next(o for o in n["own"] if (o[0], o[1]) == (h.step, h.applied)) for n, h in zip(notes, states, strict=True)]
-            return [(tag, run) for _, _, _, tag, run in pick]
+            return [next((tag, run) for held, tag, run in n["own"] if Held(*held) == h) for n, h in zip(notes, states, strict=True)]
     found = choose_tag(notes)
     return None if found is None else [found] * len(notes)
 

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
-
 from fsdp_demo.checkpoint.files import in_one_piece, sync_folder
 from fsdp_demo.checkpoint.folders import MANIFEST, seal, sum_up
-from fsdp_demo.checkpoint.ranks import Ranks
-from fsdp_demo.errors import NeedsDecision, PeerLost
 
+from .all_ranks import replica, world
 from .checkpoint_choice import PARTS, latest
 
 
-class World(Ranks):
-    """All ranks of the engine's world, whose words travel with its own backend."""
-
-    def __init__(self) -> None:
-        super().__init__(None, comm.get_rank(), comm.get_world_size())
-
-    def largest(self, number: float) -> float:
-        vote = torch.tensor([float(number)], device=get_accelerator().current_device_name())
-        comm.all_reduce(vote, op=comm.ReduceOp.MAX)
-        return vote.item()
-
-
 class Folders:
-    """What both have in common: DeepSpeed's own two methods underneath, and words with the other ranks."""
+    """What both have in common: DeepSpeed's own two methods underneath, and words with the other ranks of the replica (`ranks`) and of the
+    engine's world (`world`)."""
 
     def __init__(self, engine: Any):
         self.engine = engine
         before = getattr(engine.save_checkpoint, "__self__", None)
         own = (engine.save_checkpoint, engine.load_checkpoint)
         self.theirs: tuple[Callable[..., Any], Callable[..., Any]] = before.theirs if isinstance(before, Folders) else own
-        self.group = engine.seq_data_parallel_group
-        self.rank, self.size = comm.get_rank(group=self.group), comm.get_world_size(group=self.group)
-        self.first, self.ranks = self.rank == 0, World()
+        self.ranks, self.world = replica(engine), world()
+        self.first = self.ranks.rank == 0
 
     def save_into(
         self, folder: Path, tag: Any, client_state: Any, save_latest: bool, frozen: bool, parts: Callable[[Path], None] | None = None
@@ -52,7 +34,7 @@ class Folders:
         engine = self.engine
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         place, what = folder / tag, f"{folder / tag}: it stays unfinished"
-        self.ranks.together(lambda: self._clear(place, parts is not None), what)
+        self.world.together(lambda: self._clear(place, parts is not None), what)
         error: Exception | None = None
         done: Any = None
         try:
@@ -64,10 +46,10 @@ class Folders:
                 engine._copy_recovery_script(str(folder))
         except Exception as e:  # the other ranks wait for this one's vote
             error = e
-        self.ranks.settle(error, what)
+        self.world.settle(error, what)
         if parts is not None:
-            self.ranks.together(lambda: sum_up(place, self.rank, self.size), what)
-        self.ranks.together(lambda: self._name(folder, tag, parts is not None, save_latest), what)
+            self.world.together(lambda: sum_up(place, self.ranks.rank, self.ranks.world), what)
+        self.world.together(lambda: self._name(folder, tag, parts is not None, save_latest), what)
         return done
 
     def _clear(self, place: Path, parts: bool) -> None:
@@ -84,7 +66,7 @@ class Folders:
         """All files are there: the manifest, and `latest`."""
         self.fenced()
         if self.first and sealed:
-            seal(folder / tag, self.engine.global_steps, self.size)
+            seal(folder / tag, self.engine.global_steps, self.ranks.world)
         if self.first and save_latest:
             in_one_piece(folder / "latest", lambda part: part.write_text(tag, encoding="utf-8"))
             sync_folder(folder)
@@ -103,7 +85,7 @@ class Folders:
         except Exception as e:
             error = e
         zero.clip_grad = clip
-        self.all_well(error, f"{folder}/{tag} could not be loaded by another rank")
+        self.world.settle(error, f"{folder}/{tag} could not be loaded")
         return result
 
     @staticmethod
@@ -129,25 +111,6 @@ class Folders:
             yield
         finally:
             zero.clip_grad = clip
-
-    def all_well(self, error: Exception | None, text: str) -> None:
-        """Raise on all ranks of the world what happened on one (`Ranks.settle`)."""
-        self.ranks.settle(error, text)
-
-    def from_first(self, ask: Callable[[], Any], group: Any = None) -> Any:
-        """What `ask` gives (JSON) on the first rank of the replica, or of `group`; its error is raised on all of them."""
-        group = self.group if group is None else group
-        value: list[Any] = [None]
-        if comm.get_rank(group=group) == 0:
-            try:
-                value = [json.dumps([ask(), "", ""])]
-            except (ValueError, RuntimeError, OSError) as error:
-                value = [json.dumps([None, type(error).__name__, str(error)])]
-        torch.distributed.broadcast_object_list(value, group_src=0, group=group)
-        got, kind, text = json.loads(value[0])
-        if kind:
-            raise {e.__name__: e for e in (ValueError, NeedsDecision, PeerLost)}.get(kind, RuntimeError)(text)
-        return got
 
     def tied(self) -> dict[str, str]:
         """Names of parameters that are another one's: `zero_to_fp32` finds these by it."""

@@ -11,21 +11,19 @@ the recovery scripts and the names of tied parameters; the tag is compared over 
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
 from fsdp_demo import Exchange
 from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
+from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.fence import Fence
 from fsdp_demo.checkpoint.finite import refuse_exchange
-from fsdp_demo.checkpoint.folders import MANIFEST, damaged, misfits
-from fsdp_demo.checkpoint.manager import LAST_FAILURE
+from fsdp_demo.checkpoint.folders import damaged, misfits
 from fsdp_demo.checkpoint.registry import Board
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.errors import NeedsDecision, NotFinite
@@ -36,7 +34,7 @@ from .taking_over import advance, of_users
 
 log = logging.getLogger("fsdp_demo")
 
-T = TypeVar("T")
+READS = "reading the parts of the exchange's state"
 
 
 def follow(engine: Any, exchange: Exchange) -> None:
@@ -106,9 +104,9 @@ class _Separate(Folders):
         options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
         root = Path(load_dir)
 
-        tag = self.from_first(lambda: latest(root), torch.distributed.group.WORLD) if tag is None else str(tag)
+        tag = self.world.from_first(lambda: latest(root)) if tag is None else str(tag)
         own = self._folder(root)
-        if tag is not None and not self.from_first(lambda: (own / str(tag)).is_dir()):
+        if tag is not None and not self.ranks.from_first(lambda: (own / str(tag)).is_dir()):
             if self.first:
                 log.warning("%s is not there: replica %d takes over from replica 0", own / tag, self.replica)
             own = root
@@ -119,7 +117,7 @@ class _Followed(Folders):
     def __init__(self, engine: Any, exchange: Exchange):
         super().__init__(engine)
         self.exchange = exchange
-        self.failed = self._in_a_row = 0
+        self._failures = SaveFailures(exchange.topology.name)
         self._fence: Fence | None = None
 
     def save_checkpoint(
@@ -143,28 +141,22 @@ class _Followed(Folders):
         parts = partial(save_exchange, exchange=self.exchange)
         try:
             self._own(folder)
-            self.ranks.together(self._check, str(folder))
+            self.world.together(self._check, str(folder))
             done = self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)
         except (OSError, NotFinite) as error:
-            self.failed, self._in_a_row = self.failed + 1, self._in_a_row + 1
             tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
             if self.first and misfits(folder / tag):
                 shutil.rmtree(folder / tag, ignore_errors=True)  # a disk that is full needs the room
-            if self._in_a_row >= LAST_FAILURE:
-                raise
-            if self.first:
-                text = "%s: no checkpoint saved (%s); training goes on, failure %d in a row of the %d that end it"
-                log.warning(text, self.exchange.topology.name, error, self._in_a_row, LAST_FAILURE)
+            self._failures.failed("no checkpoint saved", error, speaks=self.first)
             return False
-        self._in_a_row = 0
+        self._failures.made()
         return done
 
     def _own(self, folder: Path) -> None:
         """This life writes into the folder from now on: at its first save, and when it has loaded from there."""
         if self._fence is None or self._fence.roots != [folder]:
             fence = Fence([folder], self.exchange.topology.run)
-            token = self.from_first(lambda: secrets.token_hex(6))
-            self.ranks.together(lambda: fence.begin(token, writes=self.first), str(folder))
+            self.world.together(lambda: fence.take(self.ranks), str(folder))  # in a mesh replicas have locks of their own
             self._fence = fence
 
     def fenced(self) -> None:
@@ -210,11 +202,11 @@ class _Followed(Folders):
             )
         if not choice.sources:
             return self._take_over(folder_of(root, topology), choice.tag)
-        self._together(lambda: self._verify(choice))
+        self.world.together(lambda: self._verify(choice), READS)
         fresh = load_module_only or not load_optimizer_states
-        saved = self._together(lambda: self._open(choice)) if choice.parts and not fresh else None
+        saved = self.world.together(lambda: self._open(choice), READS) if choice.parts and not fresh else None
         result = self._load(choice, options)
-        state = self._together(lambda: saved.state_for(self.exchange)) if saved is not None else None
+        state = self.world.together(lambda: saved.state_for(self.exchange), READS) if saved is not None else None
         if state is None and self.first:
             place, why = choice.sources[0][0] / choice.tag, "without optimizer states" if fresh else "and holds no exchange state"
             log.warning("%s was loaded %s: the channels start anew, from the weights of one replica", place, why)
@@ -251,13 +243,13 @@ class _Followed(Folders):
             finally:
                 board.close()
 
-        return cast(dict[str, Any], self.from_first(notes))
+        return cast(dict[str, Any], self.ranks.from_first(notes))
 
     def _verify(self, choice: Choice) -> None:
         """Compare checksums, each rank its share."""
         for folder, _ in choice.sources:
             place = folder / str(choice.tag)
-            if (place / MANIFEST).exists() and (bad := damaged(place, self.rank, self.size)):
+            if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
                 raise ValueError(f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away; {CURE}")
 
     def _open(self, choice: Choice) -> Saved:
@@ -268,16 +260,6 @@ class _Followed(Folders):
         except ValueError as error:
             raise ValueError(f"{error}; {CURE}") from None
         return saved
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """What `work` gives; an error of one rank is raised on all."""
-        out, error = None, None
-        try:
-            out = work()
-        except Exception as e:
-            error = e
-        self.all_well(error, "another rank cannot read its part of the exchange's state")
-        return cast(T, out)
 
     def _choose(self, root: Path, tag: str | None) -> Choice:
         """The first ranks of all replicas tell each other what they see; then each replica's ranks hear from theirs."""
@@ -295,7 +277,7 @@ class _Followed(Folders):
             choice = Choice(next(f[0] for f in found if f is not None), []) if mine is None else choose(root, topology, *mine)
             return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts], None not in found]
 
-        found = self.from_first(agreed)
+        found = self.ranks.from_first(agreed)
         if found is None:
             return Choice(None, [])
         name, sources, parts, alone = found

@@ -6,7 +6,6 @@ ISLAND_* variables would train as a single replica beside others that wait for p
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_demo import Topology
 
-from .all_ranks import everyone, told
+from .all_ranks import told, world
 from .node_mesh import installed, topology_of
 
 NAMES = ("ISLAND_COUNT", "ISLAND_RANK", "ISLAND_ENDPOINT", "ISLAND_RUN", "ISLAND_NAME")
@@ -62,7 +61,7 @@ def compare_environment(env: Mapping[str, str] | None = None) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     env = os.environ if env is None else env
-    said = [json.loads(text) for text in everyone(json.dumps([env.get(name, "").strip() for name in NAMES]))]
+    said = world().everyone([env.get(name, "").strip() for name in NAMES])
     for name, values in zip(NAMES, zip(*said, strict=True), strict=True):
         if len(set(values)) == 1:
             continue

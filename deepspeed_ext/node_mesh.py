@@ -20,7 +20,8 @@ import torch.distributed as dist
 from fsdp_demo import Topology
 from fsdp_demo.comm.environment import patience
 
-from .all_ranks import everyone, told
+from .all_ranks import told
+from .all_ranks import world as all_ranks
 from .confinement import Confinement
 
 log = logging.getLogger("fsdp_demo")
@@ -111,7 +112,7 @@ def check_size(node_size: Any) -> None:
             "shard_within_node: torch.distributed is not initialised. Call it after deepspeed.init_distributed(), under the Trainer after "
             "TrainingArguments(...), and before the model is made"
         )
-    sizes = everyone(repr(node_size))  # first of all: groups of unlike sizes would wait for each other
+    sizes = all_ranks().everyone(repr(node_size))  # first of all: groups of unlike sizes would wait for each other
     if len(set(sizes)) > 1:
         raise ValueError(f"shard_within_node was called with different sizes: {told(sizes)}. Give one number on all ranks")
     world = dist.get_world_size()

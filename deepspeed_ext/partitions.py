@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from deepspeed import __version__ as VERSION
-from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+
+from .all_ranks import replica
 
 __all__ = ["Fragment", "Partitions"]
 
@@ -94,9 +94,7 @@ class Partitions:
         """
         masters, parameters = self.masters(), dict(self.engine.module.named_parameters())
         wrong = [f for f in self.fragments() if not self._agrees(masters[f.master], f, parameters[f.name])]
-        vote = torch.tensor([float(bool(wrong))], device=get_accelerator().current_device_name())
-        comm.all_reduce(vote, op=comm.ReduceOp.MAX, group=self.engine.seq_data_parallel_group)
-        if vote.item():
+        if replica(self.engine).any(bool(wrong)):
             where = f"of {wrong[0].name}, from element {wrong[0].start} on," if wrong else "of a parameter on another rank"
             raise RuntimeError(
                 f"the fp32 master {where} is not what the model computes with: load weights before deepspeed.initialize or through "

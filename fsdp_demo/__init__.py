@@ -1,7 +1,7 @@
 """Hybrid-sharded training over slow networks: shard inside a node, exchange a little, compressed, between nodes.
 
-    import fsdp_demo
-    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+import fsdp_demo
+exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
 """
 
 from .attaching import attach
@@ -12,9 +12,9 @@ from .config.channel import Accumulator, Applier, Channel, Clock, Codec, Fragmen
 from .config.load import load_config, preset
 from .config.presets import half_life_multiples, presets
 from .config.schema import ExchangeConfig
-from .errors import Mismatch, NotFinite, PeerLost, Stopped, WireError
+from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
 from .exchange.exchange import Exchange
-from .exchange.guard import guard
+from .exchange.guard import guard, undecided
 from .hosts.muon import MuonAdamW
 from .hosts.optimizers import base_optimizer
 from .version import __version__
@@ -32,6 +32,7 @@ __all__ = [
     "Meter",
     "Mismatch",
     "MuonAdamW",
+    "NeedsDecision",
     "NotFinite",
     "PeerLost",
     "Reducer",
@@ -47,4 +48,5 @@ __all__ = [
     "preset",
     "presets",
     "ring_all_reduce_bytes",
+    "undecided",
 ]

@@ -70,7 +70,7 @@ class NeedsDecision(ValueError):
     """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
 
     Example:
-        >>> from fsdp_demo.errors import NeedsDecision
+        >>> from fsdp_demo import NeedsDecision
         >>> issubclass(NeedsDecision, ValueError)
         True
     """
@@ -84,3 +84,14 @@ class Superseded(RuntimeError):
         >>> issubclass(Superseded, OSError)
         False
     """
+
+
+def as_disk_error(error: Exception) -> Exception:
+    """An OSError for what writers raise on a full disk, whichever class it has; all else as it is.
+
+    safetensors says "I/O error ... (os error 28)", `torch.save` "enforce fail at inline_container.cc" or "PytorchStreamWriter failed".
+    """
+    text = str(error)
+    theirs = type(error).__name__ == "SafetensorError" and "os error" in text
+    torchs = isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text)
+    return OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error

@@ -295,7 +295,13 @@ def first_rows(dataset: Any, count: int) -> Rows:
 
 @dataclass
 class Position:
-    """Where in the data a rank stands: batches handed out in an epoch."""
+    """Where in the data a rank stands: batches handed out in an epoch.
+
+    Rows with random access (files, a folder of `prepare_data.py`) are shuffled by a sampler whose order follows from seed and epoch, so
+    skipping is a matter of indices and costs nothing. A stream is read again up to the position, since its shuffle buffer cannot be stored:
+    exact too, but as slow as tokenising was. With other numbers of islands or ranks the same share of the epoch counts as seen; since the
+    split is another one, some rows come twice in it and others not at all.
+    """
 
     epoch: int = 0
     batch: int = 0

@@ -14,22 +14,20 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from data import load_data, load_tokenizer
+from data import Position, forever, load_data, load_tokenizer
 from report import Report, flops_per_token, peak_flops
-from state import RunState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
-from fsdp_demo import Exchange, Topology, attach, base_optimizer, guard, load_config
-from fsdp_demo.checkpoint import Checkpoints
-from fsdp_demo.errors import NeedsDecision
-from fsdp_demo.exchange.guard import undecided
+from fsdp_demo import Exchange, NeedsDecision, Topology, attach, base_optimizer, guard, load_config, undecided
+from fsdp_demo.checkpoint import Checkpoints, RunState
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
@@ -147,6 +145,50 @@ def schedule(step: int, train: TrainArguments) -> float:
     return rise
 
 
+class Loop:
+    """What this loop keeps in a checkpoint beside model, optimizer and exchange: its place in the data, and the report's counters.
+
+    Args:
+        state: restored by now.
+        rows: of one micro-batch over all ranks of all islands, to move the place where their number has changed.
+        accumulation: micro-batches per step.
+
+    Attributes:
+        done: steps of which the report knew at the start; one less than the exchange after a stop inside of one.
+    """
+
+    def __init__(self, state: RunState, exchange: Exchange, report: Report, rows: int, accumulation: int):
+        self.state, self.exchange, self.report, self.rows = state, exchange, report, rows
+        self.position = Position(0, exchange.step * accumulation)  # of a new run 0; where all was taken over from other islands
+        if state.extra and exchange.step == state.step:
+            report.load_state_dict(state.extra["report"])
+            epoch, batch = state.extra["position"]
+            self.position = Position(epoch, batch if state.same else round(batch * state.extra["rows"] / rows))
+        report.counters = lambda: {"failed_saves": state.checkpoints.failed_saves, "not_finite": exchange.metrics()["not_finite"]}
+        self.done = report.step
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """The report has counted this step: the next one starts from here."""
+        self._before = Position(self.position.epoch, self.position.batch)
+
+    def extra(self) -> dict[str, Any]:
+        """For a checkpoint. Batches of a step that was not taken are handed out again."""
+        at = self.position if self.exchange.step > self.report.step else self._before
+        return {"position": [at.epoch, at.batch], "rows": self.rows, "report": self.report.state_dict()}
+
+    def batches(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
+        """Batches from the place on; the random states come back where the uninterrupted run had them.
+
+        Inside an epoch the loader's iterator is there already in that run; making it draws a number, so it comes first.
+        """
+        if not self.position.normal(loader):
+            self.state.restore_random()
+        for batch in forever(loader, self.position):
+            self.state.restore_random()
+            yield batch
+
+
 @torch.no_grad()
 def evaluate(acc: Accelerator, model: torch.nn.Module, loader: Any, exchange: Exchange, report: Report) -> None:
     """Mean loss of the held-out rows, shared by the ranks of the island, under the parameters all islands agree on (*)."""
@@ -200,8 +242,7 @@ def main() -> None:
     facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
     output = Path(train.output)
     checkpoints = Checkpoints(output if cross.mesh else output / topology.name, topology, train.keep, emergency_root=train.emergency)
-    micro_batch = data.batch_size * topology.world * topology.islands
-    state = RunState(checkpoints, model, optimizer, micro_batch, data.accumulation, facts)
+    state = RunState(checkpoints, model, optimizer, facts)
     try:
         state.restore("auto" if train.resume == "auto" else bool(train.resume), train.take_over, train.fresh_exchange)
     except NeedsDecision as error:
@@ -220,25 +261,25 @@ def main() -> None:
     )
     report = Report(acc, exchange, output, steps=train.steps, log_every=train.log_every, parameters=parameters, facts=facts)
     report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))
-    state.follow(exchange, report)
-    scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(state.done + step, train))
+    loop = Loop(state, exchange, report, data.batch_size * topology.world * topology.islands, data.accumulation)
+    scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(loop.done + step, train))
 
     def end_step() -> None:
         report.optimizer_step(float(scheduler.get_last_lr()[0]))
         scheduler.step()
+        loop.step_ended()
         if train.eval_every and exchange.step % train.eval_every == 0 and exchange.step < train.steps:
             evaluate(acc, model, held_out, exchange, report)
         if train.save_every and exchange.step % train.save_every == 0 and exchange.step < train.steps:
-            state.save(wait=not train.save_async)
-        state.step_ended()
+            state.save(exchange, loop.extra, wait=not train.save_async)
 
     resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
-    with guard(exchange, save=state.emergency, resume=resume):  # (*)
+    with guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume):  # (*)
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)
-        if state.done < exchange.step:
+        if loop.done < exchange.step:
             end_step()  # a run that was told to stop had taken the step already
-        batches = state.batches(rows)
+        batches = loop.batches(rows)
         for _ in range(exchange.step, train.steps):
             for _ in range(data.accumulation):
                 batch = next(batches)
@@ -253,7 +294,7 @@ def main() -> None:
         exchange.finish(close=False)  # (*) every island ends with the same model
         evaluate(acc, model, held_out, exchange, report)
         if train.save_every:
-            state.save()
+            state.save(exchange, loop.extra)
         report.finish(exchange.digests_equal())
         exchange.finish()  # (*) all are done
     state.finish()

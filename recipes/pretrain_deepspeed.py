@@ -31,9 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import HfArgumentParser
 
 import deepspeed_ext
-from fsdp_demo import Exchange, Topology, base_optimizer, guard, load_config
-from fsdp_demo.errors import NeedsDecision
-from fsdp_demo.exchange.guard import undecided
+from fsdp_demo import Exchange, NeedsDecision, Topology, base_optimizer, guard, load_config, undecided
 from fsdp_demo.integrations.arguments import ExchangeArguments
 
 

@@ -18,9 +18,7 @@ from data import Collate, load_data, load_tokenizer
 from pretrain import load_model
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
-from fsdp_demo import PeerLost, Topology
-from fsdp_demo.errors import NeedsDecision
-from fsdp_demo.exchange.guard import undecided
+from fsdp_demo import NeedsDecision, PeerLost, Topology, undecided
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig

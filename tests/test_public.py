@@ -118,3 +118,10 @@ def test_the_core_imports_torch_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_core_does_not_wait_for_what_only_checkpoints_need() -> None:
+    """`torch.distributed.checkpoint` takes a second to import."""
+    program = "import sys, fsdp_demo.checkpoint\nassert 'torch.distributed.checkpoint' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -8,5 +8,6 @@ from __future__ import annotations
 from .exchange_state import Saved, Snapshot, describe, open_exchange, save_exchange, snapshot
 from .files import crc32
 from .manager import Checkpoints
+from .run_state import RunState
 
-__all__ = ["Checkpoints", "Saved", "Snapshot", "crc32", "describe", "open_exchange", "save_exchange", "snapshot"]
+__all__ = ["Checkpoints", "RunState", "Saved", "Snapshot", "crc32", "describe", "open_exchange", "save_exchange", "snapshot"]

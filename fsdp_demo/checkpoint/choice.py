@@ -34,6 +34,10 @@ class Held:
     applied: str = ""
     owner: int = -1
 
+    def note(self) -> list[Any]:
+        """As JSON; `Held(*note)` is the inverse."""
+        return [self.step, self.kind, self.applied, self.owner]
+
     def fits(self, applied: str) -> bool:
         """Whether it may lie between the same exchanges as another state of the same step."""
         return not applied or not self.applied or self.applied == applied
@@ -121,6 +125,27 @@ def choose(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> li
     if how != "take_over":
         _check_owners(names, chosen)
     return chosen
+
+
+def superfluous(steps: Sequence[int], common: int, keep: int | None, best: int | None = None) -> list[int]:
+    """What rotation may delete of an island's checkpoints.
+
+    Never the newest step that all islands hold, nor what follows it: an island whose peer died before its save goes on from there.
+
+    Args:
+        steps: that the island holds, ascending.
+        common: the newest that all are known to hold.
+        keep: as many of the newest stay; None or 0: all.
+        best: the step of the best model, which stays.
+
+    Example:
+        >>> from fsdp_demo.checkpoint.choice import superfluous
+        >>> superfluous([10, 20, 30, 40, 50], common=30, keep=1)
+        [10, 20]
+        >>> superfluous([10, 20, 30, 40, 50], common=50, keep=2, best=10)
+        [20, 30]
+    """
+    return [s for s in steps[:-keep] if s < common and s != best] if keep else []
 
 
 def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> str:

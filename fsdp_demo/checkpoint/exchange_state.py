@@ -2,13 +2,13 @@
 
 The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and how the model lay.
 
-Format 1. Format 0 was `FOLDER/rank<r>.pt`, of the first releases under the Trainer; it loads for the same islands and ranks.
+Format 1. Format 0 was `FOLDER/rank<r>.pt`, of the first Trainer callback: it is refused by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from ..exchange.exchange import Exchange
 from .files import FRESH, OTHER, copied, read_head, write_part
 from .reshard import convert
-from .saved import PartSet, load_format0
+from .saved import PartSet
 
 PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "lanes")  # of a head: with equal ones a state is taken as it is
 
@@ -88,19 +88,14 @@ class Saved(PartSet):
         """The state of `exchange`'s rank: as it was saved if it stands where it stood, else converted to its numbers.
 
         Raises:
-            ValueError: another preset or model; parts that are missing or damaged; format 0 with other numbers.
+            ValueError: another preset or model; parts that are missing or damaged.
         """
         mine = self.check(exchange)
         island, rank = mine["island"], mine["rank"]
         head = next((h for h in self.heads if (h["island"], h["rank"]) == (island, rank)), None)
-        if head is not None and all(head.get(k) in (mine[k], None) for k in PLACE) and _stretches(head) in (_stretches(mine), None):
+        if head is not None and all(head.get(k) == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine):
             return self.state(rank, island)
         first = self.heads[0]
-        if first["format"] == 0:
-            raise ValueError(
-                f"{self.where()} has format 0, which loads only on the same islands and ranks (saved: island {first['island']} of "
-                f"{first['islands']}): resume it so once and save again, {FRESH}"
-            )
         if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "lanes")) and island in self.islands:
             self.head(rank, island)  # the numbers are those of this run: the part itself is missing
         return convert(self, exchange)
@@ -118,12 +113,11 @@ class Saved(PartSet):
 
     def _check_stretches(self, mine: Mapping[str, Any]) -> None:
         """Stretches of flattened tensors (ZeRO) are taken over by who holds the same ones."""
-        heads = [h for h in self.heads if "parameters" in h]
-        if not any(p.get("offset") is not None for h in [*heads, mine] for p in h["parameters"]):
+        if not any(p.get("offset") is not None for h in [*self.heads, mine] for p in h["parameters"]):
             return
-        alike = [h for h in heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])]
-        if heads and (not alike or any(_stretches(h) != _stretches(mine) for h in alike)):
-            first = heads[0]
+        alike = [h for h in self.heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])]
+        if not alike or any(_stretches(h) != _stretches(mine) for h in alike):
+            first = self.heads[0]
             form = ["by ZeRO" if any(p.get("offset") is not None for p in h["parameters"]) else "along dim 0" for h in (first, mine)]
             raise ValueError(
                 f"{self.where()}: the saved ranks hold other stretches of the parameters ({first['shards']} shards, cut {form[0]}) than "
@@ -134,8 +128,6 @@ class Saved(PartSet):
     def _check_kin(self, mine: Mapping[str, Any]) -> None:
         """Refuse another preset, and another model."""
         for h in self.heads:
-            if h["format"] == 0:
-                continue
             if h["preset"] != mine["preset"]:
                 raise ValueError(
                     f"{self.where()} was saved by preset {h['preset']!r}, this run has {mine['preset']!r}: give the same preset, {FRESH}"
@@ -154,23 +146,30 @@ def open_exchange(*folders: Path | str) -> Saved:
     """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a mesh).
 
     Raises:
-        ValueError: no parts; parts that are half-written, damaged, of a newer format, or of different steps.
+        ValueError: no parts; parts that are half-written, damaged, of another format, or of different steps.
     """
-    places: list[Path] = []
-    for folder in map(Path, folders):
-        found = [folder, *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else [])]
-        places += [f for f in found if f.is_dir() and any(_NAME.fullmatch(p.name) for p in f.iterdir())]
-    paths = [p for f in places for p in _parts(f)]
+    places = [
+        place
+        for folder in map(Path, folders)
+        for place in [folder, *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else [])]
+        if place.is_dir()
+    ]
+    paths = [p for place in places for p in sorted(place.iterdir()) if _NAME.fullmatch(p.name)]
     if not paths:
         where = ", ".join(map(str, folders))
+        if old := sorted(str(p) for place in places for p in place.glob("rank*.pt")):
+            raise ValueError(
+                f"{old[0]} has format 0 (rank<r>.pt, of the first Trainer callback), which is not read any more: go on with the fsdp_demo "
+                f"that saved it; {OTHER}, {FRESH}"
+            )
         half = sorted(p.name for f in map(Path, folders) if f.is_dir() for p in f.glob("rank*"))
         what = f"only unfinished files ({', '.join(half[:4])})" if half else "no part of an exchange's state (rank0.json, ...)"
         raise ValueError(f"{where} holds {what}: it was saved without an exchange, or the save was cut off; {OTHER}, {FRESH}")
-    new = [(p, read_head(p)[0]) for p in paths if p.suffix == ".json"]
-    for path, head in new:
+    parts = [(p, read_head(p)[0]) for p in paths]
+    for path, head in parts:
         if "island" not in head or "digest" not in head:
             raise ValueError(f"{path} is no part of an exchange's state: name the folder `exchange` beside it; {OTHER}, {FRESH}")
-    return _saved(tuple(places), new + _format0(p for p in paths if p.suffix == ".pt"))
+    return _saved(tuple(dict.fromkeys(p.parent for p in paths)), parts)
 
 
 def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) -> Saved:
@@ -187,31 +186,9 @@ def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) 
     return Saved(folders, heads, paths)
 
 
-_NAME = re.compile(r"rank(\d+)\.(json|pt)")
+_NAME = re.compile(r"rank\d+\.json")
 
 
-def _parts(folder: Path) -> list[Path]:
-    """Parts by rank; a json is preferred to the same rank's .pt of the old format."""
-    by_rank: dict[int, Path] = {}
-    for path in sorted(folder.iterdir(), reverse=True):  # .pt before .json
-        if match := _NAME.fullmatch(path.name):
-            by_rank[int(match[1])] = path
-    return list(by_rank.values())
-
-
-def _format0(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """Parts of format 0 with what is known of a head. In a mesh the files of all islands lie together, numbered over the world."""
-    contents = sorted(((int(p.stem.removeprefix("rank")), p, load_format0(p)) for p in paths), key=lambda found: found[0])
-    places = [content["island"] for _, _, content in contents]
-    out = []
-    for i, (number, path, content) in enumerate(contents):
-        island, state = places[i], content["state"]
-        rank = number if len(set(places)) == 1 else places[:i].count(island)
-        known = {"island": island, "islands": content["islands"], "rank": rank, "world": max(places.count(island), rank + 1)}
-        out.append((path, {"format": 0, "step": state["step"], "digest": state["digest"], "preset": None, **known}))
-    return out
-
-
-def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]] | None:
+def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]]:
     """Local shape of each tensor, and where it begins in the whole one (None: cut along dim 0, or whole)."""
-    return [(tuple(p["shape"]), p.get("offset")) for p in head["parameters"]] if "parameters" in head else None
+    return [(tuple(p["shape"]), p.get("offset")) for p in head["parameters"]]

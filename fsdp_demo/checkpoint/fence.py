@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..comm.ranks import Ranks
 from ..errors import Superseded
 from .files import in_one_piece
 
@@ -34,6 +36,11 @@ class Fence:
 
     def __init__(self, roots: Sequence[Path], run: str):
         self.roots, self.run, self.token = list(roots), run, ""
+
+    def take(self, ranks: Ranks) -> None:
+        """From now on this life owns the folders. All ranks of the replica come together; the first one writes the lock."""
+        token = ranks.from_first(lambda: secrets.token_hex(6))
+        ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.roots[0]))
 
     def begin(self, token: str, writes: bool = True) -> None:
         """From now on this life owns the folders. `writes`: this rank writes the lock, for all of its replica."""

@@ -155,17 +155,6 @@ def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
     os.replace(part, path)
 
 
-def as_disk_error(error: Exception) -> Exception:
-    """An OSError for what writers raise on a full disk, whichever class it has; all else as it is.
-
-    safetensors says "I/O error ... (os error 28)", `torch.save` "enforce fail at inline_container.cc" or "PytorchStreamWriter failed".
-    """
-    text = str(error)
-    theirs = type(error).__name__ == "SafetensorError" and "os error" in text
-    torchs = isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text)
-    return OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
-
-
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)

@@ -102,8 +102,14 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"no manifest that can be read ({error!r:.80})") from None
 
 
-def misfits(folder: Path) -> str:
-    """Why a checkpoint is not complete; empty if it is. Sizes only: `damaged` reads the files."""
+def misfits(folder: Path, sealed: bool = True) -> str:
+    """Why a checkpoint is not complete; empty if it is. Sizes only: `damaged` reads the files.
+
+    Args:
+        sealed: False: one without a manifest may be complete (of earlier releases, or of other tools).
+    """
+    if not sealed and not (folder / MANIFEST).exists():
+        return ""
     try:
         named = sums(folder)
     except ValueError as error:
@@ -112,8 +118,10 @@ def misfits(folder: Path) -> str:
     return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
 
 
-def damaged(folder: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """The files, of this rank's share, whose checksum does not fit. Those that are missing are a matter of `misfits`."""
+def damaged(folder: Path, rank: int = 0, world: int = 1, sealed: bool = True) -> list[str]:
+    """The files, of this rank's share, whose checksum does not fit. Those that are missing are a matter of `misfits`, which see."""
+    if not sealed and not (folder / MANIFEST).exists():
+        return []
     named = sorted((n, f["crc32"]) for n, f in sums(folder).items() if f["crc32"] is not None)
     return [n for n, crc in named[rank::world] if (folder / n).is_file() and crc32(folder / n) != crc]
 

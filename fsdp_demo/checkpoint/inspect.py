@@ -109,8 +109,6 @@ def describe(found: Found) -> dict[str, Any]:
     out |= {"preset": first["preset"], "islands": first["islands"], "holds": _holders(saved)}
     out["versions"] = {"format": first["format"], "fsdp_demo": first.get("package"), "torch": first.get("torch")}
     out["bytes"] = sum(f.stat().st_size for path in saved.paths.values() for f in {path, path.with_suffix(".safetensors")} if f.exists())
-    if first["format"] == 0:  # says nothing else
-        return out
     config = ExchangeConfig.from_dict(first["config"])
     out |= {"method": config.describe(), "settings": settings(config), "digest": f"{config.digest():016x}", "run": first["run"]}
     out |= {"topology": first["kind"], "shards": first["shards"], "copies": first["copies"]}
@@ -223,10 +221,7 @@ def text(info: dict[str, Any]) -> str:
         return f"{info['folder']}\n  NOT READABLE: {info['problems'][0]}"
     here = ", ".join(f"{number} ({name})" for number, name in info["holds"].items())
     rows = [("step", str(info["step"])), ("islands", f"{info['islands']}, here {here}")]
-    if "method" in info:
-        rows += _details(info)
-    else:
-        rows.append(("preset", "not recorded in format 0"))
+    rows += _details(info)
     rows += [
         ("size", f"{size(info['bytes'])} of exchange states"),
         ("versions", ", ".join(f"{name} {value}" for name, value in info["versions"].items() if value is not None)),

@@ -1,14 +1,62 @@
-"""One rank's part of a replica as a tree of tensors: local parameters and states of the inner optimizers. No collectives."""
+"""One rank's part of a replica: local parameters, states of the inner optimizers, the exchange. No collectives: peers may be gone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..exchange.exchange import Exchange
 from ..hosts.base import local_part
 from ..hosts.optimizers import materialise
+from .exchange_state import Snapshot, describe
+from .files import read_part, write_part
+from .finite import refuse_not_finite
+from .reshard import average
+
+
+def save_local(
+    folder: Path,
+    optimizers: Sequence[torch.optim.Optimizer],
+    exchange: Exchange,
+    loop: Any = None,
+    before_last: Callable[[], Any] = lambda: None,
+) -> None:
+    """Write this rank's shards, optimizer states, exchange and what its loop keeps; `FOLDER/rank<rank>.json` comes last.
+
+    Args:
+        loop: a tree of tensors and JSON values.
+        before_last: called before that json, with which the part counts; what it raises leaves the part unfinished.
+
+    Raises:
+        NotFinite: a tensor holds NaN or Inf; nothing is written.
+    """
+    kept, state = replica_tree(optimizers), exchange.state_dict()
+    refuse_not_finite(("replica", kept), ("exchange", state))
+    Snapshot(describe(exchange), state).write(folder / "exchange")
+    rank, world = exchange.topology.rank, exchange.topology.world
+    head = {"step": exchange.step, "rank": rank, "world": world, "exchange": True}
+    write_part(folder, f"rank{rank}", head, {**kept, "loop": loop}, before_last)
+
+
+def load_local(shares: Mapping[Path, float], rank: int, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """Put the shards and optimizer states that `save_local` wrote back, before `attach`.
+
+    Args:
+        shares: folders of islands and their weights. Several, where the number of islands has changed: the weighted mean.
+
+    Returns:
+        What the loop of each folder kept, in their order.
+
+    Raises:
+        ValueError: another model or number of ranks; a part that is missing or damaged.
+    """
+    contents = [read_part(folder / f"rank{rank}.json")[1] for folder in shares]
+    kept = [{key: content[key] for key in ("parameters", "optimizer")} for content in contents]
+    fill_replica(optimizers, average(kept, list(shares.values())), ", ".join(map(str, shares)))
+    return [content["loop"] for content in contents]
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, torch.Tensor]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,23 +24,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.ranks import Ranks
 from ..comm.topology import Topology
-from ..errors import NeedsDecision, NotFinite, Superseded
+from ..errors import NeedsDecision, NotFinite, Superseded, as_disk_error
 from . import folders
-from .choice import Held, alike, choose
+from .choice import Held, superfluous
+from .failures import SaveFailures
 from .fence import Fence
-from .files import as_disk_error, sync_folder
+from .files import sync_folder
 from .folders import MANIFEST, misfits
-from .ranks import Ranks
 from .registry import Board
 from .shelf import Shelf
 
 __all__ = ["MANIFEST", "Checkpoints", "misfits"]
 
 log = logging.getLogger("fsdp_demo")
-
-LAST_FAILURE = 3
-"""Saves that may fail one after the other; this one raises."""
 
 Write = Callable[[Path], Callable[[], Any] | None]
 
@@ -61,7 +58,6 @@ class Checkpoints(Shelf):
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
         ranks: the words between the ranks of this replica, over that group.
         common: the newest step that all islands are known to hold.
-        failed_saves: saves of this life that could not be made.
     """
 
     def __init__(self, root: Path | str, topology: Topology, keep: int = 2, group: Any = None, emergency_root: Path | str | None = None):
@@ -74,11 +70,16 @@ class Checkpoints(Shelf):
         second = emergency_root or os.environ.get("ISLAND_EMERGENCY")
         super().__init__(own, topology, Ranks(group, topology.rank, topology.world), Path(second) if second else None)
         self.group, self.keep, self.common = group, keep, -1
-        self.failed_saves = self._in_a_row = 0
+        self._failures = SaveFailures(topology.name)
         self._fence, self._board = Fence(self.roots, topology.run), Board(topology)
         self._made: set[int] = set()
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+
+    @property
+    def failed_saves(self) -> int:
+        """Saves of this life that could not be made."""
+        return self._failures.count
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Checkpoints(Shelf):
         except (OSError, NotFinite) as why:
             self._failed(step, part, why)
             return
-        self._in_a_row = 0
+        self._failures.made()
         self._made.add(step)
         if rank == 0:
             self._rotate()
@@ -205,19 +206,9 @@ class Checkpoints(Shelf):
     def _failed(self, step: int, part: Path, why: Exception) -> None:
         """Of any rank: all come here."""
         self.ranks.together(self._fence.check, str(part))  # a later life removes what this one was writing
-        self.failed_saves, self._in_a_row = self.failed_saves + 1, self._in_a_row + 1
         if self.topology.rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # a disk that is full needs the room
-        if self._in_a_row >= LAST_FAILURE:
-            raise why
-        log.warning(
-            "%s: checkpoint of step %d not saved (%s); training goes on, failure %d in a row of the %d that end it",
-            self.topology.name,
-            step,
-            why,
-            self._in_a_row,
-            LAST_FAILURE,
-        )
+        self._failures.failed(f"checkpoint of step {step} not saved", why)
 
     def _seal(self, step: int, part: Path) -> None:
         """Write the manifest and give the folder its name."""
@@ -237,20 +228,19 @@ class Checkpoints(Shelf):
         shutil.rmtree(old, ignore_errors=True)
 
     def _rotate(self) -> None:
-        """On rank 0: remove all but the newest `keep` before the newest step that all islands hold. The list is published before anything
-        goes. What cannot be asked or removed stays: nothing here may end a training."""
+        """On rank 0: remove what is not needed any more (`choice.superfluous`). The list is published before anything goes. What cannot be
+        asked or removed stays: nothing here may end a training."""
         mine = [self.regular(s) for s in self.complete()]
         try:
-            said = self._board.exchange([[h.step, h.applied] for h in mine])
-            held = [[Held(int(step), applied=str(applied)) for step, applied in each or ()] for each in said]
-            self.common = max((states[0].step for states in alike(held)), default=self.common)
+            common = self._board.common(mine)
+            self.common = self.common if common is None else common
             self._fence.check()
             self._remove_before(self.common, [h.step for h in mine])
         except (RuntimeError, OSError, ValueError, TypeError) as error:  # PeerLost is a RuntimeError
             log.warning("%s: no old checkpoint is removed: %s", self.topology.name, (str(error).splitlines() or [""])[0])
 
     def _remove_before(self, common: int, mine: list[int]) -> None:
-        for step in [s for s in mine[: -self.keep] if s < common]:
+        for step in superfluous(mine, common, self.keep):
             folders.remove(self.path(step))
         for root in self.roots:
             for step in [s for s in folders.steps(root, "emergency") if s < common]:
@@ -284,26 +274,21 @@ class Checkpoints(Shelf):
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
         self.ranks.from_first(self.adopt)
-        held, me = self.held(), self.topology
+        held = self.held()
         if held and not resume:
             steps = sorted({h.step for h in held})
             raise NeedsDecision(
                 f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or give another folder, or remove this one"
             )
-        wish = {"held": [list(vars(h).values()) for h in held], "resume": resume, "take_over": take_over, "name": me.name}
-        everyone = self.ranks.from_first(lambda: self._board.meet(wish))
-        for key in ("resume", "take_over"):
-            if len({str(w.get(key)) for w in everyone}) > 1:
-                both = ", ".join(f"{w.get('name')}: {w.get(key)}" for w in everyone)
-                raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
-        try:
-            every = [[Held(*h) for h in w["held"]] for w in everyone]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"an island has left a note of another form ({error!r:.80}): use one release everywhere") from None
         how = "take_over" if take_over else "auto" if resume == "auto" else "common"
-        chosen = choose([str(w["name"]) for w in everyone], every, how)
-        self._begin()
-        return None if chosen is None else self._go_on(chosen)
+
+        def choice() -> Any:
+            chosen = self._board.choose(held, how, resume=resume, take_over=take_over)
+            return None if chosen is None else [h and h.note() for h in chosen]
+
+        notes = self.ranks.from_first(choice)
+        self._fence.take(self.ranks)
+        return None if notes is None else self._go_on([note and Held(*note) for note in notes])
 
     def _go_on(self, chosen: list[Held | None]) -> int:
         """Put aside what is newer than what this island goes on from."""
@@ -316,13 +301,8 @@ class Checkpoints(Shelf):
         self.ranks.from_first(lambda: [folders.put_aside(root, step, life) for root in self.roots])
         return step
 
-    def _begin(self) -> None:
-        """This life owns the folder from now on."""
-        token = self.ranks.from_first(lambda: secrets.token_hex(6))
-        self.ranks.together(lambda: self._fence.begin(token, writes=self.topology.rank == 0), str(self.root))
-
     def _own(self) -> None:
         """At a save: begin, if nothing has been agreed on before."""
         if not self._fence.token:
-            self._begin()
+            self._fence.take(self.ranks)
         self._fence.check()

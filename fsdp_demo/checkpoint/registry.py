@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
@@ -17,7 +17,8 @@ from typing import Any
 
 from ..comm.store_client import Asker
 from ..comm.topology import Topology
-from ..errors import PeerLost, StoreSilent
+from ..errors import NeedsDecision, PeerLost, StoreSilent
+from .choice import Held, alike, choose
 
 PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""
@@ -26,7 +27,9 @@ _made = 0  # how many this process has made: each has keys of its own
 
 
 class Board:
-    """The notes of one rank per island. Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""
+    """The notes of one rank per island: what to go on from (`choose`), and what all hold by now (`common`).
+
+    Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""
 
     def __init__(self, topology: Topology):
         global _made
@@ -35,6 +38,39 @@ class Board:
         self._asker: Asker | None = None
         self._opening: Future[Asker] | None = None
         self._silent = False
+
+    def choose(self, mine: Sequence[Held], how: str, **same: Any) -> list[Held | None] | None:
+        """Tell the islands what this one holds, and hear from which state each goes on (`choice.choose`). All islands come together.
+
+        Args:
+            same: what must be told alike on all islands, by name.
+
+        Raises:
+            NeedsDecision: a person must choose, or islands differ in `same`.
+            ValueError, PeerLost: see `meet`.
+        """
+        notes = self.meet({"held": [h.note() for h in mine], "name": self.topology.name, **same})
+        for key in same:
+            if len({str(n.get(key)) for n in notes}) > 1:
+                both = ", ".join(f"{n.get('name')}: {n.get(key)}" for n in notes)
+                raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
+        try:
+            names, held = [str(n["name"]) for n in notes], [[Held(*h) for h in n["held"]] for n in notes]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"an island has left a note of another form ({error!r:.80}): use one release everywhere") from None
+        return choose(names, held, how)
+
+    def common(self, mine: Sequence[Held]) -> int | None:
+        """The newest step that all islands are known to hold between the same exchanges, for rotation. Islands need not come together:
+        each says what it holds, and hears what the others have said last.
+
+        Raises:
+            StoreSilent: see `exchange`.
+            ValueError, TypeError: a note of another form.
+        """
+        said = self.exchange([[h.step, h.applied] for h in mine])
+        held = [[Held(int(step), applied=str(applied)) for step, applied in each or ()] for each in said]
+        return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Leave a note and wait for those of all islands; in order of the islands.
@@ -133,4 +169,3 @@ def _in_thread(work: Any) -> Future[Any]:
 
     threading.Thread(target=run, name="store", daemon=True).start()
     return done
-

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .files import FRESH, OTHER, read_part
 
 
@@ -74,8 +72,6 @@ class PartSet:
         """
         head = self.head(rank, island)
         path = self.paths[head["island"], rank]
-        if head["format"] == 0:
-            return dict(load_format0(path)["state"])
         state: dict[str, Any] = read_part(path)[1]
         return state
 
@@ -87,13 +83,3 @@ class PartSet:
     def where(self) -> str:
         """Where they lie, for errors."""
         return ", ".join(str(f) for f in self.folders)
-
-
-def load_format0(path: Path) -> dict[str, Any]:
-    """A part as the first releases wrote it."""
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        content["state"]["digest"], content["islands"]
-    except Exception as error:  # torch raises whatever the bytes lead it to
-        raise ValueError(f"{path} is no state of format 0 that can be read ({error!r:.80}): {OTHER}, {FRESH}") from None
-    return content

@@ -8,12 +8,12 @@ import shutil
 import zlib
 from pathlib import Path
 
+from ..comm.ranks import Ranks
 from ..comm.topology import Topology
 from . import folders
 from .choice import Held, look
 from .files import read_head
 from .folders import NEWER, misfits
-from .ranks import Ranks
 
 log = logging.getLogger("fsdp_demo")
 
@@ -94,7 +94,7 @@ class Shelf:
 
     def held(self) -> list[Held]:
         """What all ranks of the replica can resume from, the same list on all."""
-        regular, left = self.ranks.from_first(lambda: ([list(vars(h).values()) for h in self._readable()], self.left()))
+        regular, left = self.ranks.from_first(lambda: ([h.note() for h in self._readable()], self.left()))
         out = [Held(*h) for h in regular]
         for step in left:  # of rank 0: all must have left theirs, between the same exchanges
             mine = _left(self.emergency(step), self.topology)

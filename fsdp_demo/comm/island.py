@@ -1,4 +1,4 @@
-"""The few words the ranks of one island say to each other about the exchange: votes, sums, and the gradient norm."""
+"""The few words the ranks of one island say to each other about the exchange: votes and sums (`ranks.py`), and the gradient norm."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .ranks import CPU, Ranks
 from .topology import Position, Topology
 
-CPU = torch.device("cpu")
 
-
-class Island:
+class Island(Ranks):
     """A control group over the ranks of this island, on the fast network; one rank alone needs none.
 
     It is a gloo group, so that a vote is a matter of the host and no rank waits for its device: one of its own, but where the ranks of a
@@ -32,8 +31,8 @@ class Island:
     """
 
     def __init__(self, topology: Topology, position: Position, device: torch.device = CPU):
+        super().__init__(None, topology.rank, topology.world)
         self.position, self.device = position, device
-        self.group: Any = None
         self.copies: Any = None
         self._ranks: Any = topology.group  # of the island, on the backend that training uses; None: the default group
         if topology.world == 1:
@@ -47,21 +46,6 @@ class Island:
                 group = dist.new_group([copy * position.shards + shard for copy in range(position.copies)])
                 self.copies = group if shard == position.shard else self.copies
 
-    def _reduce(self, values: list[float], op: Any) -> list[float]:
-        if self.group is None:
-            return values
-        t = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(t, op=op, group=self.group)
-        return list(t.tolist())
-
-    def largest(self, *values: float) -> list[float]:
-        """Element-wise maximum over the island's ranks."""
-        return self._reduce(list(values), dist.ReduceOp.MAX)
-
-    def total(self, *values: float) -> list[float]:
-        """Element-wise sum over the island's ranks."""
-        return self._reduce(list(values), dist.ReduceOp.SUM)
-
     def broadcast(self, work: Tensor) -> None:
         """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the CPU)."""
         if self.position.copies == 1:
@@ -71,9 +55,7 @@ class Island:
         dist.broadcast(there, group_src=0, group=group)
         work.copy_(there)
 
-    def clip(
-        self, gradients: list[Tensor | None], limit: float | None, across: Callable[[float], float] | None = None
-    ) -> float | Tensor:
+    def clip(self, gradients: list[Tensor | None], limit: float | None, across: Callable[[float], float] | None = None) -> float | Tensor:
         """Scale local gradients in place so that their norm over all shards is at most `limit` (None: leave them); say if it is finite.
 
         The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most 1.

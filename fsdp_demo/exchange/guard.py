@@ -16,7 +16,23 @@ log = logging.getLogger("fsdp_demo")
 
 
 def undecided(error: NeedsDecision, rank: int) -> NoReturn:
-    """End the process with status 78 and the sentence, without a traceback. `rank`: inside the island, for the launchers."""
+    """End the process with status 78 and the sentence, without a traceback: another start would change nothing.
+
+    Args:
+        rank: inside the island; the first one speaks, and tells the launcher.
+
+    Example:
+        >>> import tempfile, fsdp_demo
+        >>> from fsdp_demo.checkpoint import Checkpoints
+        >>> topology = fsdp_demo.Topology.from_env({})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     try:
+        ...         step = Checkpoints(folder, topology).agreed(resume=True)
+        ...     except fsdp_demo.NeedsDecision as error:
+        ...         fsdp_demo.undecided(error, topology.rank)
+        >>> step is None  # nothing is held
+        True
+    """
     if rank == 0:
         log.error("%s", error)
     tell_launcher(rank, DECIDE)
@@ -77,4 +93,3 @@ def _save(save: Callable[[], Any]) -> None:
         save()
     except PeerLost:
         save()
-

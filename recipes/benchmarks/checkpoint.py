@@ -29,12 +29,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from accelerate.utils import broadcast_object_list  # noqa: E402
 from pretrain import load_model  # noqa: E402
 from report import size, table  # noqa: E402
-from state import load_tensors, random_states, tensors_of  # noqa: E402
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, save  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import Checkpoints, open_exchange, save_exchange, snapshot  # noqa: E402
 from fsdp_demo.checkpoint.files import write_part  # noqa: E402
+from fsdp_demo.checkpoint.random_state import random_states  # noqa: E402
+from fsdp_demo.checkpoint.sharded_state import load_tensors, tensors_of  # noqa: E402
+from fsdp_demo.hosts.torch_params import unwrap  # noqa: E402
 from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402
 
 
@@ -107,14 +109,14 @@ class Bench:
 
         def write(folder: Path) -> None:
             writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
-            clock("model", lambda: save(tensors_of(self.model, self.optimizer), storage_writer=writer, process_group=group))
+            clock("model", lambda: save(tensors_of(self.model, [unwrap(self.optimizer)]), storage_writer=writer, process_group=group))
             clock("exchange", lambda: save_exchange(folder / "exchange", self.exchange))
             clock("loop", lambda: write_part(folder / "loop", f"rank{rank}", {}, {"random": random_states()}))
 
         clock("all", lambda: self.checkpoints.save(self.number, write))
         folder = self.checkpoints.path(self.number)
         clock("verify", lambda: self.checkpoints.verify(self.number))
-        clock("load model", lambda: load_tensors({folder / "model": 1.0}, self.model, self.optimizer, group))
+        clock("load model", lambda: load_tensors({folder / "model": 1.0}, self.model, [unwrap(self.optimizer)], group))
         saved = open_exchange(folder / "exchange")
         clock("load exchange", lambda: self.exchange.load_state_dict(saved.state_for(self.exchange)))
 
@@ -124,7 +126,7 @@ class Bench:
 
         def write(folder: Path) -> Callable[[], None]:
             writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
-            live = tensors_of(self.model, self.optimizer)
+            live = tensors_of(self.model, [unwrap(self.optimizer)])
             under_way, state = async_save(live, storage_writer=writer, process_group=self.checkpoints.group), snapshot(self.exchange)
 
             def rest() -> None:

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.checkpoint.choice import Held, alike, choose, look, together
+import fsdp_demo
+from fsdp_demo.checkpoint.choice import Held, alike, choose, look, superfluous, together
+from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
+from fsdp_demo.checkpoint.registry import Board
 from fsdp_demo.errors import NeedsDecision
 
 
@@ -117,3 +120,64 @@ def test_what_heads_say(tmp_path):
     assert look(tmp_path, 2, [0]) == ("", 1)  # an earlier release
     with pytest.raises(ValueError, match="cannot be read"):
         look(tmp_path, 2, [5])
+
+
+# -- one rule for plain loops, the Trainer and DeepSpeed ---------------------------------------------------------------------------
+
+
+class Told(Board):
+    """A board on which the other islands have left their notes already."""
+
+    def __init__(self, *others):
+        super().__init__(fsdp_demo.Topology("islands", islands=1 + len(others), name="island0"))
+        self.others = list(others)
+
+    def meet(self, note):
+        return [note, *self.others]
+
+    def exchange(self, held):
+        return [held, *self.others]
+
+
+def note(*steps, **more):
+    return {"name": "island1", "held": [Held(s).note() for s in steps], **more}
+
+
+def test_a_board_chooses_for_all_islands():
+    assert Told(note(10, 20)).choose(at(10, 20, 30), "common") == [Held(20)] * 2
+    assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [Held(10), None]
+    with pytest.raises(NeedsDecision, match=r"islands differ in resume \(island0: True, island1: False\): give the same on all"):
+        Told(note(10, resume=False)).choose(at(10), "common", resume=True)
+    for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5]]}):
+        with pytest.raises(ValueError, match="note of another form"):
+            Told(wrong).choose(at(10), "common")
+
+
+def test_a_board_knows_what_all_hold_by_now():
+    assert Told([[10, "9"], [20, "19"]]).common([*at(10, applied="9"), *at(20, applied="9"), *at(30)]) == 10
+    assert Told(None).common(at(10)) is None and Told([]).common(at(10)) is None and Told([[10, ""]]).common(at(10, 20)) == 10
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), unique=True), st.integers(-1, 31), st.integers(1, 6), st.none() | st.integers(0, 30))
+def test_rotation_deletes_nothing_that_is_needed(steps, common, keep, best):
+    steps = sorted(steps)
+    gone = superfluous(steps, common, keep, best)
+    assert gone == [s for s in steps if s not in steps[-keep:] and s < common and s != best]
+    assert superfluous(steps, common, None, best) == superfluous(steps, common, 0, best) == []
+
+
+def test_the_third_failure_in_a_row_raises(caplog):
+    failures, full = SaveFailures("island1"), OSError(28, "No space left")
+    for _ in range(2):
+        failures.failed("checkpoint of step 4 not saved", full)
+        failures.failed("checkpoint of step 4 not saved", full, speaks=False)
+        failures.made()
+    assert (failures.count, failures.in_a_row) == (4, 0)
+    assert [r.message for r in caplog.records] == [
+        "island1: checkpoint of step 4 not saved ([Errno 28] No space left); training goes on, failure 1 in a row of the 3 that end it"
+    ] * 2
+    failures.failed("it", full)
+    failures.failed("it", full)
+    with pytest.raises(OSError, match="No space left"):
+        failures.failed("it", full)

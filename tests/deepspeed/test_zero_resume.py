@@ -439,9 +439,9 @@ def test_a_plain_checkpoint(run_ranks, tmp_path) -> None:
 
 def seen(tag: str, step: int, applied: str, owner: int | None = None) -> dict[str, Any]:
     """What a replica sees that shares no disk with the others: the tag in its own folder, and one of step 10."""
-    own = [[10, "9", 0, "ten", "r10"], [step, applied, 0, tag, f"r{step}{applied}"]]
+    own = [[[10, "checkpoint", "9", 0], "ten", "r10"], [[step, "checkpoint", applied, 0], tag, f"r{step}{applied}"]]
     note = {"name": "n", "tag": None, "latest": tag, "plain": [], "bad": {}, "beside": {}, "plain_latest": None, "own": own}
-    note["seen"] = {t: {run: [s, 0.0]} for s, _, _, t, run in own}
+    note["seen"] = {t: {run: [held[0], 0.0]} for held, t, run in own}
     return note | ({} if owner is None else {"owner": owner, "own": []})
 
 

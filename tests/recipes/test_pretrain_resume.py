@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # before the first fork: it takes a second
 from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
@@ -19,9 +20,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import data  # noqa: E402
-import pretrain  # noqa: E402, F401 (imported before the first fork)
+import pretrain  # noqa: E402 (imported before the first fork)
 import report  # noqa: E402
-import state  # noqa: E402
 
 from fsdp_demo import Exchange  # noqa: E402
 from fsdp_demo.checkpoint import Checkpoints  # noqa: E402
@@ -122,7 +122,7 @@ def train(rank, source, output, options, at=None):
     common += ["--eval-every", 4, "--eval-batches", 1, "--log-every", 2, "--steps", STEPS, "--warmup-steps", 3, "--output", output]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(source / "cache"))
-        patch.setattr(state, "forever", recorded)
+        patch.setattr(pretrain, "forever", recorded)
         patch.setattr(pretrain, "attach", attached)
         patch.setattr(Exchange, "_after", stepped)
         patch.setattr(report, "draw", lambda *_: None)

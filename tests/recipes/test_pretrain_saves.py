@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from fsdp_demo import Exchange, NotFinite, PeerLost  # noqa: E402
+from fsdp_demo.checkpoint import RunState, run_state  # noqa: E402
 
-from .test_pretrain_resume import pretrain, source, state, train  # noqa: E402, F401
+from .test_pretrain_resume import pretrain, source, train  # noqa: E402, F401
 
 ONE = {"islands": 2, "procs": 1, "timeout": 100, "env": {"LOCAL_RANK": "-1"}}  # without a launcher
 DILOCO = ["--no-shard", "--exchange", "diloco", "--set", "period=4"]
@@ -107,7 +108,7 @@ def test_a_full_disk_on_one_island_ends_nothing(run_ranks, source, how):  # noqa
     options = [*DILOCO, "--save-every", 2, "--keep", 9, "--log-every", 2, *how]
 
     def job(rank):
-        written = state.write_part
+        written = run_state.write_part
 
         def full(folder, *args, **kwargs):
             if rank.island == 1 and "checkpoint-4" in str(folder):
@@ -115,7 +116,7 @@ def test_a_full_disk_on_one_island_ends_nothing(run_ranks, source, how):  # noqa
             return written(folder, *args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(state, "write_part", full)
+            patch.setattr(run_state, "write_part", full)
             apart(rank, source, "run", options)
 
     out = run_ranks(job, **ONE, check=False)
@@ -129,20 +130,20 @@ def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
 
     def job(rank):
         with pytest.MonkeyPatch.context() as patch:
-            before = state.RunState.save
+            before = RunState.save
 
-            def poisoned(self, wait=True):
-                if self.exchange.step == 4:
-                    kept = next(iter(self.optimizer.state.values()))["exp_avg"].view(-1)
+            def poisoned(self, exchange, *args, **kwargs):
+                if exchange.step == 4:
+                    kept = next(iter(self.optimizers[0].state.values()))["exp_avg"].view(-1)
                     value, kept[0] = kept[0].clone(), float("nan")
-                    before(self, wait)
+                    before(self, exchange, *args, **kwargs)
                     with pytest.raises(NotFinite, match="not finite"):
-                        self.emergency()
+                        self.emergency(exchange)
                     kept[0] = value
                 else:
-                    before(self, wait)
+                    before(self, exchange, *args, **kwargs)
 
-            patch.setattr(state.RunState, "save", poisoned)
+            patch.setattr(RunState, "save", poisoned)
             apart(rank, source, "run", options)
 
     out = run_ranks(job, **ONE, check=False)

@@ -135,9 +135,11 @@ def interrupted(rank, preset):
     """Six steps in one go, and three steps, a save, a new process's worth of objects, three steps: parameters of both."""
     import pretrain
     from accelerate.state import AcceleratorState, GradientState
-    from state import load_local, save_local
 
     import fsdp_demo
+    from fsdp_demo.checkpoint import open_exchange
+    from fsdp_demo.checkpoint.local_state import load_local, save_local
+    from fsdp_demo.hosts.torch_params import unwrap
     from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 
     rows = torch.randint(0, 256, (6, 2, 2, 2, 32), generator=torch.Generator().manual_seed(2))[:, rank.island, rank.proc]
@@ -153,9 +155,12 @@ def interrupted(rank, preset):
         model = pretrain.load_model("tiny", 258)
         optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), 0.01)
         model, optimizer = accelerator.prepare(model, optimizer)
-        content = load_local(emergency, rank.proc, optimizer) if saved else None
+        state = None
+        if saved:
+            load_local({emergency: 1.0}, rank.proc, [unwrap(optimizer)])
+            state = open_exchange(emergency / "exchange")
         os.environ["ISLAND_RUN"] = f"{run}-{saved}"
-        exchange = fsdp_demo.attach(optimizer, config, model=model, state=content["exchange"] if content else None)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, state=state)
         return accelerator, model, optimizer, exchange
 
     def steps(accelerator, model, optimizer, exchange, until):
@@ -168,7 +173,7 @@ def interrupted(rank, preset):
 
     parts = start(False)
     steps(*parts, 3)
-    save_local(emergency, rank.proc, parts[2], parts[3])
+    save_local(emergency, [unwrap(parts[2])], parts[3])
     whole = steps(*parts, 6)
     parts[3].finish()
     parts = start(True)

@@ -317,7 +317,6 @@ def rows_file(folder, rows):
 def recipe(rank, folder, *options):
     """A run of the recipe in this process: the numbers of the rows it trained on, batch by batch."""
     import pretrain
-    import state
 
     seen = []
 
@@ -328,7 +327,7 @@ def recipe(rank, folder, *options):
 
     common = ("--model", "tiny", "--sequence-length", 32, "--batch-size", 2, "--eval-every", 0, "--eval-batches", 2, "--log-every", 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "forever", recorded)
+        patch.setattr(pretrain, "forever", recorded)
         patch.setattr(report, "draw", lambda *_: None)
         patch.setattr(sys, "argv", ["pretrain.py", *map(str, common), *map(str, options), "--output", str(folder)])
         pretrain.main()

@@ -140,8 +140,6 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, Saved]]], l
         if not saved.complete:
             lost = ", ".join(f"rank {rank} of island {number}" for number, rank in saved.missing)
             broken.append(f"{found.folder} is not complete: it lacks {lost}")
-        elif saved.heads[0]["format"] == 0:
-            broken.append(f"{found.exchange} has format 0 (rank<r>.pt), without its preset: resume it once, save again")
         else:
             _add(whole.setdefault(saved.step, {}), found, saved)
     return whole, broken

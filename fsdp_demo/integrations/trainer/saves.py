@@ -8,7 +8,6 @@ completed after (`seal`, in `on_save`); a checkpoint without a manifest that fit
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer
 
 from ...checkpoint import folders
+from ...checkpoint.failures import SaveFailures
 from ...checkpoint.fence import Fence
-from ...checkpoint.files import as_disk_error
 from ...checkpoint.finite import refuse_exchange
-from ...checkpoint.manager import LAST_FAILURE
-from ...checkpoint.ranks import Ranks
-from ...errors import NotFinite
+from ...comm.ranks import Ranks
+from ...errors import NotFinite, as_disk_error
 from ...exchange.exchange import Exchange
 from .state import save_state
 
@@ -39,8 +37,6 @@ class Saves:
         exchange: of this training.
         apart: see `state.save_state`.
 
-    Attributes:
-        failed: saves that could not be made.
     """
 
     def __init__(self, trainer: Trainer, exchange: Exchange, apart: bool):
@@ -50,14 +46,18 @@ class Saves:
         self._ranks = Ranks(dist.new_group(backend="gloo") if world > 1 else None, trainer.args.process_index, world)
         self._fence = Fence([self._folder], exchange.topology.run)
         self._error: Exception | None = None
-        self.failed = self._in_a_row = 0
+        self._failures = SaveFailures(exchange.topology.name)
+
+    @property
+    def failed(self) -> int:
+        """Saves that could not be made."""
+        return self._failures.count
 
     def begin(self, step: int, given_up: bool) -> None:
         """This life owns the folder, and goes on from `step`: what is newer is put aside. `given_up`: a person named that step."""
-        token = self._ranks.from_first(lambda: secrets.token_hex(6))
-        self._ranks.together(lambda: self._fence.begin(token, writes=self._ranks.rank == 0), str(self._folder))
+        self._fence.take(self._ranks)
         if step:
-            life = f"{self._exchange.topology.run}-{token}".replace("/", "_")
+            life = f"{self._exchange.topology.run}-{self._fence.token}".replace("/", "_")
             self._ranks.from_first(lambda: folders.put_aside(self._folder, step, life, given_up))
 
     def write(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
@@ -101,7 +101,7 @@ class Saves:
         except (OSError, NotFinite) as why:
             self._failed(folder, why)
             return False
-        self._in_a_row = 0
+        self._failures.made()
         return True
 
     def _complete(self, folder: Path, model: Any) -> None:
@@ -122,9 +122,4 @@ class Saves:
             state.best_model_checkpoint = None
         if self._ranks.rank == 0 and folders.misfits(folder):
             shutil.rmtree(folder, ignore_errors=True)  # a disk that is full needs the room
-        self.failed, self._in_a_row = self.failed + 1, self._in_a_row + 1
-        if self._in_a_row >= LAST_FAILURE:
-            raise why
-        if self._ranks.rank == 0:
-            text = "%s: %s not saved (%s); training goes on, failure %d in a row of the %d that end it"
-            log.warning(text, self._exchange.topology.name, folder.name, why, self._in_a_row, LAST_FAILURE)
+        self._failures.failed(f"{folder.name} not saved", why, speaks=self._ranks.rank == 0)

@@ -11,19 +11,23 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from transformers.trainer import TRAINER_STATE_NAME
 
-from ...checkpoint.choice import Held, alike, choose, look
+from ...checkpoint.choice import Held, superfluous
 from ...checkpoint.exchange_state import Saved, describe, open_exchange, save_exchange
 from ...checkpoint.files import read_part, write_part
-from ...checkpoint.folders import MANIFEST, damaged, forget_asides, misfits, take_back
+from ...checkpoint.folders import damaged, forget_asides, misfits, steps, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
 from ...checkpoint.registry import Board
+from ...checkpoint.whole import whole
+from ...comm.ranks import Ranks
 from ...comm.topology import Topology
 from ...errors import NeedsDecision
 from ...exchange.exchange import Exchange
@@ -108,20 +112,27 @@ def _folder(checkpoint: Path, topology: Topology) -> Path:
 # ---- which checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def whole_steps(output_dir: Path, fresh: bool = False) -> list[int]:
-    """Steps of the checkpoints below `output_dir` that are complete: the Trainer's last file is there, and every rank's part (with `fresh`
-    they do not count)."""
+def held_in(output_dir: Path, islands: int, fresh: bool = False) -> list[Held]:
+    """The checkpoints below `output_dir` that are whole, with what their heads say: the Trainer's last file is there, and every rank's
+    part (with `fresh` parts do not count)."""
     out = []
-    for folder in output_dir.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-        if match is None or not (folder / "trainer_state.json").exists() or (misfits(folder) and (folder / MANIFEST).exists()):
+    for step in steps(output_dir, "checkpoint"):
+        folder = output_dir / f"checkpoint-{step}"
+        if not (folder / TRAINER_STATE_NAME).exists():
             continue
         try:
-            if fresh or open_exchange(folder / "exchange").complete:
-                out.append(int(match[1]))
-        except ValueError:
-            continue
-    return sorted(out)
+            if not fresh:
+                out.append(replace(whole(folder, islands)[0], step=step))  # by the Trainer's count
+            elif not misfits(folder, sealed=False):
+                out.append(Held(step))
+        except ValueError as error:
+            log.warning("%s is left out: %s", folder, error)
+    return out
+
+
+def whole_steps(output_dir: Path, fresh: bool = False) -> list[int]:
+    """The steps of `held_in`, whatever the number of islands."""
+    return [h.step for h in held_in(output_dir, 0, fresh)]
 
 
 def refuse_alone(checkpoint: Any, preset: str) -> None:
@@ -152,35 +163,35 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
     if not isinstance(wanted, (str, os.PathLike)) and wanted is not True:
         return wanted
     auto, newest = str(wanted).lower() == "auto", wanted is True or str(wanted).lower() in ("true", "auto")
-    _from_first(lambda: take_back(output_dir), topology)
+    ranks = Ranks.everywhere(PartialState().device)  # of the island, in a mesh of the world
+    ranks.from_first(lambda: take_back(output_dir))
     if topology.kind != "islands":
-        whole = whole_steps(output_dir, fresh) if newest else []  # the Trainer alone would take one that was cut off
-        found = str(output_dir / f"checkpoint-{whole[-1]}") if whole else (None if auto else True) if newest else str(wanted)
-        return _verified(found)
+        own = whole_steps(output_dir, fresh) if newest else []  # the Trainer alone would take one that was cut off
+        alone = str(output_dir / f"checkpoint-{own[-1]}") if own else (None if auto else True) if newest else str(wanted)
+        return _verified(alone, ranks)
     if newest:
-        found = _from_first(lambda: _newest(output_dir, topology, fresh, auto), topology)
+        found = _from_first(ranks, lambda: _newest(output_dir, topology, fresh, auto))
     else:
-        found = _from_first(lambda: _named(str(wanted), output_dir, topology), topology)
+        found = _from_first(ranks, lambda: _named(str(wanted), output_dir, topology))
     if found is None:
         log.warning("%s: no island holds a checkpoint: training begins", topology.name)
-    return _verified(found)
+    return _verified(found, ranks)
 
 
 def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> str | TakeOver | None:
     """From the newest state that all islands hold which hold any; with `fresh` the Trainer's own files are enough. None with `auto` where
     nobody holds any."""
-    mine = [list(vars(h).values()) for h in held_in(output_dir, topology, fresh)]
-    notes = _meet(topology, {"held": mine, "name": topology.name})
-    chosen = choose([note["name"] for note in notes], [[Held(*h) for h in note["held"]] for note in notes], "auto")
+    with _board(topology) as board:
+        chosen = board.choose(held_in(output_dir, topology.islands, fresh), "auto")
     if chosen is None and not auto:
         raise NeedsDecision("no island holds a checkpoint: start without resume_from_checkpoint, or with resume_from_checkpoint='auto'")
     if chosen is None:
         return None
-    steps = sources(chosen)
-    furthest, own = max(s for s in steps if s is not None), steps[topology.island]
+    loaded = sources(chosen)
+    furthest, own = max(s for s in loaded if s is not None), loaded[topology.island]
     beside = [p for p in sorted(output_dir.parent.glob(f"*/checkpoint-{furthest}")) if furthest in whole_steps(p.parent, fresh)]
     found = str(output_dir / f"checkpoint-{own}") if own is not None else str(beside[0]) if beside else None
-    return _with_others(found, furthest, own is not None, topology) if None in steps else found
+    return _with_others(found, furthest, own is not None, topology) if None in loaded else found
 
 
 def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
@@ -193,7 +204,8 @@ def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
     elif beside := sorted(output_dir.parent.glob(f"*/{name}")):
         found = str(beside[0])
     step = re.fullmatch(r"checkpoint-(\d+)", name)
-    notes = _meet(topology, {"name": topology.name, "checkpoint": name, "found": found is not None})
+    with _board(topology) as board:
+        notes = board.meet({"name": topology.name, "checkpoint": name, "found": found is not None})
     if found is not None and all(n.get("found") for n in notes):
         if Path(found).parent.parent == output_dir.parent and Path(found).parent != output_dir:
             log.warning("%s has no %s and takes over from %s", topology.name, name, found)
@@ -207,7 +219,8 @@ def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
 def _with_others(found: str | None, step: int, own: bool, topology: Topology) -> str | TakeOver:
     """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it. `own`: this island loads its own."""
     said = {"name": topology.name, "state": told(Path(found)) if found is not None and own else None}
-    notes = _meet(topology, said)
+    with _board(topology) as board:
+        notes = board.meet(said)
     if found is None:
         return heard(step, notes)
     if not own:
@@ -215,21 +228,22 @@ def _with_others(found: str | None, step: int, own: bool, topology: Topology) ->
     return found
 
 
-def _meet(topology: Topology, note: dict[str, Any]) -> list[dict[str, Any]]:
+@contextmanager
+def _board(topology: Topology) -> Iterator[Board]:
+    """For one question."""
     board = Board(topology)
     try:
-        return board.meet(note)
+        yield board
     finally:
         board.close()
 
 
-def _verified(where: Any) -> Any:
+def _verified(where: Any, ranks: Ranks) -> Any:
     """The path, if the checksums of its manifest fit; each process reads its share."""
     if not isinstance(where, str):
         return where
-    state, sealed = PartialState(), (Path(where) / MANIFEST).exists()
-    bad = gather_object(damaged(Path(where), state.process_index, state.num_processes) if sealed else [])
-    if bad:
+    mine = ranks.together(lambda: damaged(Path(where), ranks.rank, ranks.world, sealed=False), where)
+    if bad := [name for names in ranks.everyone(mine) for name in names]:
         raise ValueError(
             f"{where} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away on one island, and all resume from "
             "the checkpoint before it"
@@ -237,30 +251,15 @@ def _verified(where: Any) -> Any:
     return where
 
 
-def held_in(output_dir: Path, topology: Topology, fresh: bool = False) -> list[Held]:
-    """The complete checkpoints of this island, with what their heads say."""
-    out = []
-    for step in whole_steps(output_dir, fresh):
-        try:
-            parts = output_dir / f"checkpoint-{step}" / "exchange"
-            out.append(Held(step) if fresh else Held(step, "checkpoint", *look(parts, topology.islands)))
-        except ValueError as error:
-            log.warning("checkpoint-%d is left out: %s", step, error)
-    return out
+def _from_first(ranks: Ranks, ask: Callable[[], str | TakeOver | None]) -> str | TakeOver | None:
+    """What `ask` gives on rank 0, on all; an error there is raised on all."""
 
+    def told() -> Any:
+        found = ask()
+        return vars(found) if isinstance(found, TakeOver) else found
 
-def _from_first(ask: Callable[[], Any], topology: Topology) -> Any:
-    """What `ask` gives on rank 0 of the island, in a mesh of the world, on all; an error there is raised on all."""
-    answer: list[Any] = [None]
-    if PartialState().process_index == 0:
-        try:
-            answer[0] = ask()
-        except (ValueError, OSError, RuntimeError) as error:  # PeerLost and torch's DistStoreError are RuntimeErrors
-            answer[0] = error
-    broadcast_object_list(answer)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return answer[0]
+    found = ranks.from_first(told)
+    return TakeOver(**found) if isinstance(found, dict) else found
 
 
 class Rotation:
@@ -275,13 +274,11 @@ class Rotation:
         self._made: set[int] = set()
 
     def saved(self, step: int, best: str | None) -> None:
-        """After a save: tell the others, delete what is neither among the newest `keep`, nor the best, nor needed to resume together."""
+        """After a save: tell the others, delete what is not needed any more (`checkpoint/choice.superfluous`). `best`: a path."""
         self._made.add(step)
-        mine = held_in(self._folder, self._topology)
+        mine = held_in(self._folder, self._topology.islands)
         try:
-            said = self._board.exchange([[h.step, h.applied] for h in mine])
-            held = [[Held(int(s), applied=str(applied)) for s, applied in each or ()] for each in said]
-            common = max((states[0].step for states in alike(held)), default=None)
+            common = self._board.common(mine)
         except (RuntimeError, ValueError, TypeError) as error:  # with the machine of the store gone, say
             log.warning("no old checkpoint is removed: %s", (str(error).splitlines() or [""])[0][:160])
             return
@@ -289,11 +286,8 @@ class Rotation:
             return
         if common in self._made:
             forget_asides(self._folder)
-        steps = [h.step for h in mine]
-        safe = {*steps[-self._keep :], *(s for s in steps if s >= common)} if self._keep else set(steps)
-        if best is not None:
-            safe.add(int(best.rsplit("-", 1)[-1]))
-        for old in [s for s in steps if s not in safe]:
+        kept = None if best is None else int(best.rsplit("-", 1)[-1])
+        for old in superfluous([h.step for h in mine], common, self._keep, kept):
             shutil.rmtree(self._folder / f"checkpoint-{old}", ignore_errors=True)
 
     def close(self) -> None:

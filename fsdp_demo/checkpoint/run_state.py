@@ -1,0 +1,235 @@
+"""What of a training run must survive a restart, and where it lies.
+
+    FOLDER/checkpoint-<step>/model/      parameters and the inner optimizer's states: safetensors that another number of shards can load
+                            /exchange/   a part per rank: accumulators, anchors, outer momenta, what was under way
+                            /loop/       a part per rank: random states, and what the training loop itself keeps
+                            /config.json, facts.json, manifest.json
+    FOLDER/emergency-<step>/             the same from ranks that were on their way out, each alone: local shards, no collectives
+
+The learning rate should be a pure function of the step: then it needs no state.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..exchange.exchange import Exchange
+from ..hosts.torch_params import unwrap
+from .exchange_state import Saved, Snapshot, describe, open_exchange
+from .files import copied, read_part, write_part
+from .finite import refuse_not_finite
+from .local_state import load_local, save_local
+from .manager import Checkpoints
+from .random_state import random_states, set_random_states
+from .reshard import shares
+from .sharded_state import load_tensors, save_tensors, tensors_of, unwrapped
+
+log = logging.getLogger("fsdp_demo")
+
+Extra = Callable[[], Mapping[str, Any]]
+"""Gives what the training loop itself keeps on this rank (its place in the data, counters): tensors and JSON values."""
+
+
+class RunState:
+    """Saves and restores a run: model, inner optimizer, exchange, random states, and what the training loop keeps beside them.
+
+    `restore` comes before `attach`, which then gets `step` and `saved`. All ranks of all islands make one and restore together.
+
+    Args:
+        checkpoints: of this replica.
+        model, optimizer: sharded or not, as `accelerator.prepare` gave them; the optimizer as for `attach`.
+        facts: of the run (JSON), for whoever exports the model.
+
+    Attributes:
+        step: what was restored; 0 for a new run, and where everything is taken over from other islands.
+        saved: the exchange's state for `attach`, or None.
+        extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
+        same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is that of another rank, and random states
+            begin anew.
+
+    Example:
+        >>> import tempfile, torch, fsdp_demo
+        >>> from fsdp_demo.checkpoint import Checkpoints, RunState
+        >>> topology, folder = fsdp_demo.Topology.from_env({}), tempfile.TemporaryDirectory()
+        >>> def start(resume):
+        ...     model = torch.nn.Linear(2, 2)
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     state = RunState(Checkpoints(folder.name, topology), model, optimizer)
+        ...     state.restore(resume)
+        ...     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, step=state.step, state=state.saved)
+        ...     return model, optimizer, state, exchange
+        >>> model, optimizer, state, exchange = start(resume=False)
+        >>> rows = 0
+        >>> with fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange, lambda: {"rows": rows})):
+        ...     while exchange.step < 3:
+        ...         model(torch.randn(4, 2)).square().sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         rows += 4
+        ...     state.save(exchange, lambda: {"rows": rows})
+        >>> again, _, state, exchange = start(resume=True)
+        >>> exchange.step, state.extra["rows"], torch.equal(again.weight, model.weight)
+        (3, 12, True)
+    """
+
+    def __init__(self, checkpoints: Checkpoints, model: torch.nn.Module, optimizer: Any, facts: Mapping[str, Any] | None = None):
+        self.checkpoints, self.model, self.facts = checkpoints, model, dict(facts or {})
+        self.optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+        self.step, self.same = 0, True
+        self.saved: Saved | None = None
+        self.extra: dict[str, Any] = {}
+        self._random: dict[str, Any] | None = None
+        if checkpoints.group is None:  # an island of one process is no mistake
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    # ---- restoring -----------------------------------------------------------------------------------------------------
+
+    def restore(self, resume: bool | str = True, take_over: bool = False, fresh: bool = False) -> None:
+        """Agree with the other islands on a step and load it, before `attach`.
+
+        With other numbers of islands or ranks, from the folders of all replicas that this machine sees beside its own.
+
+        Args:
+            resume, take_over: see `Checkpoints.agreed`.
+            fresh: leave the exchange's own state out: model and optimizer go on, the exchange starts anew.
+
+        Raises:
+            NeedsDecision: see `Checkpoints.agreed`.
+            ValueError: damaged files, or those of another model.
+            PeerLost: islands that did not come in time.
+        """
+        step = self.checkpoints.agreed(resume, take_over)
+        if step is None:
+            return
+        kind = self.checkpoints.holds(step)
+        if kind == "emergency":
+            self._load_left(step)
+        elif kind or self._siblings("checkpoint", step):
+            self._load(step, bool(kind))
+        else:
+            return  # at step 0, so that attach gives it what the others hold
+        self.step = step
+        log.info("resumed from %s of step %d", kind or "the other islands' checkpoints", step)
+        if fresh:
+            self.saved = None
+
+    def restore_random(self) -> None:
+        """Put the random states back as they were when the checkpoint was made, where they are this rank's own.
+
+        Only the first call does, so a loop can call it wherever the run that was not interrupted had drawn as many numbers: after all that
+        draws some at the start, and before its next batch.
+        """
+        states, self._random = self._random, None
+        if states is not None:
+            set_random_states(states)
+
+    def _load(self, step: int, own: bool) -> None:
+        """From this replica's checkpoint; with other numbers, from all that are seen."""
+        rank, mine = self.checkpoints.topology.rank, self.checkpoints.path(step)
+        if own:
+            self.checkpoints.verify(step)
+        of = self._replicas([mine] if own else [], self._siblings("checkpoint", step))
+        load_tensors({of[i] / "model": w for i, w in self._weights().items()}, self.model, self.optimizers, self.checkpoints.group)
+        loops = mine if own else next(iter(of.values()))
+        self._take(read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1])
+
+    def _load_left(self, step: int) -> None:
+        """From what this rank left on its way out."""
+        mine = self.checkpoints.emergency(step)
+        of = self._replicas([mine], self._siblings("emergency", step))
+        folders = {of[i]: w for i, w in self._weights().items()}
+        loops = load_local(folders, self.checkpoints.topology.rank, self.optimizers)
+        self._take(loops[list(folders).index(mine) if mine in folders else 0])
+
+    def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
+        """Open the exchange's state in `own`, or, if this run has other numbers than that, in all that are seen; island -> folder."""
+        saved = open_exchange(*(f / "exchange" for f in own or seen))
+        if own and not self._fits(saved):
+            saved = open_exchange(*(f / "exchange" for f in seen or own))
+        self.saved, self.same = saved, self._fits(saved)
+        return {island: path.parent.parent for (island, _), path in saved.paths.items()}
+
+    def _fits(self, saved: Saved) -> bool:
+        """Whether it is this very replica's, in the same numbers."""
+        t, h = self.checkpoints.topology, saved.heads[0]
+        return len(saved.islands) == 1 and (h["islands"], h["island"], h["world"]) == (t.islands, t.island, t.world)
+
+    def _weights(self) -> dict[int, float]:
+        """What this replica takes of the saved islands."""
+        assert self.saved is not None
+        return shares(self.saved.islands, self.checkpoints.topology.islands)[self.checkpoints.topology.island]
+
+    def _siblings(self, kind: str, step: int) -> list[Path]:
+        """The folders of this step of all replicas that this machine sees."""
+        sign = "manifest.json" if kind == "checkpoint" else "rank0.json"
+        return sorted(p.parent for p in self.checkpoints.root.parent.glob(f"*/{kind}-{step}/{sign}"))
+
+    def _take(self, loop: dict[str, Any]) -> None:
+        """Random states only for the rank that saved them."""
+        self.extra = {key: value for key, value in loop.items() if key != "random"}
+        self._random = loop["random"] if self.same else None
+
+    # ---- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, exchange: Exchange, extra: Extra = dict, wait: bool = True) -> None:
+        """A checkpoint of this step. All ranks of the replica call it together; islands need not.
+
+        Args:
+            extra: asked when what is under way in the exchange has arrived.
+            wait: False: training goes on while it is written.
+
+        Raises:
+            PeerLost: what was under way in the exchange is lost: save what is left (`emergency`, by `guard`).
+            OSError, NotFinite: the third save in a row that failed; before that a warning (`Checkpoints.save`).
+        """
+        group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
+
+        def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
+            live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()  # waits for what is under way
+            refuse_not_finite(("replica", live), ("exchange", state))
+            loop = self._loop(extra)
+            return live, Snapshot(describe(exchange), state if wait else copied(state)), loop if wait else copied(loop)
+
+        def write(folder: Path) -> Callable[[], None]:
+            # Collectives first: a rank that cannot write its own files must not leave the others waiting in them.
+            live, state, loop = self.checkpoints.ranks.together(copy, what)
+            written = save_tensors(folder / "model", live, group, wait)
+
+            def rest() -> None:
+                written()
+                self._write_beside(folder, state, loop)
+
+            return rest
+
+        self.checkpoints.save(exchange.step, write, wait)
+
+    def emergency(self, exchange: Exchange, extra: Extra = dict) -> None:
+        """This rank's own, without collectives: what `guard` calls when a peer is lost or the job is told to stop."""
+        loop = self._loop(extra)
+        self.checkpoints.save_alone(exchange.step, lambda folder, check: save_local(folder, self.optimizers, exchange, loop, check))
+
+    def finish(self) -> None:
+        """The run came to its end: wait for the last save; what was left on the way is not for a later resume."""
+        self.checkpoints.forget_emergencies()
+        self.checkpoints.close()
+
+    def _loop(self, extra: Extra) -> dict[str, Any]:
+        return {**extra(), "random": random_states()}
+
+    def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
+        """All but the model's tensors."""
+        rank = state.head["rank"]
+        config: Any = getattr(unwrapped(self.model), "config", None)
+        if rank == 0 and hasattr(config, "save_pretrained"):  # of transformers: `fsdp-demo export` needs it
+            config.save_pretrained(folder)
+        if rank == 0:
+            (folder / "facts.json").write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+        state.write(folder / "exchange")
+        write_part(folder / "loop", f"rank{rank}", {key: state.head[key] for key in ("step", "rank", "world")}, loop)

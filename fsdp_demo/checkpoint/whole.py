@@ -1,0 +1,28 @@
+"""Whether a checkpoint of the Trainer or of DeepSpeed is whole: the exchange's parts lie in `exchange/`, beside files of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .choice import Held, look
+from .exchange_state import Saved, open_exchange
+from .folders import misfits
+
+PARTS = "exchange"
+
+
+def whole(folder: Path, islands: int) -> tuple[Held, Saved]:
+    """What a checkpoint holds.
+
+    Args:
+        islands: how many there are now (`Held.applied`).
+
+    Raises:
+        ValueError: it is not whole, and why: parts that are torn or missing, files that do not fit the manifest.
+    """
+    saved = open_exchange(folder / PARTS)
+    if not saved.complete:
+        raise ValueError(f"{folder / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: half-written, or a file is lost")
+    if why := misfits(folder, sealed=False):
+        raise ValueError(f"{folder} is not complete: {why}")
+    return Held(saved.step, "checkpoint", *look(folder / PARTS, islands)), saved

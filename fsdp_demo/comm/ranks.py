@@ -1,0 +1,153 @@
+"""Words between the ranks of one replica (or of a whole world): votes, what the first one found, work that succeeds on all or on none.
+
+Tensors and JSON, never pickle: nothing that another rank says is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Mismatch, NeedsDecision, NotFinite, PeerLost, StoreSilent, Superseded, WireError, as_disk_error
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """All methods are called by all of the ranks together, in one order. Each is a barrier, too.
+
+    Args:
+        group: their process group; None: a single rank.
+        rank, world: this one, and how many there are.
+        device: where tensors of the group's backend lie, if it does not reach the CPU.
+    """
+
+    def __init__(self, group: Any, rank: int, world: int, device: torch.device = CPU):
+        self.group, self.rank, self.world = group if world > 1 else None, rank, world
+        self._place = device if self.group is not None and not _reaches_cpu(self.group) else CPU
+
+    @classmethod
+    def everywhere(cls, device: torch.device = CPU) -> Ranks:
+        """All ranks of torch's default process group; a single one where there is none."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None, 0, 1)
+        return cls(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
+
+    # ---- numbers -------------------------------------------------------------------------------------------------------
+
+    def largest(self, *values: float) -> list[float]:
+        """Element-wise maximum over the ranks. Exact up to 2^53, on devices that lack fp64 up to 2^24."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def total(self, *values: float) -> list[float]:
+        """Element-wise sum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def _reduce(self, values: tuple[float, ...], op: Any) -> list[float]:
+        if self.group is None:
+            return list(values)
+        wide = self._place.type in ("cpu", "cuda")
+        t = torch.tensor(values, dtype=torch.float64 if wide else torch.float32, device=self._place)
+        dist.all_reduce(t, op=op, group=self.group)
+        return list(t.tolist())
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return bool(self.largest(float(flag))[0])
+
+    def same(self, number: int) -> bool:
+        """Whether all ranks say the same, less than 2^53."""
+        most, least = self.largest(number, -number)
+        return most == -least
+
+    # ---- values --------------------------------------------------------------------------------------------------------
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What every rank says (JSON), in the order of the ranks."""
+        if self.group is None:
+            return [value]
+        mine = json.dumps(value).encode()
+        sizes = [torch.empty(1, dtype=torch.int64, device=self._place) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=self._place), group=self.group)
+        text = torch.tensor(list(mine.ljust(max(int(n) for n in sizes))), dtype=torch.uint8, device=self._place)
+        parts = [torch.empty_like(text) for _ in sizes]
+        dist.all_gather(parts, text, group=self.group)
+        return [json.loads(bytes(part.tolist())[: int(n)]) for part, n in zip(parts, sizes, strict=True)]
+
+    def from_first(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives (JSON) on rank 0, on all ranks; an error there is raised on all, of its kind (`TOLD`) or as a RuntimeError."""
+        if self.group is None:
+            return ask()
+        if self.rank:
+            got, kind, text = json.loads(bytes(self._hear().tolist()))
+            if kind:
+                raise _BY_NAME.get(kind, RuntimeError)(text)
+            return got
+        try:
+            answer = json.dumps([ask(), "", ""])
+        except Exception as error:  # the other ranks wait for this one's word
+            kind = next((e.__name__ for e in TOLD if isinstance(error, e)), "RuntimeError")
+            self._say(json.dumps([None, kind, str(error)]))
+            raise
+        self._say(answer)
+        return json.loads(answer)[0]
+
+    def _say(self, text: str) -> None:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._place)
+        dist.broadcast(torch.tensor([data.numel()], device=self._place), group_src=0, group=self.group)
+        dist.broadcast(data, group_src=0, group=self.group)
+
+    def _hear(self) -> torch.Tensor:
+        size = torch.zeros(1, dtype=torch.int64, device=self._place)
+        dist.broadcast(size, group_src=0, group=self.group)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._place)
+        dist.broadcast(data, group_src=0, group=self.group)
+        return data
+
+    # ---- work ----------------------------------------------------------------------------------------------------------
+
+    def together(self, work: Callable[[], T], what: str) -> T:
+        """What `work` gives on each rank; an error of one is raised on all, of its kind: `settle`."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as e:  # the other ranks wait for this one's vote
+            error = e
+        self.settle(error, what)
+        return cast(T, result)
+
+    def settle(self, error: Exception | None, what: str) -> None:
+        """Vote on what happened. The worst is raised on all ranks: a lost peer before other errors, these before a disk that is full or
+        values that are not finite.
+
+        Raises:
+            PeerLost, OSError, NotFinite, RuntimeError: or this rank's own error, where it is one of the worst.
+        """
+        error = error and as_disk_error(error)
+        mine = 0 if error is None else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
+        worst = int(self.largest(mine)[0])
+        if not worst:
+            return
+        if error is not None and mine == worst:
+            raise error
+        raise _KINDS[worst](f"{what}: another rank {_WHY[worst]}") from error
+
+
+def _reaches_cpu(group: Any) -> bool:
+    """Whether a group's backend takes CPU tensors ("cpu:gloo,cuda:nccl")."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+TOLD: tuple[type[Exception], ...] = (StoreSilent, PeerLost, Mismatch, WireError, NotFinite, Superseded, NeedsDecision, ValueError, OSError)
+"""Errors that keep their kind when the first rank tells them, those that are kinds of others first."""
+
+_BY_NAME = {e.__name__: e for e in TOLD}
+_OTHER = 3
+_ORDER: tuple[tuple[type[Exception], int], ...] = ((PeerLost, 4), (NotFinite, 1), (OSError, 2))
+_KINDS: dict[int, type[Exception]] = {1: NotFinite, 2: OSError, 3: RuntimeError, 4: PeerLost}
+_WHY = {1: "found values that are not finite", 2: "could not write", 3: "failed", 4: "lost its peer"}

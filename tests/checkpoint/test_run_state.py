@@ -1,0 +1,159 @@
+"""`RunState` in a plain loop: 2N steps are N steps, a stop, a restore and N steps, bit for bit; and its example runs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint  # before the first fork: it takes a second
+
+import fsdp_demo
+from fsdp_demo.checkpoint import Checkpoints, RunState, run_state
+from fsdp_demo.checkpoint.files import read_part
+from fsdp_demo.checkpoint.random_state import random_states, set_random_states
+
+STEPS, STOP = 6, 3
+
+
+class Job:
+    """A small loop in plain torch, whose dropout and data draw from torch's generator."""
+
+    def __init__(self, folder, resume, seed, delay=0):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        config = fsdp_demo.load_config("diloco", ["period=2", f"delta.clock.delay={delay}"])
+        self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), 0.01)
+        topology = fsdp_demo.Topology.from_env()
+        self.state = state = RunState(Checkpoints(folder / topology.name, topology), self.model, self.optimizer, {"seed": seed})
+        state.restore(resume)
+        self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=topology, step=state.step, state=state.saved)
+        self.rows = state.extra.get("rows", 0)
+        state.restore_random()
+
+    def extra(self):
+        return {"rows": self.rows, "seen": torch.tensor([self.rows])}
+
+    def until(self, step):
+        while self.exchange.step < step:
+            self.model(torch.randn(3, 4)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.rows += 3
+
+    def numbers(self):
+        moments = [v.clone() for p in self.model.parameters() for v in self.optimizer.state[p].values()]
+        return [p.detach().clone() for p in self.model.parameters()] + moments + [torch.tensor(self.rows)]
+
+
+def resumed(me, how, delay):
+    """(whole, gone on): the numbers of a run, and those of one that was left after STOP steps and restored from other weights."""
+    run = os.environ["ISLAND_RUN"]
+    whole = Job(me.folder, False, me.island, delay=delay)
+    whole.until(STOP)
+    if how == "emergency":
+        whole.state.emergency(whole.exchange, whole.extra)
+    else:
+        whole.state.save(whole.exchange, whole.extra, wait=how == "waiting")
+    whole.until(STEPS)
+    whole.exchange.finish()
+    whole.state.checkpoints.close()
+    os.environ["ISLAND_RUN"] = f"{run}-again"
+    again = Job(me.folder, True, 100 + me.island, delay=delay)
+    begun = again.state.step, again.state.same, again.rows, int(again.state.extra["seen"])
+    again.until(STEPS)
+    again.exchange.finish()
+    again.state.finish()
+    return whole.numbers(), again.numbers(), begun, sorted(p.name for p in again.state.checkpoints.root.iterdir() if p.name[0] != ".")
+
+
+@pytest.mark.parametrize("how", ["waiting", "behind", "emergency"])
+def test_a_restored_run_is_the_uninterrupted_one(run_ranks, how):
+    for whole, again, begun, left in run_ranks(resumed, islands=2, procs=1, args=(how, 1)):
+        assert begun == (STOP, True, 3 * STOP, 3 * STOP)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+        assert left == ([] if how == "emergency" else [f"checkpoint-{STOP}"])
+
+
+def other_rank(me):
+    """A checkpoint of another island: its numbers, not its random states."""
+    one = Job(me.folder, False, 5)
+    one.until(2)
+    one.state.save(one.exchange, one.extra)
+    one.exchange.finish()
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    moved = Checkpoints(me.folder / "island0", fsdp_demo.Topology("islands", 1, 2, name="island1"))
+    moved.agreed = lambda resume, take_over: 2
+    state = RunState(moved, one.model, one.optimizer)
+    state.restore()
+    state.restore_random()
+    return state.step, state.same, state.extra["rows"], torch.equal(before, torch.get_rng_state())
+
+
+def test_random_states_come_back_to_the_rank_that_saved_them(run_ranks):
+    assert run_ranks(other_rank, islands=1, procs=1) == [(2, False, 6, True)]
+
+
+def test_the_checkpoint_says_what_it_said_before(run_ranks):
+    """The files and keys of a checkpoint are a format: tools and older runs read them."""
+
+    def job(me):
+        one = Job(me.folder, False, 5)
+        one.until(1)
+        one.state.save(one.exchange, one.extra)
+        root = one.state.checkpoints.path(1)
+        head, loop = read_part(root / "loop" / "rank0.json")
+        files = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+        return files, sorted(loop), [head[k] for k in ("step", "rank", "world")]
+
+    ((files, loop, head),) = run_ranks(job, islands=1, procs=1)
+    parts = [f"{kind}/rank0.{end}" for kind in ("exchange", "loop") for end in ("json", "safetensors")]
+    assert [f for f in files if not f.startswith("model/")] == sorted([*parts, "facts.json", "manifest.json"])
+    assert any(f.startswith("model/") and f.endswith(".safetensors") for f in files)
+    assert loop == ["random", "rows", "seen"] and head == [1, 0, 1]
+
+
+def test_an_optimizer_with_states_that_are_no_tensors_is_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight]["note"] = "text"
+    with pytest.raises(ValueError, match="keeps note='text' for weight.*Use an optimizer whose states are tensors"):
+        run_state.tensors_of(model, [optimizer])
+
+
+def test_random_states_are_a_tree_that_comes_back(tmp_path):
+    import random
+
+    numpy = pytest.importorskip("numpy")
+    states = random_states()
+    drawn = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+    set_random_states(states)
+    assert drawn == [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+def test_the_example_runs():
+    tests = [t for t in doctest.DocTestFinder().find(RunState, "RunState", globs=dict(vars(run_state))) if t.examples]
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    output: list[str] = []
+    for test in tests:
+        runner.run(test, out=output.append)
+    assert tests and not runner.failures, "".join(output)
+
+
+PUBLIC = ("fsdp_demo", "fsdp_demo.checkpoint", "fsdp_demo.status", "deepspeed_ext")
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.stem)
+def test_the_scripts_to_copy_from_need_public_names_only(script):
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("fsdp_demo", "deepspeed_ext"):
+            if node.module.startswith("fsdp_demo.integrations."):
+                continue
+            assert node.module in PUBLIC, f"{script.name}:{node.lineno} imports from {node.module}"
+            names = getattr(__import__(node.module, fromlist=["*"]), "__all__", None)
+            assert names is None or {alias.name for alias in node.names} <= set(names), f"{script.name}:{node.lineno}"
