@@ -43,7 +43,7 @@ def bind(channels: Sequence[Channel], config: ExchangeConfig, placement: Placeme
     parameters = BoundChannel(Channel("parameters", "parameter", applier=Applier("replace")), placement)
     if config.shared and placement.islands > 1:
         _check_covered(active, placement, config.preset)
-    moving = [c for c in channels if c.source in ("delta", "parameter")]
+    moving = [c for c in channels if c.writes_parameters]
     return Bound(active, buffers.channel(model, moving, placement), parameters)
 
 

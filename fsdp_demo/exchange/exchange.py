@@ -140,10 +140,10 @@ class Exchange:
         own, applied = self.step, None
         if state is not None:
             own, applied = (int(state["step"]), state.get("applied", {})) if isinstance(state, dict) else (state.step, state.applied)
-        donor, furthest = startup.come_together(self._flow, facts, model, own, applied)
+        donor, goes_on = startup.come_together(self._flow, facts, model, own, applied)
         if state is not None:
             self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
-        startup.take_over(self._flow, donor, furthest)
+        startup.take_over(self._flow, donor, goes_on)
         self._joined_at, self._behind = self.step, True
         self._untouched.note()
         self._ticks.aside = False

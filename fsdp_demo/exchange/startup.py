@@ -29,7 +29,7 @@ log = logging.getLogger("fsdp_demo")
 
 def come_together(
     flow: Flow, told: dict[str, Any], model: torch.nn.Module | None, own: int, applied: dict[str, int] | None
-) -> tuple[int, int]:
+) -> tuple[int, bool]:
     """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
 
     Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
@@ -40,13 +40,13 @@ def come_together(
         applied: of the state from which it resumes (`Flow.applied`), and with which it goes on if no island is further; None without one.
 
     Returns:
-        The donor's index, and the step of the replica that is furthest.
+        The donor's index, and whether any replica goes on: it has taken steps, or lost the first of them and holds what it has sent.
     """
     line, island, resumes = flow.line, flow.island, applied is not None
     found = agree_on_run(line, flow.config, flow.shards, told, own, applied)
     if line is not None:
         line.digest = flow.config.digest()  # from here on in every message
-    donor, furthest, apart, unlike = (int(v) for v in island.largest(*map(float, found)))
+    donor, furthest, apart, unlike, goes_on = (int(v) for v in island.largest(*map(float, found)))
     flow.unlike = flow.mailbox.watch.unlike = bool(unlike)
     flow.step = own if apart else furthest
     if apart:
@@ -57,13 +57,13 @@ def come_together(
     for c in flow.channels:
         c.start()
     flow.mailbox.begin(flow.step)
-    return donor, furthest
+    return donor, bool(furthest or goes_on)
 
 
-def take_over(flow: Flow, donor: int, furthest: int) -> None:
-    """In a job that has taken steps (`furthest`, on some island): make equal what replicas share of the channels' and inner optimizers'
-    state, and what is under way."""
-    if not furthest:
+def take_over(flow: Flow, donor: int, goes_on: bool) -> None:
+    """In a job that some island goes on with: make equal what replicas share of the channels' and inner optimizers' state, and what is
+    under way."""
+    if not goes_on:
         return
     equalise_state(flow.line, flow.channels, donor)
     if any(c.channel.before_step for c in flow.channels):
@@ -73,21 +73,21 @@ def take_over(flow: Flow, donor: int, furthest: int) -> None:
 
 def agree_on_run(
     line: Line | None, config: ExchangeConfig, shards: Shards, told: dict[str, Any], step: int, applied: dict[str, int] | None
-) -> tuple[int, int, bool, bool]:
+) -> tuple[int, int, bool, bool, bool]:
     """Compare the run specification, the parameters and the optimizers with all replicas.
 
     Args:
         told: further facts of the run.
 
     Returns:
-        The donor's index, its step, whether all replicas resume at unlike steps between the same exchanges, and whether another island's
-        machine or torch is unlike this one's.
+        The donor's index, its step, whether all replicas resume at unlike steps between the same exchanges, whether another island's
+        machine or torch is unlike this one's, and whether any resumes from a state.
 
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
     if line is None or line.size == 1:
-        return 0, step, False, False
+        return 0, step, False, False, applied is not None
     unlike = agreement.agree(line, {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())})
     facts.agree_on_tensors(line, shards.shards)
     everyone = agreement.gather_json(line, [step, applied])
@@ -96,7 +96,7 @@ def agree_on_run(
         agreement.agree(line, facts.rates(shards))
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
     resume = [(s, theirs is not None) for s, theirs in everyone]  # of a step the one that has a state, if any has
-    return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike
+    return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike, max(resume)[1]
 
 
 def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:

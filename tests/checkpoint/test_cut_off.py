@@ -116,6 +116,18 @@ def test_what_was_cut_off_is_made_up_for_bit_for_bit(run_ranks: Callable[..., An
     assert run_ranks(run, 1, 1, timeout=100) == ["the same"]
 
 
+@pytest.mark.parametrize("name", ["demo", "full"])
+def test_the_very_first_exchange_is_made_up_for(run_ranks: Callable[..., Any], name: str) -> None:
+    """Nobody has taken a step, and yet there is a message under way."""
+    config = CONFIGS[name]
+
+    def run() -> Any:
+        found, steps = interrupted(config, 0, 1)
+        return steps, [same(a, b) for a, b in zip(found, whole(config), strict=True)]
+
+    assert run_ranks(run, 1, 1, timeout=100) == [([0, 0], [True, True])]
+
+
 APART = ["diloco", "diloco, int8", "consensus", "released", "sparse_loco", "muloco", "local_sgd", "diloco, late", "local_sgd, late"]
 
 

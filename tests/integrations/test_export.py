@@ -207,7 +207,8 @@ def test_one_run_at_a_time(run_ranks, tmp_path):
     for file in exchange.iterdir():
         file.unlink()
     (exchange / "rank0.pt").touch()
-    assert "rank0.pt has format 0 (rank<r>.pt, of the first Trainer callback), which is not read any more" in refused(both / "run0", tmp_path / "no")
+    text = "rank0.pt has format 0 (rank<r>.pt, of the first Trainer callback), which is not read any more"
+    assert text in refused(both / "run0", tmp_path / "no")
     assert export(both, tmp_path / "other").step == 2
 
 
