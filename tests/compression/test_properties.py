@@ -82,9 +82,9 @@ def played(shapes: Any, channel: Channel, replicas: int, seed: int, scale: float
         assert layout is not None
         apply = at.apply
 
-        def spy(mean: torch.Tensor, *args: Any, **kw: Any) -> None:
-            seen.append(mean.clone())
-            apply(mean, *args, **kw)
+        def spy(arrived: Any) -> None:
+            seen.append(at.mean(arrived.received, arrived.sent.step).clone())
+            apply(arrived)
 
         at.apply = spy
         for t in range(steps):
