@@ -116,7 +116,7 @@ def recorded(device: str, hidden: int = 256, steps: int = 60, last: int = 6) -> 
     """Shapes of the matrices of a small byte-level transformer and their gradients in the last steps of a short training on the source text
     of this repository, scaled to a root mean square of 1."""
     root = Path(__file__).resolve().parents[2] / "fsdp_demo"
-    text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(root.glob("*.py")))), dtype=torch.uint8).long().to(device)
+    text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(root.rglob("*.py")))), dtype=torch.uint8).long().to(device)
     torch.manual_seed(1)
     block = nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.Sequential(nn.Embedding(256, hidden), nn.TransformerEncoder(block, 2, enable_nested_tensor=False), nn.Linear(hidden, 256))
