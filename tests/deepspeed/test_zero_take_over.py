@@ -177,6 +177,7 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
             torch.distributed.barrier()
             home = me.folder / f"disk{me.island}" / f"island{me.island}"
             out.append([json.loads(line)["step"] for line in (home / "metrics.jsonl").read_text().splitlines()])
+            torch.distributed.barrier()  # everybody has read before anything is removed
             if me.proc == 0 and not more:
                 shutil.rmtree(home if me.island else home / "global_step6")
                 (home / "latest").write_text("global_step3") if not me.island else None
