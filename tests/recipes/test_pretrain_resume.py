@@ -47,9 +47,10 @@ RUNS = {
     "muloco": (["period=4"], 6),
 }
 FAMILIES = {  # presets that share their ranks
-    "gradients": ["full", "demo", "random", "stride"],
-    "averages": ["local_sgd", "local_adam", "desloc", "diloco"],
-    "momenta": ["streaming_diloco", "decoupled_momentum", "sparse_loco", "muloco"],
+    "sources": ["demo", "desloc", "streaming_diloco"],  # one of each: gradients, parameters and moments, deltas
+    "gradients": ["full", "random", "stride"],
+    "averages": ["local_sgd", "local_adam", "diloco"],
+    "momenta": ["decoupled_momentum", "sparse_loco", "muloco"],
 }
 LATE = {  # further ways to have payloads under way
     "demo delayed": ("demo", ["momentum.clock.delay=2"], 5),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import guard
-from .ranks import Call, Job, Rank
+from .ranks import Call, Job, Rank, encode
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -41,7 +41,7 @@ def live(rank: Rank, call: Call, job: Job, endpoint: str, pipe: int) -> None:
         _environment(rank, call, job, endpoint)
         for target, name, new in job.patches:
             setattr(target, name, new)
-        value = pickle.dumps(_in_group(rank, job))
+        value = encode(_in_group(rank, job))
         status = 0
     except BaseException as raised:
         if isinstance(raised, SystemExit):

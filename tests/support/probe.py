@@ -7,6 +7,7 @@ The loss is the sum of <p, G_p>, so the gradient of p is G_p whatever the parame
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_demo
+
+from .ranks import encode
 
 SHAPES = {
     "layer.weight": (124, 122),  # 64 x 64 blocks with edges of 60 and 58; halves are flat blocks with a tail
@@ -118,7 +121,8 @@ def complete(history: list[dict[str, torch.Tensor]], me: Any | None) -> list[dic
     if me is None:
         return history
     every: list[Any] = [None] * me.procs
-    dist.all_gather_object(every, history)
+    dist.all_gather_object(every, encode(history))
+    every = [pickle.loads(rank) for rank in every]
     return [{n: torch.cat([rank[t][n] for rank in every]) for n in step} for t, step in enumerate(history)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import dill
+import torch
 
 HUNG = "did not end"
 
@@ -101,6 +103,26 @@ def pack(job: Job) -> bytes:
             f"the function for the ranks does not travel to them ({type(error).__name__}: {error}): it makes what cannot be pickled "
             "itself, and holds no fixture of pytest"
         ) from error
+    return out.getvalue()
+
+
+class _Values(pickle.Pickler):
+    """The standard one, but a plain tensor travels as its bytes: torch's own way writes a file for each, 0.3 ms there and 0.3 ms back."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu" or value.layout != torch.strided:
+            return NotImplemented
+        return _tensor, (value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def encode(value: Any) -> bytes:
+    """What a rank gives back, for `pickle.loads`. Tensors that share memory do so no more."""
+    out = io.BytesIO()
+    _Values(out, pickle.HIGHEST_PROTOCOL).dump(value)
     return out.getvalue()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +14,10 @@ from pathlib import Path
 # What torch imports at the first optimizer or fully_shard: once before the first fork, instead of 0.8 s in every rank.
 LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.distributed.tensor")
 # What a library imports at the first model that it wraps: half of a short run's time.
-LATE = {"accelerate": ("deepspeed",)}
+LATE = {
+    "accelerate": ("deepspeed",),
+    "deepspeed": ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3"),
+}
 
 
 def names() -> list[str]:
@@ -43,7 +45,7 @@ def preload() -> None:
     """Import what is there and the modules imported so far import late, once instead of in every rank."""
     for name, others in LATE.items():
         for other in others if name in sys.modules else ():
-            if other not in sys.modules and importlib.util.find_spec(other) is not None:
+            with contextlib.suppress(ModuleNotFoundError):  # not installed, or another version of it
                 importlib.import_module(other)
 
 
