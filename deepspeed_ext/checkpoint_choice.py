@@ -130,6 +130,12 @@ def _step(notes: Sequence[dict[str, Any]], tag: str) -> int:
     return max(step for n in notes for step, _ in n["seen"][tag].values())
 
 
+# Not `Board.choose`: there each island goes on from a state in its own folder, which is known by its step. Here a tag is asked for by name,
+# or told by `latest`. Replicas load one run from any folder that they see, also one that is not their own (their number has changed). A
+# checkpoint of plain DeepSpeed counts, too: it has no head that says a step. Swapped folders are refused only where every replica has one.
+# Which of their own states lie between the same exchanges is asked in one place by both: `fsdp_demo.checkpoint.choice.together`.
+
+
 def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
     """From the notes of all replicas, the same on all: tag and run of the checkpoint that all load; the run is "" for a plain DeepSpeed
     checkpoint. None where nobody has any.

@@ -1,4 +1,4 @@
-"""DeepSpeed's own two methods underneath, in a folder of one replica, and words with the other ranks."""
+"""DeepSpeed's two methods in front, its own underneath in a folder of one replica, and words with the other ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from .checkpoint_choice import PARTS, latest
 
 
 class Folders:
-    """What both have in common: DeepSpeed's own two methods underneath, and words with the other ranks of the replica (`ranks`) and of the
-    engine's world (`world`)."""
+    """What both have in common: methods with DeepSpeed's signatures that call `save` and `load`, DeepSpeed's own two underneath, and words
+    with the other ranks of the replica (`ranks`) and of the engine's world (`world`).
+
+    Options are all other arguments of DeepSpeed's methods, by name."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -27,9 +29,41 @@ class Folders:
         self.ranks, self.world = replica(engine), world()
         self.first = self.ranks.rank == 0
 
-    def save_into(
-        self, folder: Path, tag: Any, client_state: Any, save_latest: bool, frozen: bool, parts: Callable[[Path], None] | None = None
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Any:
+        """In the place of the engine's method: `save`."""
+        options = {k: v for k, v in locals().items() if k not in ("self", "save_dir", "tag")}
+        return self.save(Path(save_dir), tag, options)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """In the place of the engine's method: `load`."""
+        options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
+        return self.load(Path(load_dir), tag, options)
+
+    def save(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
+        """Save what this replica has, below the directory that the user names."""
+        raise NotImplementedError
+
+    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
+        """Load what this replica goes on from, below the directory that the user names."""
+        raise NotImplementedError
+
+    def save_into(self, folder: Path, tag: Any, options: dict[str, Any], parts: Callable[[Path], None] | None = None) -> Any:
         """DeepSpeed's files, then on every rank `parts(FOLDER/TAG/exchange)`, then the manifest with all checksums, then `latest`."""
         engine = self.engine
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
@@ -39,7 +73,7 @@ class Folders:
         done: Any = None
         try:
             with self._own_clipping():
-                done = self.theirs[0](str(folder), tag, client_state or {}, False, frozen)
+                done = self.theirs[0](str(folder), tag, options["client_state"] or {}, False, options["exclude_frozen_parameters"])
             if parts is not None:
                 parts(place / PARTS)
             if self.first and engine.global_rank != 0:
@@ -49,7 +83,7 @@ class Folders:
         self.world.settle(error, what)
         if parts is not None:
             self.world.together(lambda: sum_up(place, self.ranks.rank, self.ranks.world), what)
-        self.world.together(lambda: self._name(folder, tag, parts is not None, save_latest), what)
+        self.world.together(lambda: self._name(folder, tag, parts is not None, options["save_latest"]), what)
         return done
 
     def _clear(self, place: Path, parts: bool) -> None:

@@ -79,31 +79,12 @@ class _Separate(Folders):
     def _folder(self, root: Path) -> Path:
         return root / f"replica{self.replica}" if self.replica else root
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
+    def save(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, into this replica's folder."""
-        return self.save_into(self._folder(Path(save_dir)), tag, client_state, save_latest, exclude_frozen_parameters)
+        return self.save_into(self._folder(root), tag, options)
 
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
+    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, from this replica's folder. The tag is that of replica 0."""
-        options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
-        root = Path(load_dir)
-
         tag = self.world.from_first(lambda: latest(root)) if tag is None else str(tag)
         own = self._folder(root)
         if tag is not None and not self.ranks.from_first(lambda: (own / str(tag)).is_dir()):
@@ -120,15 +101,8 @@ class _Followed(Folders):
         self._failures = SaveFailures(exchange.topology.name)
         self._fence: Fence | None = None
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        """As DeepSpeed's, into `save_dir/<name of the replica>`, with the exchange's state. False: nothing was saved, since a file
+    def save(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
+        """As DeepSpeed's, into `root/<name of the replica>`, with the exchange's state. False: nothing was saved, since a file
         cannot be written or values are not finite: a warning until the third time in a row.
 
         Raises:
@@ -137,12 +111,12 @@ class _Followed(Folders):
         """
         if self.exchange.showing:
             raise RuntimeError("save_checkpoint inside outer_parameters would save these as the replica's own: leave the context first")
-        folder = folder_of(Path(save_dir), self.exchange.topology)
+        folder = folder_of(root, self.exchange.topology)
         parts = partial(save_exchange, exchange=self.exchange)
         try:
             self._own(folder)
             self.world.together(self._check, str(folder))
-            done = self.save_into(folder, tag, client_state, save_latest, exclude_frozen_parameters, parts)
+            done = self.save_into(folder, tag, options, parts)
         except (OSError, NotFinite) as error:
             tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
             if self.first and misfits(folder / tag):
@@ -169,16 +143,7 @@ class _Followed(Folders):
         self.fenced()
         refuse_exchange(self.exchange)
 
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
+    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it together, at the same step.
 
         Without a tag all load the newest that all hold whole. A replica that sees no whole one takes over from the others: parameters and
@@ -189,21 +154,20 @@ class _Followed(Folders):
             ValueError: no checkpoint in common, one that is half-written, or of another preset, model or number of ranks per replica.
             PeerLost: replicas that did not come in time.
         """
-        options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
-        root, topology = Path(load_dir), self.exchange.topology
+        topology = self.exchange.topology
         if self.exchange.finished:  # nobody to agree with
             return self.load_from(folder_of(root, topology), tag, options)
         choice = self._choose(root, None if tag is None else str(tag))
         if choice.tag is None:
             return self.load_from(folder_of(root, topology), tag, options)
-        if not choice.alone and load_module_only:
+        if not choice.alone and options["load_module_only"]:
             raise NeedsDecision(
                 "load_module_only: no replica takes over weights alone, and some see no checkpoint: copy the folder of one replica there"
             )
         if not choice.sources:
             return self._take_over(folder_of(root, topology), choice.tag)
         self.world.together(lambda: self._verify(choice), READS)
-        fresh = load_module_only or not load_optimizer_states
+        fresh = options["load_module_only"] or not options["load_optimizer_states"]
         saved = self.world.together(lambda: self._open(choice), READS) if choice.parts and not fresh else None
         result = self._load(choice, options)
         state = self.world.together(lambda: saved.state_for(self.exchange), READS) if saved is not None else None

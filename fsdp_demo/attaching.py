@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint.exchange_state import Saved
 from .comm.topology import Topology
@@ -17,7 +16,7 @@ from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .hosts import registry
 from .hosts.base import Shards
-from .hosts.torch_params import TorchShards, unwrap
+from .hosts.torch_params import TorchShards, unwrap, unwrap_model
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -71,8 +70,7 @@ def attach(
         attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes)
         return attached
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
-    inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
-    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    inner = unwrap_model(model)
     return join(TorchShards(optimizers, inner), settled(config, changes), **{**given, "model": inner})
 
 

@@ -62,7 +62,7 @@ class CrossArguments(ExchangeArguments):
 
 
 @dataclass
-class TrainArguments:
+class LoopArguments:
     steps: int = field(default=300, metadata={"help": "optimizer steps, the same on every island"})
     lr: float | None = field(default=None, metadata={"help": "learning rate (default: the published one of the preset)"})
     schedule: str = field(default="cosine", metadata={"help": "cosine, constant or wsd", "choices": ["cosine", "constant", "wsd"]})
@@ -71,6 +71,10 @@ class TrainArguments:
     eval_every: int = field(default=50, metadata={"help": "steps between evaluations; 0: only before and after"})
     eval_batches: int = field(default=16, metadata={"help": "held-out batches, the same on every island with the same data"})
     log_every: int = field(default=10, metadata={"help": "steps between lines of metrics.jsonl"})
+
+
+@dataclass
+class TrainArguments(LoopArguments):
     peak_tflops: float | None = field(default=None, metadata={"help": "peak of one device in bf16, for MFU (default: by the GPU's name)"})
     output: str = field(default="outputs/pretrain", metadata={"help": "folder of summary.json, report.png and one folder per island"})
     save_every: int = field(
@@ -135,7 +139,7 @@ def mesh_config() -> ExchangeParallelismConfig:
     return ExchangeParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)
 
 
-def schedule(step: int, train: TrainArguments) -> float:
+def schedule(step: int, train: LoopArguments) -> float:
     """Factor of the learning rate, a pure function of the step; cosine and wsd (decay in the last fifth) end at a tenth."""
     rise = min(1.0, (step + 1) / (train.warmup_steps + 1))
     if train.schedule == "wsd":

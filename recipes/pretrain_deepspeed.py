@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from data import Collate, Data, load_data, load_tokenizer
 from deepspeed.accelerator import get_accelerator
-from pretrain import load_model, schedule
+from pretrain import DataArguments, LoopArguments, load_model, schedule
 from report import Report
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import HfArgumentParser
@@ -36,25 +36,12 @@ from fsdp_demo.integrations.arguments import ExchangeArguments
 
 
 @dataclass
-class Arguments(ExchangeArguments):
+class Arguments(LoopArguments, DataArguments, ExchangeArguments):
     exchange: str = field(default="demo", metadata={"help": "preset name or yaml file"})
+    data: str = field(default="stdlib", metadata={"help": "stdlib, a folder of prepare_data.py, or files of text, jsonl or parquet"})
     deepspeed: str = field(default=str(Path(__file__).parent / "deepspeed" / "zero2.json"), metadata={"help": "DeepSpeed's json"})
     mesh: int = field(default=0, metadata={"help": "all nodes are one world: ranks of a node, each node a replica; 0: islands"})
     bf16: bool = field(default=False, metadata={"help": "compute in bf16 on a CPU, too (a GPU does where the json says auto or true)"})
-    model: str = field(default="small", metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"})
-    data: str = field(default="stdlib", metadata={"help": "stdlib, a folder of prepare_data.py, or files of text, jsonl or parquet"})
-    tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
-    sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
-    batch_size: int = field(default=4, metadata={"help": "rows per rank and micro-batch"})
-    accumulation: int = field(default=1, metadata={"help": "micro-batches per optimizer step"})
-    steps: int = field(default=300, metadata={"help": "optimizer steps, the same on every island"})
-    lr: float | None = field(default=None, metadata={"help": "learning rate (default: the published one of the preset)"})
-    schedule: str = field(default="cosine", metadata={"help": "cosine, constant or wsd", "choices": ["cosine", "constant", "wsd"]})
-    warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
-    seed: int = field(default=0, metadata={"help": "the same on every island; the order of the data differs by island"})
-    eval_every: int = field(default=50, metadata={"help": "steps between evaluations; 0: only before and after"})
-    eval_batches: int = field(default=16, metadata={"help": "held-out batches, the same on every island with the same data"})
-    log_every: int = field(default=10, metadata={"help": "steps between lines of metrics.jsonl"})
     output: str = field(default="outputs/pretrain-deepspeed", metadata={"help": "folder of summary, report and one folder per replica"})
     save_every: int = field(default=0, metadata={"help": "steps between checkpoints in OUTPUT/<island>, and one at the end; 0: none"})
     resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint in OUTPUT, if there is one"})
@@ -87,10 +74,11 @@ class World:
         return torch.cat(parts)
 
     def listed(self, value: Any) -> list[Any]:
-        """The value of every rank."""
-        values: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(values, value)
-        return values
+        """The value (JSON) of every rank."""
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.gather(torch.tensor([len(text)], device=self.device)).tolist()
+        rows = self.gather(torch.nn.functional.pad(text, (0, max(sizes) - len(text)))[None])
+        return [json.loads(bytes(row[:size])) for row, size in zip(rows.tolist(), sizes, strict=True)]
 
 
 def engine_config(args: Arguments, device: torch.device) -> dict[str, Any]:

@@ -116,8 +116,8 @@ def describe(found: Found) -> dict[str, Any]:
         whole = {p["name"]: p["global_shape"] for p in first["parameters"] if p["frozen"] == frozen}  # ZeRO has a tensor in several shards
         out[name] = sum(map(math.prod, whole.values()))
     out |= {"tokens": 0, "states": {}, "in_flight": []}
-    for path in saved.paths.values():
-        _add_part(out, path)
+    for island, rank in saved.paths:
+        _add_part(out, saved, island, rank)
     beside = [path for folder in saved.folders for path in folder.glob("local*.json")]  # a mesh's replicas, see trainer_state.py
     wanted = {path.with_suffix(".safetensors"): read_head(path)[0]["file"] for path in (*saved.paths.values(), *beside)}
     problems += _damage(wanted | _manifest(found.folder, problems))
@@ -130,20 +130,18 @@ def _holders(saved: Saved) -> dict[str, Any]:
     return {str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads}
 
 
-def _add_part(out: dict[str, Any], path: Path) -> None:
+def _add_part(out: dict[str, Any], saved: Saved, island: int, rank: int) -> None:
     """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
-    tree = read_head(path)[1]
-    tensors = _tensor_sizes(path.with_suffix(".safetensors"))
-    out["tokens"] += int(tree["tokens"][0])
-    for channel, kept in tree["channels"].items():
+    state, tensors = saved.outline(rank, island), _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors"))
+    out["tokens"] += state.tokens
+    for channel, kept in state.channels.items():
         sums = out["states"].setdefault(channel, {})
-        for name, value in kept.items():
-            for key in _keys(value):
-                sums[name] = sums.get(name, 0) + tensors.get(key, 0)
-    for i, flight in enumerate(tree["in_flight"]):
+        for name, work in kept.workspaces.items():
+            sums[name] = sums.get(name, 0) + sum(tensors.get(key, 0) for key in _keys(work))
+    for i, flight in enumerate(state.in_flight):
         if i == len(out["in_flight"]):
-            out["in_flight"].append({"step": flight["step"], "channels": flight["members"], "bytes": 0})
-        out["in_flight"][i]["bytes"] += sum(tensors.get(key, 0) for key in _keys(flight))
+            out["in_flight"].append({"step": flight.step, "channels": flight.members, "bytes": 0})
+        out["in_flight"][i]["bytes"] += sum(tensors.get(key, 0) for key in _keys(flight.to_tree()))
 
 
 def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:

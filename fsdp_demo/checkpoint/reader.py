@@ -14,7 +14,6 @@ from ..config.patterns import covers, kind
 from ..config.schema import ExchangeConfig
 from ..exchange.message import MessageLayout
 from ..exchange.saved_state import ExchangeState, InFlightState
-from .files import read_head
 from .relayout import Rows, Side
 from .saved import PartSet
 
@@ -51,8 +50,7 @@ class Book:
         if not self.islands:
             here = ", ".join(map(str, sorted(self.heads)))
             raise ValueError(f"no island is complete: one has {self.shards} shards x {self.lanes}, (island, shard, copy) found are {here}")
-        mine = {k: saved.paths[h["island"], h["rank"]] for k, h in self.heads.items() if k[0] in self.islands}
-        self.states = {k: ExchangeState.from_tree(read_head(path)[1]) for k, path in mine.items()}
+        self.states = {k: saved.outline(h["rank"], h["island"]) for k, h in self.heads.items() if k[0] in self.islands}
         self.config = ExchangeConfig.from_dict(first["config"])
         self.parameters = [self.heads[self.islands[0], s, 0]["parameters"] for s in range(self.shards)]
         names = list(dict.fromkeys(p["name"] for p in self.parameters[0] if not p["frozen"]))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..exchange.exchange import Exchange
-from ..hosts.torch_params import unwrap
+from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import Saved, Snapshot, describe, open_exchange
 from .files import copied, read_part, write_part
 from .finite import refuse_not_finite
@@ -29,7 +29,7 @@ from .local_state import load_local, save_local
 from .manager import Checkpoints
 from .random_state import random_states, set_random_states
 from .reshard import shares
-from .sharded_state import load_tensors, save_tensors, tensors_of, unwrapped
+from .sharded_state import load_tensors, save_tensors, tensors_of
 
 log = logging.getLogger("fsdp_demo")
 
@@ -226,7 +226,7 @@ class RunState:
     def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
         """All but the model's tensors."""
         rank = state.head["rank"]
-        config: Any = getattr(unwrapped(self.model), "config", None)
+        config: Any = getattr(unwrap_model(self.model), "config", None)
         if rank == 0 and hasattr(config, "save_pretrained"):  # of transformers: `fsdp-demo export` needs it
             config.save_pretrained(folder)
         if rank == 0:

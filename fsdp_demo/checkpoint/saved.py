@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import FRESH, OTHER, read_part
+from ..exchange.saved_state import ExchangeState
+from ..version import __version__
+from .files import FRESH, OTHER, read_head, read_part
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,22 @@ class PartSet:
         path = self.paths[head["island"], rank]
         state: dict[str, Any] = read_part(path)[1]
         return state
+
+    def outline(self, rank: int, island: int | None = None) -> ExchangeState:
+        """What one rank saved, with the key of each tensor, {"tensor": KEY}, in its place: only the json is read.
+
+        Raises:
+            ValueError: the part is missing or torn, or holds what this release does not know.
+        """
+        head = self.head(rank, island)
+        path = self.paths[head["island"], rank]
+        try:
+            return ExchangeState.from_tree(read_head(path)[1])
+        except (KeyError, TypeError) as error:  # the checksum fits: it was written so
+            raise ValueError(
+                f"{path} holds what this fsdp_demo, {__version__}, does not know ({error!r:.80}): it was written by {head.get('package')}; "
+                f"install that one, {FRESH}"
+            ) from None
 
     def _island(self, island: int | None) -> int:
         if island is None and len(self.islands) > 1:

@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import as_disk_error
 from ..hosts.base import local_part, plain_name
 from ..hosts.optimizers import materialise
-
-
-def unwrapped(model: torch.nn.Module) -> Any:
-    """The model without the wrappers of torch.compile and DDP."""
-    inner: Any = getattr(model, "_orig_mod", model)
-    return inner.module if isinstance(inner, DistributedDataParallel) else inner
+from ..hosts.torch_params import unwrap_model
 
 
 def tensors_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
@@ -31,7 +25,7 @@ def tensors_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
     Raises:
         ValueError: an optimizer keeps a state that is no tensor.
     """
-    whole = unwrapped(model)
+    whole = unwrap_model(model)
     state = whole.state_dict()  # shards again what an evaluation has gathered
     out = {f"model.{plain_name(name)}": p.detach() for name, p in whole.named_parameters()}
     out |= {f"model.{plain_name(name)}": b for name, b in whole.named_buffers() if name in state}

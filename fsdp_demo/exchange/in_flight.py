@@ -349,6 +349,8 @@ class Mailbox:
         self.flights, known = [], {c.channel.name for c in self.channels}  # a model without its buffers has no channel for them
         for s in saved:
             parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
+            if not parts:  # nobody here is to apply any of it
+                continue
             flight = Flight(s.step, s.members, parts, None, header=s.said, layout=self._layout(s.members))
             if s.arrived is not None:
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.island import Island
 from ..comm.topology import Position
@@ -186,6 +187,12 @@ def reshard(model: torch.nn.Module | None) -> None:
     for module in model.modules() if model is not None else ():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def unwrap_model(model: torch.nn.Module | None) -> Any:
+    """The model without the wrappers of torch.compile and DDP around it; None where there is none."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:

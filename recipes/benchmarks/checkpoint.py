@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from accelerate.utils import broadcast_object_list  # noqa: E402
 from pretrain import load_model  # noqa: E402
 from report import size, table  # noqa: E402
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, save  # noqa: E402
@@ -36,6 +35,7 @@ from fsdp_demo.checkpoint import Checkpoints, open_exchange, save_exchange, snap
 from fsdp_demo.checkpoint.files import write_part  # noqa: E402
 from fsdp_demo.checkpoint.random_state import random_states  # noqa: E402
 from fsdp_demo.checkpoint.sharded_state import load_tensors, tensors_of  # noqa: E402
+from fsdp_demo.comm.ranks import Ranks  # noqa: E402
 from fsdp_demo.hosts.torch_params import unwrap  # noqa: E402
 from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402
 
@@ -74,8 +74,8 @@ class Bench:
 
     def __init__(self, model: str, exchange: str, parent: str | None):
         self.acc = accelerator()
-        made = [tempfile.mkdtemp(prefix="checkpoint-", dir=parent) if self.acc.is_main_process else ""]
-        self.folder = folder = Path(broadcast_object_list(made)[0])
+        made = Ranks.everywhere(self.acc.device).from_first(lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=parent))
+        self.folder = folder = Path(made)
         torch.manual_seed(0)
         config = fsdp_demo.load_config(exchange)
         module = load_model(model, 258)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.hotpath import BETA, LR, Ours, Published, Watch, elements, layer, pin, silent, temporaries  # noqa: E402
+from benchmarks.hotpath import BETA, LR, Ours, Published, Watch, arguments, elements, layer, pin, silent, temporaries  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, preset  # noqa: E402
@@ -261,21 +261,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--codes", action="store_true", help="the codes of values instead")
     parser.add_argument("--elements", type=int, default=1 << 22, help=f"of --codes: values, a multiple of {BLOCK}")
-    parser.add_argument("--hidden", type=int, default=2048, help="width of the layer, a multiple of 256")
-    parser.add_argument("--shards", type=int, default=8, help="how many shards dim 0 is cut into")
     parser.add_argument("--only", nargs="*", choices=tuple(HOT), default=list(HOT), help="rows of the table")
     parser.add_argument("--training", type=int, default=60, help="steps in which gradients are recorded for bf16")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
-    args = parser.parse_args()
+    if (args := arguments(parser, repeat=9)) is None:
+        return
     if args.elements < BLOCK or args.elements % BLOCK:
         parser.error(f"--elements {args.elements}: allowed is a multiple of {BLOCK}")
-    if args.hidden % 256 or args.hidden // 4 % (64 * args.shards):
-        parser.error(f"--hidden {args.hidden} --shards {args.shards}: a quarter of the width must be a multiple of 64 per shard")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no GPU here: nothing measured")
-        return
     pin()
     head = {"repeat": args.repeat, "torch": torch.__version__, "device": args.device}
     if args.codes:

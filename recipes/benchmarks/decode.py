@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.hotpath import Ours, Published, Watch, elements, layer, pin, silent  # noqa: E402
+from benchmarks.hotpath import Ours, Published, Watch, arguments, elements, layer, pin, silent  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
@@ -57,16 +57,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--products", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--replicas", type=int, nargs="+", default=list(REPLICAS))
-    parser.add_argument("--hidden", type=int, default=2048, help="width of the layer, a multiple of 256")
-    parser.add_argument("--shards", type=int, default=8, help="how many shards dim 0 is cut into")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
-    args = parser.parse_args()
-    if args.hidden % 256 or args.hidden // 4 % (64 * args.shards):
-        parser.error(f"--hidden {args.hidden} --shards {args.shards}: a quarter of the width must be a multiple of 64 per shard")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no GPU here: nothing measured")
+    if (args := arguments(parser, repeat=5)) is None:
         return
     pin()
     torch.manual_seed(0)

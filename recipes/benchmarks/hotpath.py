@@ -9,6 +9,7 @@ outside the clock.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -42,6 +43,25 @@ def layer(hidden: int = 2048, shards: int = 8) -> list[tuple[int, int]]:
     small, wide = hidden // 4, 4 * hidden
     rows = [(hidden, hidden), (small, hidden), (small, hidden), (hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
     return [(r // shards, c) for r, c in rows]
+
+
+def arguments(parser: argparse.ArgumentParser, repeat: int) -> argparse.Namespace | None:
+    """Those of a benchmark of one layer, beside the parser's own. None, and said, where there is no such device.
+
+    repeat: by default.
+    """
+    parser.add_argument("--hidden", type=int, default=2048, help="width of the layer, a multiple of 256")
+    parser.add_argument("--shards", type=int, default=8, help="how many shards dim 0 is cut into")
+    parser.add_argument("--repeat", type=int, default=repeat)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
+    args = parser.parse_args()
+    if args.hidden % 256 or args.hidden // 4 % (64 * args.shards):
+        parser.error(f"--hidden {args.hidden} --shards {args.shards}: a quarter of the width must be a multiple of 64 per shard")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        print("no GPU here: nothing measured")
+        return None
+    return args
 
 
 def pin() -> None:

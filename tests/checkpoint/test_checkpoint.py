@@ -15,6 +15,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint import Checkpoints, open_exchange, save_exchange, snapshot
 from fsdp_demo.checkpoint.files import crc32, read_part, write_part
 from fsdp_demo.checkpoint.folders import MANIFEST
+from fsdp_demo.checkpoint.inspect import inspect
 
 from ..support import probe
 
@@ -231,6 +232,21 @@ def test_another_period_is_another_setting_and_goes_on(tmp_path, caplog):
     _, _, exchange = attached(state=open_exchange(tmp_path), period=5)
     assert exchange.step == 5 and "another configuration" in caplog.text
     exchange.detach()
+
+
+def test_an_outline_has_names_and_no_tensors(tmp_path):
+    """A part that holds what this release does not know is refused with a sentence."""
+    whole = saved(tmp_path)
+    outline = open_exchange(tmp_path).outline(0)
+    assert (outline.step, outline.last) == (5, whole["last"])
+    assert all(set(work) == {"tensor"} for kept in outline.channels.values() for work in kept.workspaces.values())
+    head, state = read_part(tmp_path / "rank0.json")
+    late = {"step": 4, "members": ["delta"], "parts": {"delta": {"step": 4, "speed": 2}}, "arrived": None}
+    write_part(tmp_path, "rank0", head, {**state, "in_flight": [late]})
+    with pytest.raises(ValueError, match=r"rank0.json holds what this fsdp_demo, .*'speed'.*install that one, or start the exchange anew"):
+        open_exchange(tmp_path).outline(0)
+    with pytest.raises(ValueError, match="'speed'"):
+        inspect(tmp_path)
 
 
 def test_parts_of_several_islands_and_of_lost_ranks(tmp_path):

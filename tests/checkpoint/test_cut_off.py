@@ -40,7 +40,6 @@ CONFIGS = {
 STEPS = 18
 
 
-
 def cut_after(exchange: Any, step: int, sends: int) -> None:
     """From step `step` on, let `sends` more messages leave; then the line is dead, on this side as on the other."""
     left = [sends]
@@ -66,10 +65,16 @@ def whole(config: ExchangeConfig, count: int = 2) -> list[Any]:
     return values(threaded.islands(island, count))
 
 
+def left(small: Small) -> Any:
+    """What a small run saves on its way out."""
+    saved = small.save()
+    small.exchange.detach()
+    return saved
+
+
 def end_of(small: Small) -> Any:
     """What a small run holds, but for what is counted anew in every life."""
-    params, optimizer, state = small.save()
-    small.exchange.detach()
+    params, optimizer, state = left(small)
     return params, optimizer, {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses")}
 
 
@@ -83,10 +88,9 @@ def interrupted(config: ExchangeConfig, at: int, sends: int, count: int = 2) -> 
             small.train(STEPS)
         except (PeerLost, RuntimeError) as error:
             assert isinstance(error, PeerLost), error
-            saved = small.save()
+            kept = left(small)
             assert small.exchange._mailbox.broken
-            small.exchange.detach()
-            return saved
+            return kept
         return None
 
     def second(i: int, topology: Topology) -> Any:
@@ -140,9 +144,7 @@ def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(run_ranks: Ca
     def first(i: int, topology: Topology) -> Any:
         small = Small(topology, config)
         small.train(steps[i])
-        saved = small.save()
-        small.exchange.detach()
-        return saved
+        return left(small)
 
     def second(i: int, topology: Topology) -> Any:
         small = Small(topology, config, seed=99, saved=saved[i])
@@ -172,9 +174,7 @@ def test_one_stopped_before_an_exchange_that_the_other_had_begun(run_ranks: Call
         else:
             with pytest.raises(PeerLost):
                 small.train(STEPS)
-        saved = small.save()
-        small.exchange.detach()
-        return saved
+        return left(small)
 
     def second(i: int, topology: Topology) -> Any:
         small = Small(topology, config, seed=99, saved=saved[i])
@@ -200,9 +200,7 @@ def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(run_ranks: C
         cut_after(small.exchange, 7, 0)
         with pytest.raises(PeerLost):
             small.train(STEPS)
-        saved = small.save()
-        small.exchange.detach()
-        return saved
+        return left(small)
 
     def second(i: int, topology: Topology) -> Any:
         params, optimizer, state = saved[i]

@@ -30,31 +30,9 @@ WORDS, WIDTH = 128, 128
 TOKENS = torch.arange(WORDS)
 
 
-class Block(nn.Module):
-    """x + down(tanh(up(x)))."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Words(nn.Module):
+def words() -> nn.Module:
     """Word to logits of the next one. Its matrices have blocks of 4096 in 1, 2 and 4 shards, so that compression is alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+    return layered.Small(words=WORDS, width=WIDTH, inner=2 * WIDTH)
 
 
 def following(tokens: torch.Tensor) -> torch.Tensor:
@@ -74,7 +52,7 @@ def backward(model: nn.Module, t: int, island: int, proc: int, procs: int) -> No
 def start(me: Any, sharded: bool, name: str, replica: dict[str, Any] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Model and inner optimizer as `replica` says (whole tensors), before attach."""
     changes, lr = RUNS[name][:2]
-    model = Words()
+    model = words()
     if replica is not None:
         model.load_state_dict(replica["model"])
     if sharded:

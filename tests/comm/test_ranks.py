@@ -84,7 +84,7 @@ def test_words_travel_where_the_group_reaches(run_ranks: Any) -> None:
 
 def test_no_module_pickles_what_ranks_say() -> None:
     """`torch.distributed`'s object collectives, and Accelerate's, unpickle what the others send."""
-    for file in [f for top in ("fsdp_demo", "deepspeed_ext") for f in (ROOT / top).rglob("*.py")]:
+    for file in [f for top in ("fsdp_demo", "deepspeed_ext", "recipes") for f in (ROOT / top).rglob("*.py")]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         names = {getattr(n, "attr", getattr(n, "id", getattr(n, "name", ""))) for n in ast.walk(tree)}
         assert not [n for n in names if isinstance(n, str) and n.endswith(("object_list", "gather_object"))], file

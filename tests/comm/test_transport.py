@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import threading
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.peers import Line, streams
 
-from ..support import probe
+from ..support import probe, threaded
 
 
 def on_lines(fn: Any, count: int, connections: int = 1, timeout: float = 10.0) -> list[Any]:
@@ -38,12 +37,7 @@ def on_lines(fn: Any, count: int, connections: int = 1, timeout: float = 10.0) -
         finally:
             line.release()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(3 * timeout)
-    assert not any(t.is_alive() for t in threads), "a rank hangs"
+    threaded.at_once(work, count, 3 * timeout)
     return results
 
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader  # noqa: E402
 import deepspeed_ext  # noqa: E402
 import fsdp_demo  # noqa: E402
 
-from ..integrations.test_trainer import quiet  # noqa: E402, F401
 from ..support import trainer_script as script  # noqa: E402
 from ..support import zero  # noqa: E402
+from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
 from ..support.collectives import Recorder  # noqa: E402
 
 

@@ -60,6 +60,19 @@ def losses(folder, island):
     return [line["loss"] for line in told(folder, island)[1]]
 
 
+def listed(rank):
+    """What a rank hears from both."""
+    world = object.__new__(pretrain_deepspeed.World)
+    world.num_processes, world.device = rank.procs, torch.device("cpu")
+    return world.listed({"rank": rank.proc, "losses": [1e-300, float("inf")] * rank.proc, "name": "é" * 3 * rank.proc})
+
+
+def test_counters_travel_as_json(run_ranks):
+    """Of unlike lengths, to the last bit."""
+    told_by = [{"rank": 0, "losses": [], "name": ""}, {"rank": 1, "losses": [1e-300, float("inf")], "name": "ééé"}]
+    assert run_ranks(listed, islands=1, procs=2) == [told_by] * 2
+
+
 # -- pretrain_deepspeed.py --------------------------------------------------------------------------------------------------
 
 

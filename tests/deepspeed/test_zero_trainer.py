@@ -16,9 +16,10 @@ from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
 
-from ..integrations.test_trainer import history, quiet  # noqa: E402, F401
+from ..integrations.test_trainer import history  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from ..support import zero  # noqa: E402
+from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
 
 AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")}
 

@@ -14,8 +14,9 @@ from transformers import TrainerCallback  # noqa: E402
 
 import deepspeed_ext  # noqa: E402
 
-from ..integrations.test_trainer import history, quiet  # noqa: E402, F401
+from ..integrations.test_trainer import history  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
+from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
 from ..support.collectives import Recorder  # noqa: E402
 from .test_zero_trainer import extra, settings, shown, whole  # noqa: E402
 

@@ -17,8 +17,9 @@ from transformers import TrainerCallback  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
 
-from ..integrations.test_trainer import history, quiet  # noqa: E402, F401
+from ..integrations.test_trainer import history  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
+from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
 from .test_zero_trainer import extra, run, settings, shown, whole  # noqa: E402
 
 RESUMED = {

@@ -39,6 +39,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
 
 
+def under_way() -> tuple[nn.Module, fsdp_demo.Exchange]:
+    """After two steps, with a message under way that is applied after the third."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner="as_is", **{"clock.delay": 1}), model=model)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, exchange
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal trees, keys in one order."""
     if isinstance(a, dict):
@@ -75,13 +87,7 @@ def test_a_channel_that_keeps_something_else() -> None:
 
 
 def test_an_exchange_gives_that_tree(alone: Any) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner="as_is", **{"clock.delay": 1}), model=model)
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _, exchange = under_way()
     given = exchange.state_dict()
     assert list(given) == list(tree()) and list(given["in_flight"][0]) == list(tree()["in_flight"][0])
     assert list(given["in_flight"][0]["arrived"]) == list(tree()["in_flight"][0]["arrived"])
@@ -90,13 +96,7 @@ def test_an_exchange_gives_that_tree(alone: Any) -> None:
 
 def test_the_queue_only_queues(alone: Any) -> None:
     """What has arrived changes nothing until its channel applies it."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner="as_is", **{"clock.delay": 1}), model=model)
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, exchange = under_way()
     (c,) = exchange.channels
     assert c.anchor is not None
     before, anchor, queue = model.weight.detach().clone(), c.anchor.clone(), exchange._mailbox
@@ -108,3 +108,42 @@ def test_the_queue_only_queues(alone: Any) -> None:
         c.apply(arrived)
     assert not torch.equal(c.anchor, anchor)
     exchange.detach()
+
+
+def taken_up(state: dict[str, Any]) -> fsdp_demo.Exchange:
+    """A new exchange that goes on from `state`."""
+    model = nn.Linear(3, 2)
+    config = preset("diloco", period=2, inner="as_is", **{"clock.delay": 1})
+    return fsdp_demo.attach(torch.optim.SGD(model.parameters(), lr=0.1), config, model=model, state=state)
+
+
+def test_a_message_of_buffers_that_are_not_here_is_left_out(alone: Any) -> None:
+    """Where gradients are exchanged, a message may hold buffers alone. Who resumes without the model has no channel for them."""
+    _, exchange = under_way()
+    state = exchange.state_dict()
+    exchange.detach()
+    (flight,) = state["in_flight"]
+    state["in_flight"] = [{**flight, "members": ["buffers"], "parts": {"buffers": flight["parts"]["delta"]}}, flight]
+    resumed = taken_up(state)
+    assert [f["members"] for f in resumed.state_dict()["in_flight"]] == [["delta"]]
+    resumed.finish()
+    assert resumed.step == 2
+
+
+def test_a_message_that_failed_to_act_does_not_linger(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory ran out while a mean was applied: the part has left its message, which was saved without any."""
+
+    def apply(arrived: Any) -> None:
+        raise MemoryError
+
+    model, exchange = under_way()
+    monkeypatch.setattr(exchange.channels[0], "apply", apply)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(MemoryError):
+        exchange.optimizers[0].step()
+    state = exchange.state_dict()
+    exchange.detach()
+    assert [f["parts"] for f in state["in_flight"]] == [{}]
+    resumed = taken_up(state)
+    assert resumed.state_dict()["in_flight"] == [] and resumed.step == 3
+    resumed.finish()

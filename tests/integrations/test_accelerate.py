@@ -8,44 +8,23 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations import accelerate as integration  # noqa: E402
+
+from ..support.llama import llama  # noqa: E402
 
 ROWS = torch.randint(0, 64, (2, 2, 3, 16), generator=torch.Generator().manual_seed(1))  # [micro-batch, rank, row, token]
 
 
 @pytest.fixture(autouse=True)
-def fresh_state(monkeypatch):
-    """Accelerate keeps its state in the process; a forked rank would inherit it."""
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        monkeypatch.setenv(name, "")  # restored at the end, whatever Accelerate sets
-        monkeypatch.delenv(name)
+def one_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def llama(tied=False):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
 
 
 def expected_gradients(tied=False):

@@ -15,45 +15,18 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker, on_main_process  # noqa: E402
 from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations import accelerate as integration  # noqa: E402
 
+from ..support.llama import llama  # noqa: E402
+
 WINDOWS, MICRO = 3, 2
 ROWS = torch.randint(0, 64, (WINDOWS, MICRO, 2, 2, 3, 16), generator=torch.Generator().manual_seed(1))
 """[window, micro-batch, island, rank, row, token]"""
-
-
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch):
-    """Accelerate keeps its state in the process; a forked rank would inherit it."""
-    for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "")  # restored at the end, whatever Accelerate sets
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            use_cache=False,
-        )
-    )
 
 
 class Memory(GeneralTracker):

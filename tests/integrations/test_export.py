@@ -23,16 +23,6 @@ from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer 
 from ..support import trainer_script as script  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """Nothing a Trainer or Accelerate writes into the environment may reach the next test."""
-    for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "ISLAND_"))]:
-        monkeypatch.delenv(name)
-    script.fresh_state()
-    yield
-    script.fresh_state()
-
-
 def small(tied=False, wide=False):
     torch.manual_seed(0)
     sizes = {"hidden_size": 80 if wide else 16, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}

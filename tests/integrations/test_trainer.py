@@ -22,19 +22,6 @@ from fsdp_demo.integrations.trainer import stop as trainer_stop  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """Nothing a Trainer writes into the environment may reach the next test."""
-    for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "WANDB_", "PARALLELISM_"))]:
-        monkeypatch.delenv(name)
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "WANDB_RUN_GROUP", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    script.fresh_state()
-    yield
-    script.fresh_state()
-
-
 def one_line(preset, **changes):
     return {"callbacks": [ExchangeCallback(preset, **changes)]}
 

@@ -64,16 +64,6 @@ class Watch(TrainerCallback):
             self.mode.__exit__(None, None, None)
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    script.fresh_state()
-    yield
-    script.fresh_state()
-
-
 def train(rank, preset, noisy=False, **changes):
     os.environ.update(PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
     callback, watch = ExchangeCallback(preset, **changes), Watch(noisy)

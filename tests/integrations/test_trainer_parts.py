@@ -19,7 +19,7 @@ from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import history, one_line, quiet  # noqa: E402, F401
+from .test_trainer import history, one_line  # noqa: E402
 
 ISLANDS = [Topology("islands", island=i, islands=3) for i in range(3)]
 

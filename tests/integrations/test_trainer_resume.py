@@ -18,7 +18,7 @@ from fsdp_demo.integrations.trainer.setup import has_own_optimizer  # noqa: E402
 from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import history, one_line, quiet  # noqa: E402, F401
+from .test_trainer import history  # noqa: E402
 
 PERIODS = {name: {"period": 3} for name in ("local_sgd", "local_adam", "desloc", "diloco", "decoupled_momentum", "sparse_loco", "muloco")}
 CASES = {name: (name, PERIODS.get(name, {}), False) for name in fsdp_demo.presets()}

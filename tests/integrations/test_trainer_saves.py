@@ -25,7 +25,7 @@ from fsdp_demo.integrations.trainer import saves  # noqa: E402
 from fsdp_demo.integrations.trainer.state import held_in, whole_steps  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import history, quiet  # noqa: E402, F401
+from .test_trainer import history  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
 SETTINGS = {"eval_strategy": "no", "logging_steps": 1}

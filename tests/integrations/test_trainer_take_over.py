@@ -23,7 +23,7 @@ from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
 from fsdp_demo.integrations.trainer.take_over import TakeOver, heard, sources, told  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import history, quiet  # noqa: E402, F401
+from .test_trainer import history  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
 PLAN = {"save_steps": 4, "eval_strategy": "no", "logging_steps": 1}

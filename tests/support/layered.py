@@ -93,9 +93,9 @@ LAYERED = Given(Layered, _layered_gradient)
 class Block(nn.Module):
     """x + down(tanh(up(x)))."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -104,11 +104,11 @@ class Block(nn.Module):
 class Small(nn.Module):
     """Tokens to logits: embedding, two layers, norm, head."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, words: int = 50, width: int = 64, inner: int = 96) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.norm, self.head = nn.Embedding(50, 64), nn.LayerNorm(64), nn.Linear(64, 50, bias=False)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.embed, self.norm, self.head = nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.layers = nn.ModuleList([Block(width, inner) for _ in range(2)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -36,13 +36,18 @@ def islands(fn: Callable[[int, Topology], Any], count: int = 2, timeout: float =
         del group
         gc.collect()  # the end of a process would do it: with the group its connections close
 
+    at_once(work, count, 4 * timeout)
+    return results
+
+
+def at_once(work: Callable[[int], None], count: int, limit: float) -> None:
+    """work(0), work(1), ... each in a thread of its own; all end within `limit` seconds each."""
     threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
     for t in threads:
         t.start()
     for t in threads:
-        t.join(4 * timeout)
-    assert not any(t.is_alive() for t in threads), "an island hangs"
-    return results
+        t.join(limit)
+    assert not any(t.is_alive() for t in threads), "a thread hangs"
 
 
 def values(results: list[Any]) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import yaml
 
-from ...checkpoint.files import read_head
 from ...checkpoint.inspect import above, counted, listed, ranks, settings, size
 from ...version import __version__
 
@@ -58,7 +57,7 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     yield "parameters", chosen.says
     yield "step", chosen.step
     yield from _counted(chosen)
-    sent = read_head(next(iter(chosen.parts[0][1].paths.values())))[1]["last"].values()
+    sent = chosen.parts[0][1].outline(head["rank"], head["island"]).last.values()
     shown = numbers(chosen.parts[0][0].folder, run, chosen.step, ended=all(at == chosen.step for at in sent))
     if chosen.kind == "replica":  # what was evaluated is the mean
         shown.pop("evaluation loss", None)
@@ -72,7 +71,7 @@ def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
     """Tokens that the loop told the exchange (`note`), of the islands that the run holds at this step."""
     tokens, islands = 0, set()
     for saved in {saved.folders: saved for saved in chosen.seen}.values():
-        tokens += sum(int(read_head(path)[1]["tokens"][0]) for path in saved.paths.values())
+        tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
         islands |= set(saved.islands)
     if tokens:
         alone = "" if len(islands) == chosen.seen[0].heads[0]["islands"] else f" on island {listed(islands)} alone"

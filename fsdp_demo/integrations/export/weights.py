@@ -22,6 +22,7 @@ from ...compression.blocks import Layout
 from ...config.fragments import expand
 from ...config.patterns import covers, kind
 from ...config.schema import ExchangeConfig
+from ...exchange.saved_state import ExchangeState
 from ...hosts.base import plain_name
 
 FULL, SHARDED, ADAPTER = "pytorch_model_fsdp.bin", ".metadata", "adapter_model.safetensors"
@@ -167,13 +168,15 @@ def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
     channels = [c for c in expand(config, [p["name"] for p in heads[0]["parameters"] if not p["frozen"]]) if c.source == "delta"]
     local: dict[str, list[Tensor]] = {}  # name -> by shard
     for shard, head in ((int(h["shard"]), h) for h in heads):
-        kept = saved.state(head["rank"], island)["channels"]
+        kept = ExchangeState.from_tree(saved.state(head["rank"], island)).channels
         for channel in channels:
+            anchor = kept[channel.name].anchor
+            assert anchor is not None, channel.name  # every lane of a delta channel keeps one
             mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
             layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["lanes"])
             if any(p.get("offset") is not None for p in mine):
                 stretches = [torch.empty(p["shape"]) for p in mine]
-                layout.unpack(kept[channel.name]["anchor"], stretches)
+                layout.unpack(anchor, stretches)
                 for p, stretch in zip(mine, stretches, strict=True):
                     (whole,) = local.setdefault(p["name"], [torch.zeros(p["global_shape"])])
                     whole.view(-1)[p["offset"] : p["offset"] + stretch.numel()] = stretch.view(-1)
@@ -182,7 +185,7 @@ def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
                 parts = local.setdefault(p["name"], [])
                 if len(parts) == shard:
                     parts.append(torch.empty(p["shape"]))
-            layout.unpack(kept[channel.name]["anchor"], [local[p["name"]][shard] for p in mine])  # the lanes fill a shard together
+            layout.unpack(anchor, [local[p["name"]][shard] for p in mine])  # the lanes fill a shard together
     return {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"] if p["name"] in local}
 
 
