@@ -47,7 +47,7 @@ class Untouched:
         if self._sums is None:
             return
         other = [s.name for s, now, then in zip(self._shards.shards, self._now(), self._sums, strict=True) if now != then]
-        if self._island.largest(float(bool(other)))[0]:
+        if self._island.any(bool(other)):
             what = f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}" if other else "those of another rank"
             raise ValueError(
                 f"parameters were changed since attach ({what}): the exchange would pull them back. Load first, then attach, or "
