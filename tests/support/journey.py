@@ -1,13 +1,15 @@
 """The way of one step, or of a checkpoint, through the files of the package, as docs/architecture.md counts it.
 
-    fsdp-demo rehearse --islands 2 -- tests/support/journey.py step demo
-    fsdp-demo rehearse --islands 2 -- tests/support/journey.py step streaming_diloco period=10 delay=5 layers=1
-    fsdp-demo rehearse --islands 2 -- tests/support/journey.py save FOLDER
-    fsdp-demo rehearse --islands 3 -- tests/support/journey.py load FOLDER
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step streaming_diloco period=10 delay=5 layers=1
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save FOLDER
+    fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
 
 What counts is a function of the package that is entered for the first time, in the thread that trains or, at the place where it was given
 its work, in the thread that sends. A function whose body is one simple statement looks something up or hands on: it does not count.
 Functions that follow each other in one file are a stay. A stay in a file that was left before is a return.
+
+Who reads breadth first, in each file all that the way enters there, opens a file again only if files call each other in a circle.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from __future__ import annotations
 import ast
 import sys
 import threading
+from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ class Journey:
 
     def __init__(self) -> None:
         self._entered: dict[str, dict[tuple[str, str, int], None]] = {"MainThread": {}, "exchange": {}}
+        self._calls: set[tuple[str, str]] = set()
         self._on = False
         threading.setprofile(self._look)
 
@@ -52,20 +56,27 @@ class Journey:
         if not self._on or event != "call" or not frame.f_code.co_filename.startswith(str(ROOT)):
             return
         entered = self._entered.get(threading.current_thread().name)
-        if entered is not None:
-            code = frame.f_code
-            entered[code.co_filename, getattr(code, "co_qualname", code.co_name), code.co_firstlineno] = None
+        if entered is None:
+            return
+        code, name = frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        entered[code.co_filename, name, code.co_firstlineno] = None
+        if counts(code) and "<locals>" not in name:  # what is defined inside another function is read there
+            above = frame.f_back
+            while above is not None and not (above.f_code.co_filename.startswith(str(ROOT)) and counts(above.f_code)):
+                above = above.f_back
+            if above is not None and above.f_code.co_filename != code.co_filename:
+                self._calls.add((short(above.f_code.co_filename), short(code.co_filename)))
 
     @property
     def stays(self) -> list[tuple[str, list[str]]]:
         """(file below the package, functions), in order."""
         main, sent = (list(entered) for entered in self._entered.values())
-        at = next((i + 1 for i, (_, name, _) in enumerate(main) if name == SENDS), len(main))
+        at = next((i + 1 for i, (_, name, _) in enumerate(main) if name == SENDS), 0)
         out: list[tuple[str, list[str]]] = []
-        for file, name, line in dict.fromkeys([*main[:at], *sent, *main[at:]]):
+        for file, name, line in dict.fromkeys([*main[:at], *(sent if at else ()), *main[at:]]):
             if line not in works(file):
                 continue
-            where = Path(file).relative_to(ROOT).as_posix()
+            where = short(file)
             if not out or out[-1][0] != where:
                 out.append((where, []))
             out[-1][1].append(name.replace(".<locals>", ""))
@@ -75,12 +86,35 @@ class Journey:
     def files(self) -> set[str]:
         return {file for file, _ in self.stays}
 
+    @property
+    def order(self) -> list[str]:
+        """The files so that each stands before those that it calls; without those in a circle, or behind one."""
+        out: list[str] = []
+        left = list(dict.fromkeys(file for file, _ in self.stays))
+        while ready := next((f for f in left if not any(b == f and a in left for a, b in self._calls)), ""):
+            out.append(ready)
+            left.remove(ready)
+        return out
+
     def show(self) -> None:
         seen: set[str] = set()
         for i, (file, names) in enumerate(self.stays):
             print(f"{i + 1:3} {'^' if file in seen else ' '} {file:34} {', '.join(names)}")
             seen.add(file)
-        print(f"{len(seen)} files, {len(self.stays)} stays, {len(self.stays) - len(seen)} returns")
+        floors = Counter(file.partition("/")[0] for file in seen)
+        print(f"{len(seen)} files, {len(self.stays)} stays, {len(self.stays) - len(seen)} returns; files of each package: {dict(floors)}")
+        print(f"each once, in this order: {' '.join(self.order)}")
+        print(f"in a circle, or behind one: {' '.join(sorted(seen - {*self.order})) or 'none'}")
+
+
+def short(file: str) -> str:
+    """Below the package."""
+    return Path(file).relative_to(ROOT).as_posix()
+
+
+def counts(code: CodeType) -> bool:
+    """Whether a function does more than one simple statement."""
+    return code.co_firstlineno in works(code.co_filename)
 
 
 @cache
