@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+
+from fsdp_demo.hosts.step_hooks import PausableTicks
 
 from .partitions import Partitions
 
 log = logging.getLogger("fsdp_demo")
 
 
-class EngineTicks:
+class EngineTicks(PausableTicks):
     """Implements `fsdp_demo.hosts.base.Ticks` on `engine.step`.
 
     Args:
@@ -37,11 +38,8 @@ class EngineTicks:
         skip: Callable[[], None],
         gradients: bool,
     ):
-        self._engine, self._partitions, self._gradients = engine, partitions, gradients
-        self._run_before, self._run_after, self._run_skip = before, after, skip
-        self._off = 0
-        self._refusal = ""
-        self.aside = False
+        super().__init__(before, after, gradients)
+        self._engine, self._partitions, self._run_skip = engine, partitions, skip
         self._wrapped: Any = None
         self._skipped: dict[str, Any] | None = None  # the engine's arguments for its scheduler, in a step that it has skipped
 
@@ -65,21 +63,10 @@ class EngineTicks:
         """A ZeRO engine has one optimizer: no tick is ever incomplete."""
         return 0
 
-    @contextmanager
-    def paused(self, refusal: str = "") -> Iterator[None]:
-        """See `fsdp_demo.hosts.base.Ticks.paused`."""
-        before = self._refusal
-        self._off, self._refusal = self._off + 1, refusal or before
-        try:
-            yield
-        finally:
-            self._off, self._refusal = self._off - 1, before
-
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken; where the engine does not know of it, count it there too, and drop what its backwards
         have left. The scheduler steps behind the base step, as DeepSpeed's own order is."""
-        if self._refusal:
-            raise RuntimeError(self._refusal)
+        self._refuse()
         engine = self._engine
         if self._skipped is None:
             self._partitions.drop_gradients()
@@ -102,8 +89,7 @@ class EngineTicks:
 
     def _stepped(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
-        if self._refusal:
-            raise RuntimeError(self._refusal)
+        self._refuse()
         engine, steps = self._engine, self._engine.global_steps
         try:
             result = self._step(*args, **kwargs)

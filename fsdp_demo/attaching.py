@@ -14,6 +14,7 @@ from .config.load import load_config
 from .config.schema import ExchangeConfig
 from .exchange import log_setup
 from .exchange.exchange import Exchange
+from .exchange.startup import Start
 from .hosts import registry
 from .hosts.base import Shards
 from .hosts.torch_params import TorchShards, unwrap, unwrap_model
@@ -102,7 +103,7 @@ def join(
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     topology = topology or Topology.from_env()
     log_setup.speak(topology)
-    exchange = Exchange(shards, config, model, topology, facts, step or 0, state, batch or (), catch_up)
+    exchange = Exchange(shards, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up))
     _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange
 

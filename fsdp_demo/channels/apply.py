@@ -3,8 +3,7 @@
 Each is an entry of `APPLIERS`, at the end; a new one is a function in a file of its own, a line in `config/names.py` and a line there.
 
 A mean (`decode.py`) is decoded, brought to the element domain, changed and written one window at a time, so that no workspace is made for
-it; only where ranks of the island share the work it is collected for the one all-gather that completes it. The arithmetic of the outer
-step itself is in `outer.py`.
+it; only where ranks of the island share the work it is collected for the one all-gather that completes it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from ..compression.transform import Transform, make_transform
 from ..compression.windows import Contiguous, Window
+from ..config.channel import Applier
 from .decode import Mean
-from .outer import local_step, outer_step, rate
 from .state import BoundChannel, less
 
 
@@ -117,6 +116,34 @@ def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None,
         c.store(c.momentum, window, held)
     c.store(c.anchor, window, anchor)
     return anchor
+
+
+def rate(window: Window, applier: Applier, sparse: bool) -> float:
+    """The outer rate of a window: `lr`, and for the whole tensors of a sparse channel `dense_lr`."""
+    return applier.dense_lr if sparse and window.group is None else applier.lr
+
+
+def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, mu: float, nesterov: bool, lr: float) -> None:
+    """One step of SGD on the anchor, in place; `mean` (fp32, element domain, same shape) is used up.
+
+    m = mu m + mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean where there is no momentum: torch.optim.SGD's form,
+    as in DiLoCo (2311.08105). `mu` is the momentum of this round.
+    """
+    if momentum is not None:
+        momentum.mul_(mu).add_(mean)
+        if nesterov:
+            mean.add_(momentum, alpha=mu)
+        else:
+            mean = momentum
+    anchor.sub_(mean, alpha=lr)
+
+
+def local_step(anchor: Tensor, delta: Tensor, momentum: Tensor, beta: float, lr: float) -> None:
+    """The released rule of 2510.03371: anchor -= lr (delta + beta momentum), with the replica's own delta, in place.
+
+    `delta` is used up, `momentum` is the accumulator in the element domain, the mean put back.
+    """
+    anchor.sub_(delta.add_(momentum, alpha=beta), alpha=lr)
 
 
 def deliver(

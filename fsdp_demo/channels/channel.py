@@ -107,36 +107,34 @@ class ActiveChannel(BoundChannel):
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
-    def note_gradients(self) -> None:
-        """Remember which tensors have a gradient; with an accumulator, which ever had one."""
-        sticky = self.channel.accumulator is not None
-        self.present = [g is not None or (sticky and p) for g, p in zip(self.tensors("gradient"), self.present, strict=True)]
-
     def accumulate(self, flying: Sequence[Outgoing] = ()) -> Tensor | None:
-        """Read the source, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under way."""
+        """Read the source, once, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under
+        way. A gradient channel remembers which tensors have a gradient; with an accumulator, which ever had one."""
+        tensors, settings = self.tensors(self.channel.target), self.channel.accumulator
+        if self.channel.before_step:
+            self.present = [t is not None or (settings is not None and p) for t, p in zip(tensors, self.present, strict=True)]
         if self.layout is None:
             return None
-        if self.accumulator is not None and self.channel.accumulator is not None:
+        if self.accumulator is not None and settings is not None:
             keep = torch.empty_like(self.accumulator) if self.channel.needs_own else None
-            self._into_accumulator(flying, self.channel.accumulator.beta, self.channel.accumulator.gain, keep)
+            self._into_accumulator(tensors, flying, settings.beta, settings.gain, keep)
             return keep
         x = torch.empty(self.layout.numel, device=self.shards.device)
-        with Contiguous(self.tensors(self.channel.target)) as tensors:
+        with Contiguous(tensors) as memory:
             for part in (part for w in self.windows for part in w.inner):
-                self._source(part, tensors, flying, part.of(x))
+                self._source(part, memory, flying, part.of(x))
         return x
 
-    def _into_accumulator(self, flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None) -> None:
-        """accumulator = beta accumulator + gain T(source); the source goes to `keep`, too."""
+    def _into_accumulator(
+        self, tensors: Sequence[Tensor | None], flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None
+    ) -> None:
+        """accumulator = beta accumulator + gain T(source in `tensors`); the source goes to `keep`, too."""
         assert self.accumulator is not None
         delta = self.channel.source == "delta"
         common, rates = self._rates()
-        with (
-            Contiguous(self.tensors(self.channel.target)) as tensors,
-            make_transform(self.channel.codec, self.shards.device) as made,
-        ):
+        with Contiguous(tensors) as memory, make_transform(self.channel.codec, self.shards.device) as made:
             for part in (part for w in self.windows for part in w.inner):
-                x = self._source(part, tensors, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
+                x = self._source(part, memory, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
                 if keep is not None:
                     part.of(keep).copy_(x)
                 x = part.scale(x, rates) if rates else x
@@ -200,7 +198,7 @@ class ActiveChannel(BoundChannel):
             return
         if self.channel.before_step:
             return
-        self._into_accumulator((), 1.0 / settings.beta, -settings.gain / settings.beta)
+        self._into_accumulator(self.tensors(self.channel.target), (), 1.0 / settings.beta, -settings.gain / settings.beta)
 
     # ---- what comes back -------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class BoundChannel:
 
     Attributes:
         shards, position, lanes, copies, size: of the placement (`size`: its islands).
-        covered: indices of its tensors in `shards`; present: which of them have a gradient (`ActiveChannel.note_gradients`).
+        covered: indices of its tensors in `shards`; present: which of them have a gradient (`ActiveChannel.accumulate`).
         layouts: of all lanes; layout, windows: of this lane (None and none on a copy beyond the lanes).
         accumulator, anchor, momentum: workspaces of this lane, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.

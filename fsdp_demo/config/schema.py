@@ -120,6 +120,11 @@ class ExchangeConfig:
         """Whether `clip` acts on the mean gradient over the islands; else, and always before an accumulator, on each replica's own."""
         return any(c.before_step and c.accumulator is None and c.applier.phi == "identity" for c in self.channels)
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the exchange reads or changes gradients: it exchanges or clips them."""
+        return self.clip is not None or any(c.before_step for c in self.channels)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars; the inverse of `from_dict`."""
         return json.loads(json.dumps(dataclasses.asdict(self)))

@@ -22,10 +22,11 @@ class Connections:
         courier: runs exchanges on the line; None on a copy beyond the lanes, and when closed.
         island: the other ranks of this replica.
         meter: of the line.
+        closed: `close` was called.
     """
 
     def __init__(self, topology: Topology, position: Position, device: torch.device):
-        self._topology = topology
+        self._topology, self.closed = topology, False
         self.courier: Courier | None = None
         try:
             line, self.lanes = topology.join(position)
@@ -47,6 +48,7 @@ class Connections:
 
     def close(self) -> bool:
         """Let go of everything; False if a silent peer still holds the courier, which is left behind."""
+        self.closed = True
         ended = self._close_line()
         self.island.release()
         return ended

@@ -38,7 +38,7 @@ class Council:
         """
         everyone = self._ask([float(v) for v in values])
         found = [len(theirs) for theirs in everyone]
-        if self._island.largest(float(any(n != len(values) for n in found)))[0]:
+        if self._island.any(any(n != len(values) for n in found)):
             raise ValueError(f"a mean over the islands of {found} values: all must bring the same ones, in the same order")
         means = [sum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
         lost = self._island.largest(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
@@ -48,12 +48,12 @@ class Council:
     def same(self, value: Any) -> bool:
         """Whether all islands say the same (compared as JSON, rank by rank along the lines)."""
         texts = {json.dumps(v, sort_keys=True) for v in self._ask(value)}
-        return not self._island.largest(float(len(texts) > 1))[0]
+        return not self._island.any(len(texts) > 1)
 
     def repeated(self, value: Any) -> bool:
         """Whether any two islands say the same on any line."""
         everyone = [json.dumps(v, sort_keys=True) for v in self._ask(value)]
-        return bool(self._island.largest(float(len(set(everyone)) < len(everyone)))[0])
+        return self._island.any(len(set(everyone)) < len(everyone))
 
     def _ask(self, value: Any) -> list[Any]:
         """What every island says; nothing on a copy without a line, which follows its island."""

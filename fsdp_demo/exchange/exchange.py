@@ -1,7 +1,8 @@
-"""The object users hold: it hangs on the optimizer's step, and is the door to all that an exchange does.
+"""The object users hold: the door to all that an exchange does. No step passes through it.
 
-One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`, how it begins in `startup.py`, how it ends
-in `finish.py`, and what a method calls its model in `result.py`. This file checks that what is asked for can be done.
+One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`, how a run begins in `startup.py` and
+`first_step.py`, how it ends in `finish.py`, what it keeps in `resume.py`, and what a method calls its model in `result.py`. This file
+checks that what is asked for can be done.
 """
 
 from __future__ import annotations
@@ -9,58 +10,42 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..channels.bind import bind
 from ..comm.header import END
-from ..comm.peers import Line
 from ..comm.presence import Presence
 from ..comm.topology import Topology
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
-from ..errors import PeerLost, Stopped
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import finish, result, startup, summary
+from . import finish, result, resume, startup, summary
 from .connections import Connections
 from .consensus import Council
+from .first_step import FirstStep
 from .in_flight import Flown, Mailbox
-from .refusals import refuse, refuse_sparse, warn_of_outside
+from .readings import Readings
+from .refusals import refuse, warn_of_outside
 from .runtime import Flow
 from .saved_state import ExchangeState
-from .untouched import Untouched
+from .startup import Start, StateSource
 
 log = logging.getLogger("fsdp_demo")
 
 _SHOWN = "a step inside outer_parameters() would be lost when the replica's own parameters come back: leave the context, then train"
 
 
-class StateSource(Protocol):
-    """A saved state that knows how to become one rank's: `checkpoint.Saved`."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done when it was saved."""
-        ...
-
-    @property
-    def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied."""
-        ...
-
-    def state_for(self, exchange: Exchange) -> dict[str, Any]:
-        """What `exchange.load_state_dict` takes on this rank."""
-        ...
-
-
-class Exchange:
+class Exchange(Readings):
     """Joins one model's replicas; made by `attach`.
+
+    How it stands is in `Readings`, what it does is here.
 
     Attributes:
         config, topology, shards: what was agreed, and what the engine offers.
@@ -86,41 +71,30 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        shards: Shards,
-        config: ExchangeConfig,
-        model: torch.nn.Module | None,
-        topology: Topology,
-        facts: dict[str, Any],
-        step: int = 0,
-        state: dict[str, Any] | StateSource | None = None,
-        batch: Sequence[int] = (),
-        catch_up: bool = True,
+        self, shards: Shards, config: ExchangeConfig, model: torch.nn.Module | None, topology: Topology, start: Start | None = None
     ):
-        self.config, self.topology, self.shards = config, topology, shards
-        needed = any(c.before_step for c in config.channels) or config.clip is not None
-        refuse(shards, needed)
+        self.config, self.topology, self.shards, start = config, topology, shards, start or Start()
+        refuse(shards, config.needs_gradients)
         check_inner(config, shards.optimizer_names, shards.optimizers)
         shards.materialise()
         channels = expand(config, [s.name for s in shards.shards if not s.frozen])
-        self._ended = self._finished = self.stopped = self.stopped_alone = self.leaving = self.showing = False
-        self.raises_stopped = True
+        self.showing = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self.request_stop)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
         self._island, self._meter = self._connections.island, self._connections.meter
-        self._needs_gradients, self._untouched = needed, Untouched(shards, self._island)
         try:
-            self._ticks = shards.ticks(self._island, self._before, self._after, self.skip, gradients=needed)
             bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.outer_state == "host" else None), model)
             self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
+            # The hooks hold the flow, the flow this queue, and that, by `_gone`, the exchange: `attach` finds it again on the optimizer.
             self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
-            self._flow = Flow(config, topology, shards, bound, self._mailbox, step)
+            self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
+            self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
             with self.paused(), torch.no_grad():
-                self._join(facts, model, state)
-                if catch_up:
+                self._join(start, model)
+                if start.catch_up:
                     self.catch_up()
-            summary.announce(self._flow, batch, summary.total_steps(facts))
+            summary.announce(self._flow, start.batch, summary.total_steps(start.facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
@@ -130,23 +104,13 @@ class Exchange:
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
 
-    def __repr__(self) -> str:
-        t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
-        where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
-        return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
-
-    def _join(self, facts: dict[str, Any], model: torch.nn.Module | None, state: dict[str, Any] | StateSource | None) -> None:
+    def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state."""
-        own, applied = self.step, None
-        if state is not None:
-            own, applied = (int(state["step"]), state.get("applied", {})) if isinstance(state, dict) else (state.step, state.applied)
-        donor, goes_on = startup.come_together(self._flow, facts, model, own, applied)
-        if state is not None:
-            self.load_state_dict(state if isinstance(state, dict) else state.state_for(self))
+        donor, goes_on = startup.come_together(self._flow, start, model)
+        if start.state is not None:
+            self.load_state_dict(start.state if isinstance(start.state, dict) else start.state.state_for(self))
         startup.take_over(self._flow, donor, goes_on)
-        self._joined_at, self._behind = self.step, True
-        self._untouched.note()
-        self._ticks.aside = False
+        self._first.joined()
 
     @torch.no_grad()
     def rejoin(self, state: dict[str, Any] | StateSource | None, step: int, model: torch.nn.Module | None = None) -> None:
@@ -162,11 +126,11 @@ class Exchange:
         Raises:
             ValueError: the state does not belong to this run.
         """
-        self._usable()
-        self._flow.forget()
+        self._flow.check_usable()
+        resume.forget(self._flow)
         self._flow.step, self._equal = step, None
         with self.paused():
-            self._join({}, model, state)
+            self._join(Start(step, state), model)
             self.catch_up()
 
     @torch.no_grad()
@@ -177,101 +141,12 @@ class Exchange:
         `attach(..., catch_up=False)` leaves it to its caller, who asks the islands something before, and calls this ahead of the first
         forward pass.
         """
-        if self._behind:
-            self._behind = False
-            with self.paused():
-                self._flow.catch_up()
-            self.accept_parameters()
+        self._first.catch_up()
 
     def accept_parameters(self) -> None:
         """The parameters as they are now are right: for a host that has put this replica's own back after attach, as its saved state has
         them. Elsewhere parameters that were changed between attach and the first step are refused there."""
-        if self._untouched.pending:
-            self._untouched.note()
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps of the job done so far (ticks)."""
-        return self._flow.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._flow.step = value
-
-    @property
-    def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied here, -1 where there was none."""
-        return self._flow.applied
-
-    @property
-    def drift(self) -> float | None:
-        """How far this replica was from the mean, as a fraction of it."""
-        return self._flow.drift
-
-    @property
-    def _line(self) -> Line | None:
-        return self._flow.line
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The innermost optimizers that are attached."""
-        return list(self.shards.optimizers)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
-        return self._ended or self._finished
-
-    @property
-    def running(self) -> bool:
-        """Whether the optimizers' steps still go through this exchange."""
-        return not (self.finished or self._mailbox.broken)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the connections to the other replicas are gone."""
-        return self._finished
-
-    @property
-    def clips(self) -> str:
-        """Which gradient clipping is in force, as a sentence."""
-        return summary.clips(self.config, self.shards)
-
-    @property
-    def consensus(self) -> bool:
-        """Whether all replicas hold equal parameters after every exchange (`config.shared`: after `finish()`)."""
-        return self.config.consensus
-
-    def _usable(self) -> None:
-        if self._mailbox.broken:
-            raise PeerLost("the exchange has failed before: save, and start all islands again")
-        if self.finished:
-            raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
-
-    @torch.no_grad()
-    def _before(self) -> None:
-        self._usable()
-        if self._untouched.pending:
-            self._first()
-        self._flow.before()
-
-    def _first(self) -> None:
-        """Ahead of the first step: what a user can have done since attach."""
-        self.catch_up()
-        if self._ticks.aside:  # steps inside paused()
-            self._untouched.forget()
-        self._untouched.check()
-        if self._needs_gradients:
-            refuse_sparse(self.shards)
-
-    @torch.no_grad()
-    def _after(self) -> None:
-        """The rest of the tick, which counts whatever became of it; then a wish to stop takes effect on the whole island."""
-        self._flow.after()
-        together, self.stopped_alone, self.leaving = self._flow.stops()
-        self.stopped = together or self.stopped_alone
-        if self.stopped and self.raises_stopped:
-            raise Stopped(f"stopped after step {self.step} on request")
+        self._first.accept_parameters()
 
     def note(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
         """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss: the mean of those since the last
@@ -310,40 +185,25 @@ class Exchange:
         told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
         return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
 
-    def next_exchange(self) -> int:
-        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
-        cycle = math.lcm(*(c.channel.clock.period for c in self.channels))
-        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.clock.due(s) for c in self.channels))
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within this context the attached optimizers' steps do not count and nothing is exchanged."""
         with self._ticks.paused():
             yield
 
-    @torch.no_grad()
     def skip(self) -> None:
         """Count a step that this replica does not take (its loss was NaN): the tick goes on, a due exchange is joined.
 
         All ranks of the island call it together instead of `optimizer.step()`. A plain gradient channel leaves this replica out of the
         mean and still applies the mean of the others; with an accumulator nothing is added to it.
         """
-        self._usable()
-        if self._ticks.partial:
-            of = len(self.shards.optimizers)
-            raise RuntimeError(f"skip() in step {self.step}, when {self._ticks.partial} of {of} optimizers have stepped")
-        self._flow.notes.skipping = True
-        try:
-            self.shards.gradients([False] * len(self.shards.shards))
-            self._ticks.skip(self._flow.base_step if any(c.channel.before_step for c in self.channels) else None)
-        finally:
-            self._flow.notes.skipping = False
+        self._flow.skip()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Wait for what is in flight and apply it, in order of its steps."""
-        self._usable()
-        finish.flush(self._flow, self.paused)
+        self._flow.check_usable()
+        finish.flush(self._flow)
         self.accept_parameters()
 
     @torch.no_grad()
@@ -357,15 +217,14 @@ class Exchange:
         Args:
             close: False keeps the connections for questions to the `council`, until `finish()` is called again.
         """
-        if self._finished:
+        if self.closed:
             return
-        if not self._ended:
-            self._usable()
+        if not self._flow.ended:
+            self._flow.check_usable()
             self.catch_up()
-            if not self._ticks.aside:
-                self._untouched.check()
-            self._equal = finish.conclude(self._flow, self.paused)
-            self._ended = True
+            self._first.check()
+            self._equal = finish.conclude(self._flow)
+            self._flow.ended = True
             summary.ended(self._flow, self.totals(), self._equal)
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
@@ -377,24 +236,18 @@ class Exchange:
     @property
     def council(self) -> Council:
         """Small questions to all islands at one step (`consensus.Council`), while they are connected."""
-        if self._mailbox.broken or self._finished:
+        if self._mailbox.broken or self.closed:
             raise RuntimeError("the islands are connected no more: ask before finish()")
         # islands that resume at unlike steps between the same exchanges ask each other before they go on
-        return Council(self._mailbox, self._island, lambda: 0 if self.step == self._joined_at else self.step)
+        return Council(self._mailbox, self._island, lambda: 0 if self.step == self._first.joined_at else self.step)
 
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
 
         All ranks of all islands call it at the same step."""
-        if self.finished and self._equal is not None or self._finished:
+        if self.finished and self._equal is not None or self.closed:
             return self._equal
         return result.equal(self._flow)
-
-    @property
-    def shows(self) -> str:
-        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep them equal), "anchor" (the outer
-        parameters, known to every replica) or "mean" (over the replicas: a round of communication)."""
-        return self.config.result(self.topology.islands)
 
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
@@ -426,11 +279,10 @@ class Exchange:
         at the last exchange, contributions of any island that were not finite (where there were any).
 
         All ranks of the island call it together."""
-        meter, loss = self._meter, self._mailbox.watch.loss
-        known = not math.isnan(loss)
-        sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, loss if known else 0.0, known)
-        waited, count = self._island.largest(meter.seconds_waiting, meter.exchanges)
-        (left_out,) = self._island.largest(float(self._mailbox.watch.left_out))
+        meter, seen = self._meter, self._mailbox.watch
+        known = not math.isnan(seen.loss)
+        sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known)
+        waited, count, left_out = self._island.largest(meter.seconds_waiting, meter.exchanges, seen.left_out)
         out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
         out["seconds_waiting"] = waited
         out |= {"loss": losses / ranks} if ranks else {}
@@ -443,7 +295,7 @@ class Exchange:
         What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
         references to the live state: save them before the next step.
         """
-        return self._flow.state().to_tree()
+        return resume.state(self._flow).to_tree()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit.
@@ -451,7 +303,7 @@ class Exchange:
         Raises:
             ValueError: it was saved with other channels, or with another number of islands or ranks.
         """
-        self._flow.load(ExchangeState.from_tree(state))
+        resume.load(self._flow, ExchangeState.from_tree(state))
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""
@@ -460,7 +312,6 @@ class Exchange:
 
     def _close(self) -> bool:
         atexit.unregister(self._at_exit)
-        self._finished = True
         self._presence.close()
         return self._connections.close()
 

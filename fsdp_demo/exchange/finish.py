@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from . import result
 from .runtime import Flow
@@ -13,12 +11,8 @@ from .runtime import Flow
 log = logging.getLogger("fsdp_demo")
 
 
-def flush(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> None:
-    """Wait for what is in flight and apply it, in order of its steps.
-
-    Args:
-        paused: a context in which steps of the base optimizers do not count; late gradients get a step of their own.
-    """
+def flush(flow: Flow) -> None:
+    """Wait for what is in flight and apply it, in order of its steps. Late gradients get a step of their own, which does not count."""
     while (oldest := flow.mailbox.oldest()) is not None:
         late, due = oldest
         gradients = [c for c in late if c.channel.before_step]
@@ -27,11 +21,11 @@ def flush(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> Non
         flow.land(late, due, now=flow.step - 1)
         if gradients:
             flow.clip(mean=True)
-            with paused():
+            with flow.ticks.paused():
                 flow.base_step()
 
 
-def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> bool | None:
+def conclude(flow: Flow) -> bool | None:
     """The last exchange; returns whether parameters are bit-equal now, None where the preset promises no such thing.
 
     There the parameters become their mean over the replicas, and `Flow.drift` says how far this one was.
@@ -42,7 +36,7 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
     if flow.line is not None:
         flow.line.ending = True
     if not flow.config.shared:
-        flush(flow, paused)
+        flush(flow)
         flow.exchange(flow.buffers, flow.buffers, math.inf, now=flow.step - 1, last=True)
         flow.drift = result.set_mean(flow)
         flow.shards.commit()
@@ -50,7 +44,7 @@ def conclude(flow: Flow, paused: Callable[[], AbstractContextManager[None]]) -> 
     mailbox, moving = flow.mailbox, [*flow.moving, *flow.buffers]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less what is under way.
     flow.send([c for c in moving if c.channel.queues and mailbox.last[c.channel.name] < flow.step], partial=True)
-    flush(flow, paused)
+    flush(flow)
     # Parameters that were mixed, or corrected after a delay, are sent once more even if they went out in the last step.
     late = [c for c in moving if mailbox.last[c.channel.name] < flow.step or (c.channel.source == "parameter" and not c.channel.consensus)]
     flow.exchange(moving, late, math.inf, now=flow.step - 1, last=True)

@@ -1,7 +1,7 @@
 """The messages of one rank that are under way: what several channels send at one step becomes one message, and waits here until it is due.
 
 What lies where in a message is said by `message.py`. What has arrived is handed out, channel by channel, only after all ranks of the island
-have voted that it is here; the step (`runtime.py`) lets the channels apply it.
+have voted that it is here; the step (`runtime.py`) lets the channels apply it. What islands that resume agree on is in `resume.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ActiveChannel, Incoming, Outgoing, Received
-from ..comm.agreement import gather_json
 from ..comm.collectives import Arrived, reduce
 from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header
 from ..comm.peers import Line
@@ -76,7 +75,7 @@ class Mailbox:
 
     Args:
         channels: all channels, in the order of the configuration.
-        connections: whose courier sends; a copy beyond the lanes has none, and votes only.
+        connections: whose courier sends, and whose island votes; a copy beyond the lanes has no courier.
         device: of what is sent.
         speaks: this rank logs what it sees in the messages of its line.
         gone: why what others send at a step will not come, empty if it will.
@@ -86,6 +85,7 @@ class Mailbox:
         last: the step after which each channel has last sent what was not lost.
         applied: the step of each channel's last message that was applied here.
         broken: a message was lost.
+        unsent: of `flights`, what a resumed run has to send once more.
         watch: what this rank sees in the messages of its line.
     """
 
@@ -97,8 +97,7 @@ class Mailbox:
         speaks: bool = False,
         gone: Callable[[float], str] = lambda step: "",
     ):
-        self.channels, self.device, self._connections, self._gone = list(channels), device, connections, gone
-        self.island = connections.island
+        self.channels, self.device, self.connections, self._gone = list(channels), device, connections, gone
         self.watch = Watch(connections.line, speaks)
         self._staging = Staging(device)
         self.flights: list[Flight] = []
@@ -106,26 +105,19 @@ class Mailbox:
         self.last: dict[str, int] = {}
         self.applied: dict[str, int] = {}
         self.broken = False
-        self._unsent: list[Flight] = []
-
-    @property
-    def line(self) -> Line | None:
-        """See `Connections`."""
-        return self._connections.line
+        self.unsent: list[Flight] = []
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def launch(self, outgoing: dict[str, Outgoing], step: int, said: Said) -> None:
         """Put what the channels send at this step into one message per transport and hand it to the courier."""
-        if not outgoing:
-            return
         flight = Flight(step, list(outgoing), outgoing, None, layout=self._layout(outgoing))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self._submit(flight, said)
 
     def _submit(self, flight: Flight, said: Said) -> None:
-        if (courier := self._connections.courier) is not None:
+        if (courier := self.connections.courier) is not None:
             flight.future = courier.submit(self._job(courier.line, flight, said))
             courier.line.meter.exchanges += 1
 
@@ -211,7 +203,7 @@ class Mailbox:
 
     def _left_out(self, arrived: Arrived) -> bool:
         """Whether this replica's own contribution was not finite. Of a message from a run with other islands nobody's is known."""
-        line, headers = self.line, arrived.headers
+        line, headers = self.connections.line, arrived.headers
         return line is not None and len(headers) == line.size and bool(headers[line.rank].flags & NOT_FINITE)
 
     def _incoming(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> Incoming:
@@ -231,13 +223,13 @@ class Mailbox:
 
     def _share(self, present: list[bool] | None) -> list[bool] | None:
         """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
-        if present is None or self.island.position.copies == self._connections.lanes:
+        if present is None or self.connections.island.position.copies == self.connections.lanes:
             return present
-        return [bool(v) for v in self.island.largest(*map(float, present))]
+        return [bool(v) for v in self.connections.island.largest(*map(float, present))]
 
     def ask(self, job: Callable[[Line], Any]) -> Any:
         """Run `job` on the line after what is in flight, with the island's vote. None on a copy without a line."""
-        courier = self._connections.courier
+        courier = self.connections.courier
         return self._wait(Flight(-1, [], {}, None if courier is None else courier.submit(partial(job, courier.line))))
 
     def _layout(self, members: Collection[str]) -> MessageLayout:
@@ -250,15 +242,15 @@ class Mailbox:
         if flight.future is not None:
             try:
                 step = flight.step if flight.step >= 0 else math.inf
-                courier = self._connections.courier
+                courier = self.connections.courier
                 arrived = courier.wait(flight.future, lambda: self._gone(step)) if courier else flight.future.result()
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
-        headers, line = arrived.headers if isinstance(arrived, Arrived) else [], self.line
+        headers, line = arrived.headers if isinstance(arrived, Arrived) else [], self.connections.line
         if headers and not flight.counted and (line is None or len(headers) == line.size):
             flight.counted, error = True, self.watch.count(line, headers, flight.step)
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop = self.island.largest(float(error is not None), float(asked))
+        failed, stop = self.connections.island.largest(float(error is not None), float(asked))
         if failed:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
@@ -277,51 +269,12 @@ class Mailbox:
         self.flights.clear()
         self.applied.clear()
 
-    def agree_on_resume(self, step: int) -> None:
-        """What was under way when a state was saved is to be sent once more (`send_again`), where not all islands have received it. What
-        some have and others will not send is dropped. All count from one last exchange.
-
-        Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
-        """
-        line = self.line
-        mine = {"step": step, "flights": [[f.step, f.members, f.arrived is not None] for f in self.flights]}
-        everyone = gather_json(line, mine) if line is not None else []
-        theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
-        known = {key for flights in theirs for key in flights}
-        lost = any(key not in flights and key[0] < each["step"] for each, flights in zip(everyone, theirs, strict=True) for key in known)
-        again = [line is not None and not all(flights.get((f.step, *f.members)) for flights in theirs) for f in self.flights]
-        lost |= any(f.members != list(f.parts) for f, wanted in zip(self.flights, again, strict=True) if wanted)  # a part has acted here
-        dropped, *repeat = self.island.largest(float(lost), *map(float, again))
-        if dropped:
-            (apart,) = self.island.largest(float(len({each["step"] for each in everyone}) > 1))
-            if apart:
-                raise ValueError(
-                    "islands resume at unlike steps, and not all hold what was under way: resume all from a checkpoint of one step "
-                    "(fsdp-demo inspect shows them)"
-                )
-            if self.flights:
-                steps = [f.step for f in self.flights]
-                log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", steps)
-            self._drop()
-        mine_last = [self.last[c.channel.name] for c in self.channels]
-        first = [min(column) for column in zip(*gather_json(line, mine_last), strict=True)] if line is not None else mine_last
-        self.last = {c.channel.name: -int(v) for c, v in zip(self.channels, self.island.largest(*(-v for v in first)), strict=True)}
-        self._unsent = [flight for flight, wanted in zip(self.flights, repeat, strict=False) if wanted]
-
     def send_again(self) -> None:
-        """Send what `agree_on_resume` found to be sent once more. The line is the courier's from here on."""
-        while self._unsent:
-            flight = self._unsent.pop(0)
+        """Send what is `unsent`. The line is the courier's from here on."""
+        while self.unsent:
+            flight = self.unsent.pop(0)
             log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
             self._again(flight)
-
-    def _drop(self) -> None:
-        """Forget what is under way, as if it had not been sent."""
-        for flight in self.flights:
-            for c in [c for c in self.channels if c.channel.name in flight.parts]:
-                c.undo(flight.parts[c.channel.name])
-                self.last[c.channel.name] = -1
-        self.flights.clear()
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
 

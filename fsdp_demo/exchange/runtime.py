@@ -11,16 +11,18 @@ A channel with a source g (a gradient, a delta, parameters) and an accumulator m
     g = sign(mean q)    or the mean itself, an outer step on the anchor, or new parameters
 
 The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is the queue's (`in_flight.py`). Then what
-has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`Shards.ticks`).
+has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`Shards.ticks`), which calls `before` and
+`after` here: nothing stands between it and the step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..channels.bind import Bound
@@ -32,10 +34,10 @@ from ..comm.island import Island
 from ..comm.peers import Line
 from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
+from ..errors import PeerLost, Stopped
 from ..hosts.base import Shards
 from .in_flight import Mailbox
 from .local_status import Notes
-from .saved_state import ExchangeState
 
 log = logging.getLogger("fsdp_demo")
 
@@ -51,14 +53,18 @@ class Flow:
         step: of the job, to start from.
 
     Attributes:
-        channels, buffers, parameters: see `Bound`.
+        channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels and buffers that act there.
         island: the other ranks of this replica.
+        ticks: the engine's clock, which calls `before`, `after` and `skip`.
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
             again.
         unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
+        ahead: called ahead of a step until it is None: what is to be done ahead of the first one (`first_step.py`).
+        ended: the last exchange is over.
+        stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
     """
 
     def __init__(
@@ -70,17 +76,28 @@ class Flow:
         mailbox: Mailbox,
         step: int,
     ):
-        self.config, self.topology, self.shards, self.mailbox, self.island = config, topology, shards, mailbox, mailbox.island
-        self.channels, self.buffers, self.parameters, self.step = bound.channels, bound.buffers, bound.parameters, step
+        self.config, self.topology, self.shards, self.mailbox, self.step = config, topology, shards, mailbox, step
+        self.connections, self.island = mailbox.connections, mailbox.connections.island
+        self.channels, self.buffers, self.parameters = bound.channels, bound.buffers, bound.parameters
+        self.before_step = [c for c in self.channels if c.channel.before_step]
+        self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        self.ticks = shards.ticks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
         self.notes = Notes()
         self.drift: float | None = None
         self.begun = -1
-        self.unlike = False
+        self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
+        self.raises_stopped = True
+        self.ahead: Callable[[], None] | None = None
 
     @property
     def line(self) -> Line | None:
-        """To the ranks with the same shard on the other islands; None on a copy beyond the lanes, and when it is closed."""
-        return self.mailbox.line
+        """See `Connections`."""
+        return self.connections.line
+
+    @property
+    def finished(self) -> bool:
+        """See `Exchange`."""
+        return self.ended or self.connections.closed
 
     @property
     def applied(self) -> dict[str, int]:
@@ -91,7 +108,7 @@ class Flow:
     @property
     def gradients_only(self) -> bool:
         """Whether all channels act before the base step."""
-        return all(c.channel.before_step for c in self.channels)
+        return len(self.before_step) == len(self.channels)
 
     @property
     def moving(self) -> list[ActiveChannel]:
@@ -100,17 +117,20 @@ class Flow:
 
     # ---- one tick --------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def before(self) -> None:
         """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base step back where nothing is."""
+        self.check_usable()
+        if self.ahead is not None:
+            self.ahead()
         self.shards.check()
         self.notes.begin()
-        mine = [c for c in self.channels if c.channel.before_step]
+        mine = self.before_step
         self._look_at_gradients(bool(mine))
         outgoing, applied = {}, []
         for c in mine if not self.mailbox.sent(self.step) else []:  # else it was, before this step was cut off
             g = None
             if self.begun != self.step or c.accumulator is None:
-                c.note_gradients()
                 g = c.accumulate()  # m = beta m + DCT g; what is in flight has left m already
             if c.channel.clock.due(self.step):
                 q = outgoing[c.channel.name] = c.encode(self.step, g)  # q = topk m
@@ -128,13 +148,42 @@ class Flow:
         if applied:
             self.clip(mean=True)
 
+    @torch.no_grad()
     def after(self) -> None:
-        """After-step channels of this tick; then the step counts."""
-        mine = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        """After-step channels of this tick; then the step counts, and a wish to stop takes effect on the whole island.
+
+        Raises:
+            Stopped: it does.
+        """
+        mine = self.after_step
         try:
             self.exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
+        self._settle_stop()
+        if self.stopped and self.raises_stopped:
+            raise Stopped(f"stopped after step {self.step} on request")
+
+    @torch.no_grad()
+    def skip(self) -> None:
+        """See `Exchange.skip`."""
+        self.check_usable()
+        if self.ticks.partial:
+            of = len(self.shards.optimizers)
+            raise RuntimeError(f"skip() in step {self.step}, when {self.ticks.partial} of {of} optimizers have stepped")
+        self.notes.skipping = True
+        try:
+            self.shards.gradients([False] * len(self.shards.shards))
+            self.ticks.skip(self.base_step if self.before_step else None)
+        finally:
+            self.notes.skipping = False
+
+    def check_usable(self) -> None:
+        """Raise PeerLost if a message was lost, RuntimeError if the exchange has ended."""
+        if self.mailbox.broken:
+            raise PeerLost("the exchange has failed before: save, and start all islands again")
+        if self.finished:
+            raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
 
     def exchange(
         self, channels: Sequence[ActiveChannel], due: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
@@ -155,24 +204,6 @@ class Flow:
             applied.append(c)
             del arrived  # as large as the shards: it goes before the next one comes
         self.settle(applied)
-
-    def catch_up(self) -> None:
-        """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
-        self.mailbox.send_again()
-        late = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
-        cut = [c for c in late if self.mailbox.overdue(c, self.step)]
-        if not cut:
-            return
-        log.info("%s: the exchange of step %d was cut off: made up for when all islands have come so far", self.topology.name, self.step)
-        self.step -= 1
-        try:
-            stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
-            self.land(stages[0], self.step)
-            if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
-                self.send([c for c in stages[1] if c.channel.clock.due(self.step)])
-            self.land(stages[1], self.step)
-        finally:
-            self.step += 1
 
     # ---- its parts -------------------------------------------------------------------------------------------------
 
@@ -256,7 +287,7 @@ class Flow:
         self.shards.base_step()
         self.shards.commit()
 
-    def stops(self) -> tuple[bool, bool, bool]:
+    def _settle_stop(self) -> None:
         """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and whether it does since some island
         was told to end.
 
@@ -264,50 +295,8 @@ class Flow:
         alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
         flags, leaves, told = self.island.largest(float(self.mailbox.watch.stop), float(alone), float(alone and self.notes.told))
         together = bool(flags)
-        return together, bool(leaves) and not together, bool(int(flags) & LEAVING if together else told)
-
-    # ---- what is kept ----------------------------------------------------------------------------------------------
-
-    def state(self) -> ExchangeState:
-        """See `Exchange.state_dict`."""
-        in_flight = self.mailbox.state()
-        (tokens, weighed), losses = self.notes.state()
-        return ExchangeState(
-            step=self.step,
-            digest=self.config.digest(),
-            channels={c.channel.name: c.state() for c in self.channels},
-            in_flight=in_flight,
-            last={c.channel.name: self.mailbox.last[c.channel.name] for c in self.channels},
-            applied=self.applied,
-            begun=self.begun,
-            tokens=tokens,
-            weighed=weighed,
-            loss=self.mailbox.watch.loss,
-            losses=losses,
-        )
-
-    def load(self, state: ExchangeState) -> None:
-        """See `Exchange.load_state_dict`."""
-        if set(state.channels) != {c.channel.name for c in self.channels}:
-            mine = [c.channel.name for c in self.channels]
-            saved = sorted(state.channels)
-            raise ValueError(f"saved channels are {saved}, this configuration has {mine}: resume with the preset that saved them")
-        if state.digest != self.config.digest():
-            log.warning("the state was saved under another configuration (digest %016x, now %016x)", state.digest, self.config.digest())
-        for c in self.channels:
-            c.load(state.channels[c.channel.name])
-        self.step, self.begun = max(self.step, state.step), state.begun
-        self.mailbox.load(state.in_flight, state.last, state.applied)
-        self.mailbox.watch.loss = state.loss
-        self.notes.load(state.tokens, state.weighed, state.losses, self.shards.device)
-
-    def forget(self) -> None:
-        """Wait for what is under way, and drop it with what was noted and found so far."""
-        self.mailbox.clear()
-        self.notes.clear()
-        self.drift, self.begun = None, -1
-        for c in self.channels:
-            c.present = [False] * len(c.covered)
+        self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
+        self.leaving = bool(int(flags) & LEAVING if together else told)
 
 
 def drift(island: Island, far: float, norm: float) -> float:

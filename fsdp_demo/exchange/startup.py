@@ -7,8 +7,9 @@ fresh ones, take its parameters and its consensus state over; where digests alre
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -21,29 +22,69 @@ from ..comm.island import Island
 from ..comm.peers import Line
 from ..config.schema import ExchangeConfig
 from ..hosts.base import Shards
-from . import facts
+from . import facts, resume
 from .runtime import Flow
 
 log = logging.getLogger("fsdp_demo")
 
 
-def come_together(
-    flow: Flow, told: dict[str, Any], model: torch.nn.Module | None, own: int, applied: dict[str, int] | None
-) -> tuple[int, bool]:
+class StateSource(Protocol):
+    """A saved state that knows how to become one rank's: `checkpoint.Saved`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        ...
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied."""
+        ...
+
+    def state_for(self, exchange: Any) -> dict[str, Any]:
+        """What `load_state_dict` of this `Exchange` takes on this rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one rank starts from.
+
+    Attributes:
+        step: of the job, where there is no state.
+        state: to resume from: of this rank, or a source of it.
+        facts: of the run that all replicas must share, beside those that are found here.
+        batch: rows of a micro-batch per rank and micro-batches per step, for the log.
+        catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
+    """
+
+    step: int = 0
+    state: dict[str, Any] | StateSource | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    batch: Sequence[int] = ()
+    catch_up: bool = True
+
+    @property
+    def stands(self) -> tuple[int, dict[str, int] | None]:
+        """The step, and of the state what was applied (`Flow.applied`): None without one."""
+        if self.state is None:
+            return self.step, None
+        if isinstance(self.state, dict):
+            return int(self.state["step"]), self.state.get("applied", {})
+        return self.state.step, self.state.applied
+
+
+def come_together(flow: Flow, start: Start, model: torch.nn.Module | None) -> tuple[int, bool]:
     """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
 
     Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
-
-    Args:
-        told: facts of the run that all replicas must share, beside those that are found here.
-        own: the step that this replica stands at.
-        applied: of the state from which it resumes (`Flow.applied`), and with which it goes on if no island is further; None without one.
+    A replica goes on with its own state if no island is further.
 
     Returns:
         The donor's index, and whether any replica goes on: it has taken steps, or lost the first of them and holds what it has sent.
     """
-    line, island, resumes = flow.line, flow.island, applied is not None
-    found = agree_on_run(line, flow.config, flow.shards, told, own, applied)
+    line, island, (own, applied) = flow.line, flow.island, start.stands
+    resumes, found = applied is not None, agree_on_run(line, flow.config, flow.shards, start.facts, own, applied)
     if line is not None:
         line.digest = flow.config.digest()  # from here on in every message
     donor, furthest, apart, unlike, goes_on = (int(v) for v in island.largest(*map(float, found)))
@@ -66,13 +107,13 @@ def take_over(flow: Flow, donor: int, goes_on: bool) -> None:
     if not goes_on:
         return
     equalise_state(flow.line, flow.channels, donor)
-    if any(c.channel.before_step for c in flow.channels):
+    if flow.before_step:
         equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
-    flow.mailbox.agree_on_resume(flow.step)
+    resume.agree(flow.mailbox, flow.step)
 
 
 def agree_on_run(
-    line: Line | None, config: ExchangeConfig, shards: Shards, told: dict[str, Any], step: int, applied: dict[str, int] | None
+    line: Line | None, config: ExchangeConfig, shards: Shards, told: Mapping[str, Any], step: int, applied: dict[str, int] | None
 ) -> tuple[int, int, bool, bool, bool]:
     """Compare the run specification, the parameters and the optimizers with all replicas.
 
@@ -110,7 +151,7 @@ def equalise_parameters(line: Line | None, island: Island, parameters: BoundChan
     if line is not None and line.size > 1:
         assert work is not None
         changed = agreement.equalise(line, work, donor, keep)
-    if island.largest(float(changed))[0]:
+    if island.any(changed):
         parameters.write(work, parameters.tensors("parameter"))
         if parameters.position.shard == parameters.position.copy == 0:
             log.info("parameters taken over from island %d", donor)
@@ -130,7 +171,7 @@ def equalise_rest(
     frozen = [t for t, s in zip(shards.read("parameter"), shards.shards, strict=True) if s.frozen]
     if model is None:
         differ = line is not None and line.size > 1 and not agreement.all_equal(line, digest(frozen), SETUP)
-        if island.largest(float(differ))[0]:
+        if island.any(differ):
             raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
         return
     local = [t for t in shards.rest(model) if t.numel()]
@@ -171,7 +212,7 @@ def equalise_optimizers(line: Line | None, island: Island, parameters: BoundChan
     counts = [float(s["step"]) for s in states if "step" in s]
     everyone = agreement.gather_json(line, [names, counts]) if line is not None else []
     lacking = not all(fits for _, fits in shapes) or any(theirs[0] != names or len(theirs[1]) != len(counts) for theirs in everyone)
-    if island.largest(float(lacking))[0]:
+    if island.any(lacking):
         log.warning("the inner optimizers hold different states on the islands: parameters may drift apart")
         return
     for name in names:
@@ -179,7 +220,7 @@ def equalise_optimizers(line: Line | None, island: Island, parameters: BoundChan
         if line is not None:
             assert work is not None
             changed = agreement.equalise(line, work, donor)
-        if island.largest(float(changed))[0]:
+        if island.any(changed):
             parameters.write(work, parameters.tensors(f"state:{name}"))
     furthest = island.largest(*(everyone[donor][1] if everyone else counts)) if counts else []
     for s, n in zip([s for s in states if "step" in s], furthest, strict=True):

@@ -1,4 +1,7 @@
-"""The clock of plain torch optimizers: one tick is one complete round of the attached optimizers' steps, caught by step hooks."""
+"""The clock of plain torch optimizers: one tick is one complete round of the attached optimizers' steps, caught by step hooks.
+
+What every engine's clock does in the same way, pausing, is `PausableTicks`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,40 @@ from ..comm.island import Island
 from .base import local_part
 
 
-class TorchTicks:
+class PausableTicks:
+    """What clocks share: whom they call, and when they do not.
+
+    Args:
+        before, after: run ahead of and behind the base step of every tick.
+        gradients: whether `before` needs or changes gradients.
+
+    Attributes:
+        aside: see `base.Ticks`.
+    """
+
+    def __init__(self, before: Callable[[], None], after: Callable[[], None], gradients: bool):
+        self._run_before, self._run_after, self._gradients = before, after, gradients
+        self._off = 0
+        self._refusal = ""
+        self.aside = False
+
+    @contextmanager
+    def paused(self, refusal: str = "") -> Iterator[None]:
+        """See `base.Ticks.paused`."""
+        before = self._refusal
+        self._off, self._refusal = self._off + 1, refusal or before
+        try:
+            yield
+        finally:
+            self._off, self._refusal = self._off - 1, before
+
+    def _refuse(self) -> None:
+        """Raise RuntimeError in a pause that refuses steps."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+
+
+class TorchTicks(PausableTicks):
     """Calls `before` at the first base step of a round and `after` at its end.
 
     Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make optimizer state. Where `before` needs
@@ -23,7 +59,7 @@ class TorchTicks:
     Args:
         optimizers: they step in turns, each once per round.
         check: run ahead of each step with the number of the optimizer that takes it; raises where that cannot go on.
-        gradients: whether `before` needs or changes gradients.
+        before, after, gradients: as for `PausableTicks`.
     """
 
     def __init__(
@@ -35,11 +71,8 @@ class TorchTicks:
         check: Callable[[int], None],
         gradients: bool,
     ):
-        self._optimizers, self._island, self._gradients = list(optimizers), island, gradients
-        self._run_before, self._run_after, self._check = before, after, check
-        self._off = 0
-        self._refusal = ""
-        self.aside = False
+        super().__init__(before, after, gradients)
+        self._optimizers, self._island, self._check = list(optimizers), island, check
         self._looked: set[int] = set()
         self._forced = self._probing = False
         self._stepped: set[int] = set()
@@ -63,20 +96,9 @@ class TorchTicks:
         """How many optimizers have stepped in a round that is not complete."""
         return len(self._stepped)
 
-    @contextmanager
-    def paused(self, refusal: str = "") -> Iterator[None]:
-        """See `shards.Ticks.paused`."""
-        before = self._refusal
-        self._off, self._refusal = self._off + 1, refusal or before
-        try:
-            yield
-        finally:
-            self._off, self._refusal = self._off - 1, before
-
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients and learning rate zero."""
-        if self._refusal:
-            raise RuntimeError(self._refusal)
+        self._refuse()
         if base_step is None:
             self._run_before()
             self._run_after()
@@ -94,8 +116,7 @@ class TorchTicks:
             return None
         if self._probing:
             return None
-        if self._refusal:
-            raise RuntimeError(self._refusal)
+        self._refuse()
         if index in self._stepped:
             raise RuntimeError(
                 f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns, once each. "
@@ -136,7 +157,7 @@ class TorchTicks:
         if optimizer.state or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
             return False
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return bool(grads) and not self._island.largest(float(any(bool(local_part(g).any()) for g in grads)))[0]
+        return bool(grads) and not self._island.any(any(bool(local_part(g).any()) for g in grads))
 
 
 class _Once:

@@ -186,7 +186,6 @@ class Ours:
         return out
 
     def _accumulate(self) -> None:
-        self.channel.note_gradients()
         self.channel.accumulate()
 
     @torch.no_grad()

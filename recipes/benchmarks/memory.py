@@ -42,6 +42,7 @@ from fsdp_demo.compression.precision import onednn  # noqa: E402
 from fsdp_demo.compression.transform import matrix  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
+from fsdp_demo.exchange.runtime import Flow  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
 
 PERIODS = {"local_sgd": 2, "local_adam": 2, "desloc": 2, "diloco": 2, "decoupled_momentum": 2, "sparse_loco": 2, "muloco": 2}
@@ -162,8 +163,8 @@ def followed(ledger: Ledger) -> Iterator[None]:
     submit = Courier.submit
     with (
         mock.patch.object(Courier, "submit", lambda self, job: submit(self, inside(job, ledger.inner))),
-        mock.patch.object(Exchange, "_before", inside(Exchange._before, lambda: ledger)),
-        mock.patch.object(Exchange, "_after", inside(Exchange._after, lambda: ledger)),
+        mock.patch.object(Flow, "before", inside(Flow.before, lambda: ledger)),
+        mock.patch.object(Flow, "after", inside(Flow.after, lambda: ledger)),
         mock.patch.object(Exchange, "_join", inside(Exchange._join, lambda: ledger)),
     ):
         yield

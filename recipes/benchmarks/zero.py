@@ -87,21 +87,17 @@ def times(model: str, stage: int, rows: torch.Tensor, repeat: int) -> dict[str, 
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in engines}
     inside: list[float] = []
 
-    def timed(hook: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
-        def run(exchange: Exchange) -> None:
-            began = time.thread_time()
-            hook(exchange)
-            if exchange is engines["adamw, not due"][1]:
-                inside[-1] += time.thread_time() - began
+    def timed(hook: Callable[[], None], exchange: Exchange) -> None:
+        began = time.thread_time()
+        hook()
+        if exchange is engines["adamw, not due"][1]:
+            inside[-1] += time.thread_time() - began
 
-        return run
-
-    # Where the ticks have the hooks from: the exchange's own names are bound there at attach.
     for _, attached in engines.values():
         if attached is not None:
             ticks: Any = attached._ticks
-            for name, hook in (("_run_before", Exchange._before), ("_run_after", Exchange._after)):
-                setattr(ticks, name, partial(timed(hook), attached))
+            for name in ("_run_before", "_run_after"):
+                setattr(ticks, name, partial(timed, getattr(ticks, name), attached))
     for turn in range(repeat + 2):
         inside.append(0.0)
         for kind in ENGINES if turn % 2 else reversed(ENGINES):

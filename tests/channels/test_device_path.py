@@ -81,7 +81,6 @@ class Play:
             p.add_(random(p.shape, 1000 * number + i, self.device, self.dtype), alpha=0.1)
             p.grad = random(p.shape, 2000 * number + i, self.device, self.dtype)
         self.mode.lenient = number == 0
-        c.note_gradients()
         out = c.encode(number * c.channel.clock.period, c.accumulate())
         c.subtract(out)
         self.mode.lenient = True
@@ -247,7 +246,6 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
             c.start()
         for mode.lenient in (True, False):
             mode.kernels.clear()
-            c.note_gradients()
             out = c.encode(0, c.accumulate())
             c.subtract(out)
             assert out.body is not None

@@ -149,7 +149,6 @@ def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[Ac
 def step(made: ActiveChannel, parameters: list[nn.Parameter], seed: int) -> Outgoing:
     for i, p in enumerate(parameters):
         p.grad = random(*p.shape, seed=100 * seed + i)
-    made.note_gradients()
     out = made.encode(0, made.accumulate())
     made.subtract(out)
     return out
@@ -250,7 +249,6 @@ def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
     with torch.no_grad():
         for p in parameters:
             p.grad = torch.ones_like(p)
-        made.note_gradients()
         made.accumulate()
         before = made.accumulator.clone()
         sent = made.encode(0, None)

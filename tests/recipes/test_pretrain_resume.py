@@ -23,10 +23,10 @@ import data  # noqa: E402
 import pretrain  # noqa: E402 (imported before the first fork)
 import report  # noqa: E402
 
-from fsdp_demo import Exchange  # noqa: E402
 from fsdp_demo.checkpoint import Checkpoints  # noqa: E402
 from fsdp_demo.checkpoint.inspect import inspect  # noqa: E402
 from fsdp_demo.checkpoint.local_state import replica_tree  # noqa: E402
+from fsdp_demo.exchange.runtime import Flow  # noqa: E402
 
 from ..support.cases import named  # noqa: E402
 
@@ -111,13 +111,13 @@ def train(rank, source, output, options, at=None):
         exchange.finish = finished
         return exchange
 
-    after = Exchange._after
+    after = Flow.after
 
-    def stepped(exchange):
-        if at and exchange.step in at:
-            at[exchange.step](rank)
-        after(exchange)
-        run.steps.append(exchange.step)
+    def stepped(flow):
+        if at and flow.step in at:
+            at[flow.step](rank)
+        after(flow)
+        run.steps.append(flow.step)
 
     common = ["--model", source / "model.json", "--data", source / "rows.parquet", "--sequence-length", 16, "--batch-size", 2]
     common += ["--eval-every", 4, "--eval-batches", 1, "--log-every", 2, "--steps", STEPS, "--warmup-steps", 3, "--output", output]
@@ -125,7 +125,7 @@ def train(rank, source, output, options, at=None):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(source / "cache"))
         patch.setattr(pretrain, "forever", recorded)
         patch.setattr(pretrain, "attach", attached)
-        patch.setattr(Exchange, "_after", stepped)
+        patch.setattr(Flow, "after", stepped)
         patch.setattr(report, "draw", lambda *_: None)
         micro = report.Report.micro_batch
         patch.setattr(

@@ -1,0 +1,140 @@
+"""Between attach and the first step: what a loss has cut off is made up for, and parameters must still be what attach left.
+
+Weights that are loaded after attach would be pulled back: anchors, and what the islands agreed on, are those of before.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..comm.digests import total
+from ..comm.island import Island
+from ..hosts.base import Shards
+from .refusals import refuse_sparse
+from .runtime import Flow
+
+log = logging.getLogger("fsdp_demo")
+
+
+class FirstStep:
+    """What is to be done once, ahead of the first step: `Flow.ahead` until then.
+
+    Attributes:
+        joined_at: the step from which this replica goes on.
+    """
+
+    def __init__(self, flow: Flow):
+        self._flow, self._untouched = flow, Untouched(flow.shards, flow.island)
+        self._behind = False
+        self.joined_at = flow.step
+
+    def joined(self) -> None:
+        """The islands have come together: all of it is to be done."""
+        self.joined_at, self._behind = self._flow.step, True
+        self._untouched.note()
+        self._flow.ticks.aside = False
+        self._flow.ahead = self._run if self._untouched.pending else None
+
+    def _run(self) -> None:
+        """Do what is left, again as long as it fails.
+
+        Raises:
+            ValueError: parameters were changed since attach; gradients are sparse.
+        """
+        self.catch_up()
+        self.check()
+        self._flow.ahead = None
+        if self._flow.config.needs_gradients:
+            refuse_sparse(self._flow.shards)
+
+    def check(self) -> None:
+        """Refuse parameters that were changed since attach, but by steps inside `paused()`."""
+        if self._flow.ticks.aside:
+            self._untouched.forget()
+        self._untouched.check()
+
+    def accept_parameters(self) -> None:
+        """See `Exchange.accept_parameters`."""
+        if self._untouched.pending:
+            self._untouched.note()
+
+    def catch_up(self) -> None:
+        """See `Exchange.catch_up`."""
+        if self._behind:
+            self._behind = False
+            self._send_again()
+            self.accept_parameters()
+
+    def _send_again(self) -> None:
+        """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
+        flow = self._flow
+        flow.mailbox.send_again()
+        late = flow.after_step
+        cut = [c for c in late if flow.mailbox.overdue(c, flow.step)]
+        if not cut:
+            return
+        log.info("%s: the exchange of step %d was cut off: made up for when all islands have come so far", flow.topology.name, flow.step)
+        flow.step -= 1
+        try:
+            stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
+            flow.land(stages[0], flow.step)
+            if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
+                flow.send([c for c in stages[1] if c.channel.clock.due(flow.step)])
+            flow.land(stages[1], flow.step)
+        finally:
+            flow.step += 1
+
+
+class Untouched:
+    """Remembers a sum of the bits of every local tensor: equal values give equal sums, whoever wrote them.
+
+    Args:
+        shards: the parameters. island: the ranks that look together.
+
+    Attributes:
+        pending: there is something to compare with.
+    """
+
+    def __init__(self, shards: Shards, island: Island):
+        self._shards, self._island = shards, island
+        self._sums: list[int] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """See `Untouched`."""
+        return self._sums is not None
+
+    def note(self) -> None:
+        """The parameters as they are now are right. One pass over them, one read from the device."""
+        self._sums = self._now() if self._shards.device.type != "meta" else None
+
+    def forget(self) -> None:
+        """Compare with nothing."""
+        self._sums = None
+
+    def check(self) -> None:
+        """Compare once; all ranks of the island call it together.
+
+        Raises:
+            ValueError: on all of them, if parameters are others than those noted.
+        """
+        if self._sums is None:
+            return
+        other = [s.name for s, now, then in zip(self._shards.shards, self._now(), self._sums, strict=True) if now != then]
+        if self._island.any(bool(other)):
+            what = f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}" if other else "those of another rank"
+            raise ValueError(
+                f"parameters were changed since attach ({what}): the exchange would pull them back. Load first, then attach, or "
+                "attach(state=...) to go on with a saved run; detach() and attach again helps now"
+            )
+        self._sums = None
+
+    def _now(self) -> list[int]:
+        """The sums, read from the device in one go."""
+        tensors = self._shards.read("parameter")
+        if not tensors:
+            return []
+        device = self._shards.device
+        return list(torch.stack([total([] if t is None else [t], device) for t in tensors]).cpu().tolist())

@@ -1,0 +1,124 @@
+"""How an exchange stands, as its attributes: how far it is, whether it goes on, whether it stops. No communication."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..channels.channel import ActiveChannel
+from ..comm.meter import Meter
+from ..comm.peers import Line
+from ..comm.topology import Topology
+from ..config.schema import ExchangeConfig
+from ..hosts.base import Shards
+from . import summary
+from .connections import Connections
+from .in_flight import Mailbox
+from .runtime import Flow
+
+
+class Readings:
+    """What can be read of an `Exchange` at any time (`step` and `raises_stopped` can be set, too)."""
+
+    config: ExchangeConfig
+    topology: Topology
+    shards: Shards
+    channels: list[ActiveChannel]
+    _connections: Connections
+    _meter: Meter
+    _mailbox: Mailbox
+    _flow: Flow
+
+    def __repr__(self) -> str:
+        t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
+        where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
+        return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the job done so far (ticks)."""
+        return self._flow.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._flow.step = value
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all ranks of this island stop after this step."""
+        return self._flow.stopped
+
+    @property
+    def stopped_alone(self) -> bool:
+        """Whether this island stops and the others do not."""
+        return self._flow.stopped_alone
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it stops since an island was told to end."""
+        return self._flow.leaving
+
+    @property
+    def raises_stopped(self) -> bool:
+        """Whether a stop is raised as `Stopped`."""
+        return self._flow.raises_stopped
+
+    @raises_stopped.setter
+    def raises_stopped(self, value: bool) -> None:
+        self._flow.raises_stopped = value
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """For each channel the step of the last message that was applied here, -1 where there was none."""
+        return self._flow.applied
+
+    @property
+    def drift(self) -> float | None:
+        """How far this replica was from the mean, as a fraction of it."""
+        return self._flow.drift
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The innermost optimizers that are attached."""
+        return list(self.shards.optimizers)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
+        return self._flow.finished
+
+    @property
+    def running(self) -> bool:
+        """Whether the optimizers' steps still go through this exchange."""
+        return not (self.finished or self._mailbox.broken)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connections to the other replicas are gone."""
+        return self._connections.closed
+
+    @property
+    def clips(self) -> str:
+        """Which gradient clipping is in force, as a sentence."""
+        return summary.clips(self.config, self.shards)
+
+    @property
+    def consensus(self) -> bool:
+        """Whether all replicas hold equal parameters after every exchange (`config.shared`: after `finish()`)."""
+        return self.config.consensus
+
+    def next_exchange(self) -> int:
+        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
+        cycle = math.lcm(*(c.channel.clock.period for c in self.channels))
+        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.clock.due(s) for c in self.channels))
+
+    @property
+    def shows(self) -> str:
+        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep them equal), "anchor" (the outer
+        parameters, known to every replica) or "mean" (over the replicas: a round of communication)."""
+        return self.config.result(self.topology.islands)
+
+    @property
+    def _line(self) -> Line | None:
+        return self._connections.line

@@ -1,0 +1,74 @@
+"""The way of one step through the package: no floor that only hands on, and no source that is read twice."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+
+from ..support import journey
+
+MOST = {"demo": 29, "streaming_diloco": 27}  # files, as docs/architecture.md says
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})])
+def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
+    def run(me: Any) -> set[str]:
+        return journey.step(name, **changes).files
+
+    for files in run_ranks(run, 2, 1):
+        assert "exchange/runtime.py" in files and "comm/peers.py" in files  # it has seen both threads
+        assert not files & {"exchange/exchange.py", "exchange/readings.py", "exchange/connections.py", "exchange/resume.py"}
+        assert len(files) <= MOST[name], sorted(files)
+
+
+def test_the_hooks_are_the_step_itself(alone: Any) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, "demo", inner="as_is")
+    ticks, flow = exchange._ticks, exchange._flow
+    assert (ticks._run_before, ticks._run_after) == (flow.before, flow.after)
+    exchange.detach()
+
+
+def test_gradients_are_read_once_per_channel(alone: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, "demo", inner="as_is")
+    read, reads = exchange.shards.read, Counter()
+
+    def counted(source: str) -> Any:
+        reads[source] += 1
+        return read(source)
+
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()  # the first one looks for what was changed since attach
+    exchange.shards.read = counted
+    optimizer.step()
+    assert reads == {"gradient": 1 + len(exchange.channels)}  # once whether they are finite
+    exchange.detach()
+
+
+def test_a_finished_exchange_that_nobody_keeps_is_still_found(alone: Any) -> None:
+    """Its hooks say that it is finished; who attaches again gets rid of them."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fsdp_demo.attach(optimizer, "diloco", model=model).finish()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="finished"):
+        optimizer.step()
+    again = fsdp_demo.attach(optimizer, "diloco", model=model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert again.step == 1
+    again.detach()

@@ -1,0 +1,214 @@
+"""The way of one step, or of a checkpoint, through the files of the package, as docs/architecture.md counts it.
+
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step streaming_diloco period=10 delay=5 layers=1
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save FOLDER
+    fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
+
+What counts is a function of the package that is entered for the first time, in the thread that trains or, at the place where it was given
+its work, in the thread that sends. A function whose body is one simple statement looks something up or hands on: it does not count.
+Functions that follow each other in one file are a stay. A stay in a file that was left before is a return.
+
+Who reads breadth first, in each file all that the way enters there, opens a file again only if files call each other in a circle.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo.checkpoint import Checkpoints, open_exchange, snapshot
+
+ROOT = Path(fsdp_demo.__file__).parent
+SENDS = "Courier.submit"
+"""Behind it stands what the thread that sends has entered."""
+
+
+class Journey:
+    """Follows this process inside `with`. Make it before the threads that it is to see."""
+
+    def __init__(self) -> None:
+        self._entered: dict[str, dict[tuple[str, str, int], None]] = {"MainThread": {}, "exchange": {}}
+        self._calls: set[tuple[str, str]] = set()
+        self._on = False
+        threading.setprofile(self._look)
+
+    def __enter__(self) -> Journey:
+        self._on = True
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._on = False
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self._on or event != "call" or not frame.f_code.co_filename.startswith(str(ROOT)):
+            return
+        entered = self._entered.get(threading.current_thread().name)
+        if entered is None:
+            return
+        code, name = frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        entered[code.co_filename, name, code.co_firstlineno] = None
+        if counts(code) and "<locals>" not in name:  # what is defined inside another function is read there
+            above = frame.f_back
+            while above is not None and not (above.f_code.co_filename.startswith(str(ROOT)) and counts(above.f_code)):
+                above = above.f_back
+            if above is not None and above.f_code.co_filename != code.co_filename:
+                self._calls.add((short(above.f_code.co_filename), short(code.co_filename)))
+
+    @property
+    def stays(self) -> list[tuple[str, list[str]]]:
+        """(file below the package, functions), in order."""
+        main, sent = (list(entered) for entered in self._entered.values())
+        at = next((i + 1 for i, (_, name, _) in enumerate(main) if name == SENDS), 0)
+        out: list[tuple[str, list[str]]] = []
+        for file, name, line in dict.fromkeys([*main[:at], *(sent if at else ()), *main[at:]]):
+            if line not in works(file):
+                continue
+            where = short(file)
+            if not out or out[-1][0] != where:
+                out.append((where, []))
+            out[-1][1].append(name.replace(".<locals>", ""))
+        return out
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.stays}
+
+    @property
+    def order(self) -> list[str]:
+        """The files so that each stands before those that it calls; without those in a circle, or behind one."""
+        out: list[str] = []
+        left = list(dict.fromkeys(file for file, _ in self.stays))
+        while ready := next((f for f in left if not any(b == f and a in left for a, b in self._calls)), ""):
+            out.append(ready)
+            left.remove(ready)
+        return out
+
+    def show(self) -> None:
+        seen: set[str] = set()
+        for i, (file, names) in enumerate(self.stays):
+            print(f"{i + 1:3} {'^' if file in seen else ' '} {file:34} {', '.join(names)}")
+            seen.add(file)
+        floors = Counter(file.partition("/")[0] for file in seen)
+        print(f"{len(seen)} files, {len(self.stays)} stays, {len(self.stays) - len(seen)} returns; files of each package: {dict(floors)}")
+        print(f"each once, in this order: {' '.join(self.order)}")
+        print(f"in a circle, or behind one: {' '.join(sorted(seen - {*self.order})) or 'none'}")
+
+
+def short(file: str) -> str:
+    """Below the package."""
+    return Path(file).relative_to(ROOT).as_posix()
+
+
+def counts(code: CodeType) -> bool:
+    """Whether a function does more than one simple statement."""
+    return code.co_firstlineno in works(code.co_filename)
+
+
+@cache
+def works(file: str) -> set[int]:
+    """First lines of the functions of a file that do more than one simple statement."""
+    out = set()
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            if len(body) > 1 or any(hasattr(statement, "body") for statement in body):
+                out.add(min([node.lineno, *(d.lineno for d in node.decorator_list)]))
+    return out
+
+
+class Small(nn.Module):
+    """Two layers whose matrices have whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Run:
+    """A small run on this island; `journey` is there before its threads."""
+
+    def __init__(self, name: str, topology: Any = None, **changes: Any):
+        self.journey, self.model = Journey(), Small()
+        config = fsdp_demo.preset(name, **changes)
+        self.delay = config.channels[0].clock.delay
+        self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), lr=1e-3)
+        self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=topology)
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(100 * self.exchange.step + self.exchange.topology.island)
+        self.model(torch.randn(4, 64, generator=generator)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def step(name: str, **changes: Any) -> Journey:
+    """From the step in which something leaves to the one that applies it."""
+    run = Run(name, **changes)
+    run.step()
+    while run.exchange.next_exchange() > run.exchange.step:
+        run.step()
+    with run.journey as journey:
+        for _ in range(run.delay + 1):
+            run.step()
+    run.exchange.finish()
+    return journey
+
+
+def save(folder: str) -> Journey:
+    """A checkpoint of the exchange, while a message is under way."""
+    topology = fsdp_demo.Topology.from_env()
+    checkpoints = Checkpoints(Path(folder) / f"island{topology.island}", topology)
+    run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
+    for _ in range(5):
+        run.step()
+    with run.journey as journey:
+        checkpoints.save(run.exchange.step, lambda part: snapshot(run.exchange).write(part / "exchange"))
+    run.exchange.finish()
+    checkpoints.close()
+    return journey
+
+
+def load(folder: str) -> Journey:
+    """What `attach(state=...)` does with it: the islands are connected before, and agree first on a step."""
+    topology = fsdp_demo.Topology.from_env()
+    checkpoints = Checkpoints(Path(folder) / f"island{topology.island}", topology)
+    run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
+    with run.journey as journey:
+        found = checkpoints.agreed(resume="auto")
+        saved = open_exchange(*sorted(Path(folder).glob(f"island*/checkpoint-{found}/exchange")))
+        run.exchange.rejoin(saved, saved.step, run.model)
+    run.exchange.finish()
+    checkpoints.close()
+    return journey
+
+
+def main(what: str, *given: str) -> None:
+    """`what` with its arguments on this island; the first island prints."""
+    torch.set_num_threads(1)
+    changes = {key: int(value) for key, value in (text.split("=") for text in given if "=" in text)}
+    journey = {"step": step, "save": save, "load": load}[what](*[text for text in given if "=" not in text], **changes)
+    if fsdp_demo.Topology.from_env().island == 0:
+        journey.show()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
