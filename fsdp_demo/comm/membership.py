@@ -269,11 +269,12 @@ class Rank:
         for n in range(record.stable, self.freed):  # freed here, but another rank of this island may still wait for the vote
             actions.append(moves.CastVote(Ballot(n, rank.rank, record.view), record.epoch))
         for entry in rank.open:
-            n, own = entry.n, rank._entry(entry.n)
-            if n < rank.next and not own.delivered:
-                rank, more = rank._send_own(n, own.kind, repeat=n < self.reported)
+            if entry.delivered:
+                more: Actions = (moves.CastVote(Ballot(entry.n, rank.rank, record.view), record.epoch),)
+            elif entry.n < rank.next:
+                rank, more = rank._send_own(entry.n, entry.kind, repeat=entry.n < self.reported)
             else:
-                rank, more = rank._voted_if_held(n, [])
+                rank, more = rank._voted_if_held(entry.n, [])
             actions += more
         rank, more = rank._freed_below(rank._stable())
         return rank, (*actions, *more)

@@ -22,8 +22,7 @@ out nothing, where that is small enough):
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,22 +47,34 @@ class Violation(AssertionError):
 
 
 class Node(NamedTuple):
-    """One rank and what is on the way to it. inbox: by slot of the sender. got: by number of the message."""
+    """One rank and what is on the way to it. inbox: by slot of the sender. got: by number of the message, what it delivered."""
 
     machine: Rank
     inbox: tuple[tuple[moves.Received, ...], ...]
     votes: tuple[moves.Voted, ...]
     pending: Record | None
     got: tuple[Outcome | None, ...]
+    stays: bool | None = None
 
 
-Nodes = list[Node | None]
-Sealed = tuple[Outcome | None, ...]
+Key = tuple[int, ...]
+"""A state: the number of each rank's node (0: it is gone), and that of what was sealed. Equal things have equal numbers."""
+
+Local = tuple[int, tuple[moves.Action, ...]]
+"""What becomes of one rank in a step, and what it asks for."""
 
 
-class State(NamedTuple):
-    nodes: tuple[Node | None, ...]
-    sealed: Sealed
+def remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method's result is kept for each tuple of arguments: numbers only, so that looking it up is fast."""
+    name = method.__name__
+
+    def once(self: Explorer, *args: Any) -> Any:
+        found = self._kept.get((name, args), self)
+        if found is self:
+            found = self._kept[name, args] = method(self, *args)
+        return found
+
+    return once
 
 
 class Explorer:
@@ -71,11 +82,13 @@ class Explorer:
 
     Args:
         launched: all messages are launched at the start; else each rank launches when it likes.
+        idle: also changes that leave nobody out.
         machine: the class of the machine, for mutants.
         unchecked: names of invariants that are not checked.
 
     Attributes:
         states, steps: how many were visited.
+        endings: what came out: for each island that stayed, whose contributions it delivered; and the same of what was sealed.
     """
 
     def __init__(
@@ -85,65 +98,97 @@ class Explorer:
         lines: int = 2,
         changes: int = 2,
         launched: bool = True,
+        idle: bool = True,
         machine: type[Rank] = Rank,
         unchecked: frozenset[str] = frozenset(),
     ):
         self.kinds, self.islands, self.lines, self.changes, self.unchecked = kinds, islands, lines, changes, unchecked
-        self.launched, self.machine = launched, machine
+        self.launched, self.idle, self.machine = launched, idle, machine
         self.states = self.steps = 0
-        self.endings: set[tuple[Any, ...]] = set()
-        names = itertools.product(itertools.permutations(range(islands)), itertools.permutations(range(lines)))
-        self._names = list(names)
-        self._relabels: dict[tuple[int, int], Relabel] = {}
+        self.endings: set[Any] = set()
+        names = list(itertools.product(itertools.permutations(range(islands)), itertools.permutations(range(lines))))
+        self._names = [Relabel(i, line, 0) for i, line in names]
+        at = [(i, line) for i in range(islands) for line in range(lines)]
+        self._orders = [[at.index((i.index(a), line.index(b))) for a, b in at] for i, line in names]
         self._ids: dict[Any, int] = {None: 0}
         self._values: list[Any] = [None]
-        self._renamed: dict[tuple[int, int, int], int] = {}
+        self._renamed: dict[int, tuple[int, ...]] = {0: (0,) * len(names)}
+        self._kept: dict[Any, Any] = {}
 
     # ---- the search ----------------------------------------------------------------------------------------------------------------------
 
     def run(self) -> Explorer:
         """Visit everything; raise the first `Violation`."""
-        seen: dict[tuple[int, ...], int] = {}
-        left: list[list[tuple[int, ...]]] = [[] for _ in range(self.changes + 1)]
-        left[self.changes].append(self._key(self._start()))
+        seen: dict[Key, int] = {}
+        entered: list[dict[Key, None]] = [{} for _ in range(self.changes + 1)]
+        entered[self.changes][self._named(self._start())] = None
         for budget in range(self.changes, -1, -1):
-            todo = left[budget]
+            todo: list[Key] = []
+            for key in entered[budget]:
+                if seen.get(key, -1) < budget:
+                    seen[key] = budget
+                    self._check_end(self._run_out(key))
+                    todo += (self._named(k) for k in self._futures(key)) if budget else ()
             while todo:
                 key = todo.pop()
-                if seen.get(key, -1) >= budget:
-                    continue
-                seen[key] = budget
-                self.states += 1
-                state = State(tuple(self._values[i] for i in key[:-1]), self._values[key[-1]])
-                moved = False
-                for after in self._steps(state):
-                    moved = True
-                    self.steps += 1
-                    todo.append(self._key(after))
-                if not moved:
-                    self._check_end(state)
-                if budget:
-                    for after in self._changes(state):
-                        self.steps += 1
-                        left[budget - 1].append(self._key(after))
+                if seen.get(key, -1) < budget:
+                    seen[key] = budget
+                    after = {self._named(self._run_out(k)) for k in self._steps(key)}
+                    todo += after
+                    stay = (*(i if i and self._node(i).stays else 0 for i in key[:-1]), key[-1])
+                    changed = {self._named(k) for k in self._change(stay)}
+                    entered[budget - 1].update(dict.fromkeys(changed))
+                    self.steps += len(after) + len(changed)
+        self.states = len(seen)
         return self
 
-    def _start(self) -> State:
+    def _futures(self, key: Key) -> Iterator[Key]:
+        """For every set of islands that may be the members after the next change: the state with these marked, the others run ahead."""
+        alive = [i for i in range(self.islands) if key[i * self.lines]]
+        for size in range(len(alive) if self.idle else len(alive) - 1, 0, -1):
+            for stay in itertools.combinations(alive, size):
+                marked = [self._marked(i, at // self.lines in stay) for at, i in enumerate(key[:-1])]
+                yield self._run_out((*marked, key[-1]))
+
+    @remembered
+    def _marked(self, i: int, stays: bool) -> int:
+        return self._id(self._node(i)._replace(stays=stays)) if i else 0
+
+    def _run_out(self, key: Key) -> Key:
+        """All that the islands do which are not marked to stay, in one order: a rank that lags adopts last."""
+        while (after := self._eager(key)) is not None:
+            key = after
+        return key
+
+    def _eager(self, key: Key) -> Key | None:
+        last = None
+        for at, i in enumerate(key[:-1]):
+            if not i or self._node(i).stays:
+                continue
+            own = self._own(i)
+            if own and self._node(i).pending is not None and len(own) == 1:
+                last = at
+            elif own:
+                return self._done(key, at, *own[0])
+            elif (beaten := self._beat(key, at)) is not None:
+                return beaten
+        return None if last is None else self._done(key, last, *self._own(key[last])[0])
+
+    def _start(self) -> Key:
         members = tuple(Member(i) for i in range(self.islands))
-        record, none = Record(NOW, NOW, members, (0,) * self.islands), frozenset()
-        nodes: Nodes = []
+        record, none = Record(NOW, NOW, members, (0,) * self.islands), frozenset[Any]()
+        heard, n = (0,) * self.islands, len(self.kinds)
+        key = []
         for i, line in itertools.product(range(self.islands), range(self.lines)):
-            n = len(self.kinds)
-            machine = self.machine(
-                members[i], line, self.lines, n, 1, record, "running", none, 0, 0, 0, 0, (0,) * self.islands, (), none
-            )
-            nodes.append(Node(machine, ((),) * self.islands, (), None, (None,) * n))
-        state = State(tuple(nodes), (None,) * len(self.kinds))
-        for at, n in itertools.product(range(len(nodes)), range(len(self.kinds)) if self.launched else ()):
-            state = self._apply(state, at, [moves.Launched(n, self.kinds[n])])
+            machine = self.machine(members[i], line, self.lines, n, 1, record, "running", none, 0, 0, 0, 0, heard, (), none)
+            key.append(self._id(Node(machine, ((),) * self.islands, (), None, (None,) * n)))
+        state = (*key, self._id((None,) * n))
+        for at, k in itertools.product(range(len(key)), range(n) if self.launched else ()):
+            state = self._done(state, at, *self._fed(state[at], (moves.Launched(k, self.kinds[k]),)))
         return state
 
-    # ---- canonical states ----------------------------------------------------------------------------------------------------------------
+    def _node(self, i: int) -> Node:
+        return self._values[i]  # type: ignore[no-any-return]
 
     def _id(self, value: Any) -> int:
         found = self._ids.get(value)
@@ -152,224 +197,255 @@ class Explorer:
             self._values.append(value)
         return found
 
-    def _key(self, state: State) -> tuple[int, ...]:
-        """The ids of the nodes and of what was sealed, under the names that make them the smallest."""
-        newest = max(max(n.machine.record.epoch, n.pending.epoch if n.pending else 0) for n in state.nodes if n is not None)
-        ids = [self._id(n) for n in state.nodes]
-        sealed = self._id(state.sealed)
-        best: tuple[int, ...] | None = None
-        for number, (islands, lines) in enumerate(self._names):
-            key = [0] * (len(ids) + 1)
-            for at, i in enumerate(ids):
-                if i:
-                    island, line = divmod(at, self.lines)
-                    key[islands[island] * self.lines + lines[line]] = self._rename(i, number, NOW - newest)
-            key[-1] = self._rename(sealed, number, NOW - newest)
-            if best is None or tuple(key) < best:
-                best = tuple(key)
-        assert best is not None
-        return best
+    # ---- names ---------------------------------------------------------------------------------------------------------------------------
 
-    def _rename(self, i: int, number: int, shift: int) -> int:
-        found = self._renamed.get((i, number, shift))
-        if found is None:
-            name = self._relabels.get((number, shift))
-            if name is None:
-                name = self._relabels[number, shift] = Relabel(*self._names[number], shift)
-            value = self._values[i]
-            if isinstance(value, Node):
-                inbox = [()] * self.islands
-                for slot, frames in enumerate(value.inbox):
-                    inbox[name.islands[slot]] = name(frames)
-                votes = tuple(sorted(name(value.votes), key=lambda v: v.ballot))
-                value = Node(name(value.machine), tuple(inbox), votes, name(value.pending), tuple(map(self._outcome(name), value.got)))
-            else:
-                value = tuple(map(self._outcome(name), value))
-            found = self._renamed[i, number, shift] = self._id(value)
-        return found
+    def _named(self, key: Key) -> Key:
+        """The same state under the names that make its numbers the smallest."""
+        all_names = []
+        for i in key:
+            names = self._renamed.get(i)
+            if names is None:
+                names = self._renamed[i] = tuple(self._id(self._rename(self._values[i], name)) for name in self._names)
+            all_names.append(names)
+        last = all_names[-1]
+        return min((*[all_names[at][k] for at in order], last[k]) for k, order in enumerate(self._orders))
 
-    @staticmethod
-    def _outcome(name: Relabel) -> Any:
-        return lambda got: None if got is None else (tuple(sorted(name(got[0]))), name(got[1]))
+    def _rename(self, value: Any, name: Relabel) -> Any:
+        if not isinstance(value, Node):
+            return tuple(_outcome(got, name) for got in value)
+        inbox: list[Any] = [()] * self.islands
+        for slot, frames in enumerate(value.inbox):
+            inbox[name.islands[slot]] = name(frames)
+        votes = tuple(sorted(name(value.votes), key=lambda v: v.ballot))
+        got = tuple(_outcome(got, name) for got in value.got)
+        return Node(name(value.machine), tuple(inbox), votes, name(value.pending), got, value.stays)
 
     # ---- steps within a view -------------------------------------------------------------------------------------------------------------
 
-    def _steps(self, state: State) -> Iterator[State]:
-        for at, node in enumerate(state.nodes):
-            if node is None:
-                continue
-            yield from self._vote_steps(state, at, node)
-            if node.pending is not None:
-                yield self._adopt(state, at)
-                continue
-            if node.machine.next < len(self.kinds):
-                n = node.machine.next
-                yield self._apply(state, at, [moves.Launched(n, self.kinds[n])])
-            yield from self._frame_steps(state, at, node)
-            yield from self._beat_steps(state, at, node)
+    def _steps(self, key: Key) -> Iterator[Key]:
+        for at, i in enumerate(key[:-1]):
+            if i and self._node(i).stays:
+                for after, actions in self._own(i):
+                    yield self._done(key, at, after, actions)
+                if (beaten := self._beat(key, at)) is not None:
+                    yield beaten
 
-    def _vote_steps(self, state: State, at: int, node: Node) -> Iterator[State]:
-        """A vote for what this rank has voted for itself."""
-        own = {b.n for b in node.machine.ballots if b.rank == node.machine.rank}
+    @remembered
+    def _own(self, i: int) -> list[Local]:
+        return list(self._own_steps(i))
+
+    def _own_steps(self, i: int) -> Iterator[Local]:
+        """What can happen on one rank next."""
+        node = self._node(i)
+        voted = {b.n for b in node.machine.ballots if b.rank == node.machine.rank}
         for vote in node.votes:
-            if vote.ballot.n in own:
-                nodes = list(state.nodes)
-                nodes[at] = node._replace(votes=tuple(v for v in node.votes if v != vote))
-                yield self._apply(state._replace(nodes=tuple(nodes)), at, [vote])
-
-    def _frame_steps(self, state: State, at: int, node: Node) -> Iterator[State]:
-        """The next frame of one sender, with the shares before it; or the last shares that were missing."""
-        for slot, frames in enumerate(node.inbox):
+            if vote.ballot.n in voted:
+                yield self._fed(self._id(node._replace(votes=tuple(v for v in node.votes if v != vote))), (vote,))
+        if node.pending is not None:
+            yield self._adopt(i)
+            return
+        if node.machine.next < len(self.kinds):
+            yield self._fed(i, (moves.Launched(node.machine.next, self.kinds[node.machine.next]),))
+        for slot, frames in enumerate(node.inbox):  # the next frame of one sender, with the shares before it
             count = next((k for k, f in enumerate(frames) if f.piece.what != "share"), None)
             if count is not None:
-                yield self._arrive(state, at, {slot: count + 1})
-        for n, kind in enumerate(self.kinds):
-            if kind == "gather":
-                continue
-            entry, settled = node.machine._entry(n), node.machine.record.settlement(n)
-            missing = [m for m in settled.contributors if m not in entry.shares and m != node.machine.me]
-            heads = {m.slot: node.inbox[m.slot][0] for m in missing if node.inbox[m.slot]}
-            if missing and len(heads) == len(missing) and all(f.n == n and f.piece.what == "share" for f in heads.values()):
-                yield self._arrive(state, at, dict.fromkeys(heads, 1))
+                yield self._arrived(i, {slot: count + 1})
+        for n, kind in enumerate(self.kinds):  # the last shares that were missing
+            settled, have = node.machine.record.settlement(n), node.machine._entry(n).shares
+            missing = [m for m in settled.contributors if m not in have and m != node.machine.me] if kind != "gather" else []
+            heads = [node.inbox[m.slot][0] for m in missing if node.inbox[m.slot]]
+            if missing and len(heads) == len(missing) and all(f.n == n and f.piece.what == "share" for f in heads):
+                yield self._arrived(i, {m.slot: 1 for m in missing})
 
-    def _arrive(self, state: State, at: int, counts: dict[int, int]) -> State:
-        nodes = list(state.nodes)
-        node = nodes[at]
-        assert node is not None
-        events = [f for slot, count in counts.items() for f in node.inbox[slot][:count]]
-        nodes[at] = node._replace(inbox=tuple(frames[counts.get(slot, 0) :] for slot, frames in enumerate(node.inbox)))
-        return self._apply(state._replace(nodes=tuple(nodes)), at, events)
+    def _arrived(self, i: int, counts: dict[int, int]) -> Local:
+        """So many frames of each slot come."""
+        node = self._node(i)
+        inbox = tuple(frames[counts.get(slot, 0) :] for slot, frames in enumerate(node.inbox))
+        return self._fed(self._id(node._replace(inbox=inbox)), tuple(f for slot, c in counts.items() for f in node.inbox[slot][:c]))
 
-    def _beat_steps(self, state: State, at: int, node: Node) -> Iterator[State]:
+    def _beat(self, key: Key, at: int) -> Key | None:
         """Beats of all members on the line, when they say that more is stable."""
-        machine = node.machine
-        peers = [state.nodes[m.slot * self.lines + machine.rank] for m in machine.record.members]
-        landed = min(p.machine.landed if p else 0 for p in peers)
-        if landed > min(h for m, h in zip(machine.record.members, machine.heard, strict=True) if m != machine.me or len(peers) == 1):
-            yield self._apply(state, at, [moves.LandedHeard(machine.record.view, m, landed) for m in machine.record.members if m != machine.me])
+        peers, freed = self._beats(key[at])
+        if peers and (landed := min(self._landed(key[i]) for i in peers)) > freed:
+            after, actions = self._beaten(key[at], landed)
+            return self._done(key, at, after, actions) if after != key[at] else None
+        return None
 
-    def _apply(self, state: State, at: int, events: list[moves.Event]) -> State:
-        """Feed events to one rank and do what it asks for."""
-        nodes, sealed = list(state.nodes), list(state.sealed)
+    @remembered
+    def _beats(self, i: int) -> tuple[tuple[int, ...], int]:
+        """Where the members of this rank's line are, and what it has freed; nowhere, if it has not adopted its record."""
+        node = self._node(i)
+        members = node.machine.record.members if node.pending is None else ()
+        return tuple(m.slot * self.lines + node.machine.rank for m in members), node.machine.freed
+
+    @remembered
+    def _landed(self, i: int) -> int:
+        return self._node(i).machine.landed if i else 0
+
+    @remembered
+    def _beaten(self, i: int, landed: int) -> Local:
+        machine = self._node(i).machine
+        beats = (moves.LandedHeard(machine.record.view, m, landed) for m in machine.record.members if m != machine.me)
+        return self._fed(i, tuple(beats))
+
+    def _fed(self, i: int, events: tuple[moves.Event, ...]) -> Local:
+        """One rank after these events, and all it asks for."""
+        node, asked = self._node(i), []
+        machine, got = node.machine, list(node.got)
         for event in events:
-            node = nodes[at]
-            assert node is not None
-            machine, actions = node.machine.step(event)
-            nodes[at] = node._replace(machine=machine)
+            machine, actions = machine.step(event)
             for action in actions:
-                self._act(nodes, sealed, at, action)
-        return State(tuple(nodes), tuple(sealed))
+                if isinstance(action, moves.Deliver):
+                    self._check("I2", got[action.n] is None, f"{machine.me} delivers {action.n} twice")
+                    got[action.n] = (action.contributors, action.pieces)
+                asked.append(action)
+        votes = tuple(v for v in node.votes if got[v.ballot.n] is None)
+        return self._id(node._replace(machine=machine, votes=votes, got=tuple(got))), tuple(asked)
 
-    def _act(self, nodes: Nodes, sealed: list[Outcome | None], at: int, action: moves.Action, sends: bool = True) -> None:
-        node = nodes[at]
-        assert node is not None
-        if isinstance(action, moves.Send) and sends:
-            send(nodes, self.lines, node.machine, action)
-        elif isinstance(action, moves.CastVote):
-            for other in range(node.machine.me.slot * self.lines, (node.machine.me.slot + 1) * self.lines):
-                sibling = nodes[other]
-                if other != at and sibling is not None and sibling.got[action.ballot.n] is None:
-                    nodes[other] = sibling._replace(votes=(*sibling.votes, moves.Voted(action.ballot, action.epoch)))
-        elif isinstance(action, moves.Deliver):
-            self._delivered(nodes, sealed, at, action)
-        elif isinstance(action, moves.Free):
-            self._freed(nodes, node, action.n)
-        elif isinstance(action, moves.SealAllowed):
-            for n in range(action.below):
-                self._check("I5", sealed[n] is None or sealed[n] == node.got[n], f"{node.machine.me} seals {node.got[n]} as {n}; sealed is {sealed[n]}")
-                sealed[n] = node.got[n]
+    def _done(self, key: Key, at: int, after: int, actions: tuple[moves.Action, ...]) -> Key:
+        """The state when one rank has become `after` and what it asks for is done."""
+        state = [*key]
+        state[at] = after
+        for action in actions:
+            if isinstance(action, moves.Send):
+                self._send(state, at, action)
+            elif isinstance(action, moves.CastVote):
+                self._cast(state, at, action)
+            elif isinstance(action, moves.Deliver):
+                self._check_delivered(state, at, action)
+            elif isinstance(action, moves.Free):
+                self._check_freed(state, at, action.n)
+            elif isinstance(action, moves.SealAllowed):
+                state[-1] = self._sealed(state, at, action.below)
+        return tuple(state)
+
+    def _send(self, state: list[int], at: int, action: moves.Send) -> None:
+        machine = self._node(state[at]).machine
+        frame = self._id(moves.Received(action.view, action.epoch, machine.me, action.n, action.kind, action.piece))
+        for m in action.to:
+            to = m.slot * self.lines + machine.rank
+            state[to] = self._sent(state[to], machine.me.slot, frame) if state[to] else 0
+
+    @remembered
+    def _sent(self, i: int, slot: int, frame: int) -> int:
+        node = self._node(i)
+        inbox = (*node.inbox[:slot], (*node.inbox[slot], self._values[frame]), *node.inbox[slot + 1 :])
+        return self._id(node._replace(inbox=inbox))
+
+    def _cast(self, state: list[int], at: int, action: moves.CastVote) -> None:
+        first, vote = at - at % self.lines, self._id(moves.Voted(action.ballot, action.epoch))
+        for to in range(first, first + self.lines):
+            if to != at and state[to]:
+                state[to] = self._told(state[to], vote)
+
+    @remembered
+    def _told(self, i: int, vote: int) -> int:
+        """A vote is on its way to this rank, if it has not delivered."""
+        node, voted = self._node(i), self._values[vote]
+        votes = tuple(sorted({*node.votes, voted}, key=lambda v: v.ballot))
+        return i if node.got[voted.ballot.n] is not None else self._id(node._replace(votes=votes))
 
     # ---- a change ------------------------------------------------------------------------------------------------------------------------
 
-    def _changes(self, state: State) -> Iterator[State]:
-        """For every set of islands: they freeze and report, the record is made, and all but at most one rank adopt it."""
-        alive = [i for i in range(self.islands) if state.nodes[i * self.lines] is not None]
-        for size in range(len(alive), 0, -1):
-            for stay in itertools.combinations(alive, size):
-                ranks = [i * self.lines + line for i in stay for line in range(self.lines)]
-                if all((n := state.nodes[at]) is not None and n.pending is None for at in ranks):
-                    yield from self._change(state, ranks)
+    @remembered
+    def _change(self, key: Key) -> list[Key]:
+        """A change in which these report that are there."""
+        ranks = [at for at, i in enumerate(key[:-1]) if i]
+        if any(self._node(key[at]).pending is not None for at in ranks):
+            return []
+        frozen = [self._frozen(i) if i else (0, 0) for i in key[:-1]]
+        reports, found = tuple(report for _, report in frozen if report), []
+        for late in self._late((*(i for i, _ in frozen), key[-1]), ranks):
+            for record in {self._record(late[at], reports) for at in ranks}:
+                self._check_record(late, self._values[record])
+                found += self._adopted(late, record, ranks)
+        return found
 
-    def _change(self, state: State, ranks: list[int]) -> Iterator[State]:
-        nodes: Nodes = [n if at in ranks else None for at, n in enumerate(state.nodes)]
-        reports = []
-        for at in ranks:
-            node = nodes[at]
-            assert node is not None
-            machine, actions = node.machine.step(moves.FrozenHeard(node.machine.record.view))
-            reports += [a.report for a in actions if isinstance(a, moves.PostReport)]
-            nodes[at] = node._replace(machine=machine)
-        frozen = State(tuple(nodes), state.sealed)
-        for late in self._late(frozen, ranks):
-            records = {self._record(late, at, tuple(reports)) for at in ranks}
-            for record in records:
-                self._check_record(late, record)
-                yield from self._adopted(late, record, ranks)
+    @remembered
+    def _frozen(self, i: int) -> tuple[int, int]:
+        """The rank when it has frozen, and its report."""
+        after, actions = self._fed(i, (moves.FrozenHeard(self._node(i).machine.record.view),))
+        (report,) = (a.report for a in actions if isinstance(a, moves.PostReport))
+        return after, self._id(report)
 
-    def _late(self, state: State, ranks: list[int]) -> Iterator[State]:
-        """Frames that come to frozen ranks: they must change nothing (I7)."""
+    def _late(self, key: Key, ranks: list[int]) -> Iterator[Key]:
+        """Frames that come to frozen ranks: they must change nothing (I7). Where that is not checked, they come as they like."""
         if "I7" not in self.unchecked:
             for at in ranks:
-                node = state.nodes[at]
-                assert node is not None
-                for frame in itertools.chain(*node.inbox):
-                    self._check("I7", node.machine.step(frame)[0] == node.machine, f"{node.machine.me} is frozen and takes {frame}")
-            yield state
+                self._deaf(key[at])
+            yield key
             return
-        choices = []
-        for at in ranks:
-            node = state.nodes[at]
-            assert node is not None
-            prefixes = itertools.product(*(range(len(frames), -1, -1) for frames in node.inbox))
-            choices.append([(at, dict(enumerate(counts))) for counts in prefixes])
-        for picked in itertools.product(*choices):
-            after = state
-            for at, counts in picked:
-                after = self._arrive(after, at, counts)
+        prefixes = [list(itertools.product(*(range(len(f), -1, -1) for f in self._node(key[at]).inbox))) for at in ranks]
+        for picked in itertools.product(*prefixes):
+            after = key
+            for at, counts in zip(ranks, picked, strict=True):
+                after = self._done(after, at, *self._arrived(after[at], dict(enumerate(counts))))
             for at in ranks:  # and so the votes pass
-                node = after.nodes[at]
-                assert node is not None
-                for vote in node.votes:
-                    after = self._apply(after, at, [vote])
+                after = self._done(after, at, *self._fed(after[at], self._node(after[at]).votes))
             yield after
 
-    def _record(self, state: State, at: int, reports: tuple[Any, ...]) -> Record:
-        node = state.nodes[at]
-        assert node is not None
-        _, (action,) = node.machine.step(moves.ReportsSeen(reports, waited=True))
+    @remembered
+    def _deaf(self, i: int) -> None:
+        node = self._node(i)
+        for frame in itertools.chain(*node.inbox):
+            self._check("I7", node.machine.step(frame)[0] == node.machine, f"{node.machine.me} is frozen and takes {frame}")
+
+    @remembered
+    def _record(self, i: int, reports: tuple[int, ...]) -> int:
+        """What this rank proposes."""
+        (action,) = self._node(i).machine.step(moves.ReportsSeen(tuple(self._values[r] for r in reports), waited=True))[1]
         assert isinstance(action, moves.ProposeRecord)
-        return action.record
+        return self._id(replace(action.record, history=""))
 
-    def _adopted(self, state: State, record: Record, ranks: list[int]) -> Iterator[State]:
+    def _adopted(self, key: Key, record: int, ranks: list[int]) -> Iterator[Key]:
         """The record is in the store. What the adopting ranks send is on its way; at most one rank lags."""
-        nodes: Nodes = [None if n is None else n._replace(inbox=((),) * self.islands, pending=replace(record, forwards=())) for n in state.nodes]
+        state = [*key]
         for at in ranks:
-            node = nodes[at]
-            assert node is not None
-            for action in node.machine.step(moves.RecordSeen(record))[1]:
-                if isinstance(action, moves.Send):
-                    send(nodes, self.lines, node.machine, action)
-        after = State(tuple(nodes), state.sealed)
-        voted = [at for at in ranks if (n := nodes[at]) and any(b.rank == n.machine.rank for b in n.machine.ballots)]
-        for lags in [None, *voted]:
-            done = after
+            state[at] = self._pending(key[at], record)
+        for at in ranks:
+            for action in self._adopting(key[at], record):
+                self._send(state, at, action)
+        for lags in [None, *(at for at in ranks if self._waits(key[at]))]:
+            after = tuple(state)
             for at in ranks:
-                done = self._adopt(done, at) if at != lags else done
-            yield done
+                after = self._done(after, at, *self._adopt(after[at])) if at != lags else after
+            shift = NOW - self._values[record].epoch
+            yield tuple(self._shifted(i, shift) for i in after)
 
-    def _adopt(self, state: State, at: int) -> State:
+    @remembered
+    def _pending(self, i: int, record: int) -> int:
+        """The rank when the record is in the store."""
+        return self._id(self._node(i)._replace(inbox=((),) * self.islands, pending=replace(self._values[record], forwards=()), stays=None))
+
+    @remembered
+    def _adopting(self, i: int, record: int) -> list[moves.Send]:
+        """What the rank sends when it adopts the record."""
+        return [a for a in self._node(i).machine.step(moves.RecordSeen(self._values[record]))[1] if isinstance(a, moves.Send)]
+
+    @remembered
+    def _waits(self, i: int) -> bool:
+        """Whether the rank has voted for something that it has not delivered."""
+        machine = self._node(i).machine
+        return any(b.rank == machine.rank for b in machine.ballots)
+
+    @remembered
+    def _adopt(self, i: int) -> Local:
         """One rank reads the record; its sends are under way already. Votes of the old view that come now must count for nothing."""
-        nodes, sealed = list(state.nodes), list(state.sealed)
-        node = nodes[at]
-        assert node is not None and node.pending is not None
-        machine, actions = node.machine.step(moves.RecordSeen(node.pending))
-        self._check("I6", machine.record == node.pending.bare(), "a rank goes on under another record than the store's")
-        stale = [v for v in node.votes if v.ballot.view < node.pending.view]
+        node = self._node(i)
+        assert node.pending is not None
+        stale = tuple(v for v in node.votes if v.ballot.view < node.pending.view)
         votes = tuple(v for v in node.votes if v not in stale)
-        nodes[at] = node._replace(machine=machine, pending=None, votes=votes)
-        for action in actions:
-            self._act(nodes, sealed, at, action, sends=False)
-        return self._apply(State(tuple(nodes), tuple(sealed)), at, list(stale))
+        after, actions = self._fed(self._id(node._replace(votes=votes, pending=None)), (moves.RecordSeen(node.pending),))
+        self._check("I6", self._node(after).machine.record == node.pending.bare(), "a rank goes on under another record than the store's")
+        actions = tuple(a for a in actions if not isinstance(a, moves.Send))
+        after, more = self._fed(after, stale)
+        return after, (*actions, *more)
+
+    @remembered
+    def _shifted(self, i: int, shift: int) -> int:
+        """Epochs counted so that the newest is NOW again."""
+        name = Relabel(tuple(range(self.islands)), tuple(range(self.lines)), shift)
+        return self._id(self._rename(self._values[i], name)) if i else 0
 
     # ---- invariants ----------------------------------------------------------------------------------------------------------------------
 
@@ -377,65 +453,57 @@ class Explorer:
         if not holds and name not in self.unchecked:
             raise Violation(name, text)
 
-    def _delivered(self, nodes: Nodes, sealed: list[Outcome | None], at: int, action: moves.Deliver) -> None:
-        node, n = nodes[at], action.n
-        assert node is not None
-        got = (action.contributors, action.pieces)
-        self._check("I2", node.got[n] is None, f"{node.machine.me} delivers {n} twice")
+    def _check_delivered(self, state: list[int], at: int, action: moves.Deliver) -> None:
+        """I1, I4 and I5 when a rank delivers."""
+        n, got, me = action.n, (action.contributors, action.pieces), self._node(state[at]).machine
+        nodes = [self._node(i) for i in state[:-1] if i]
         for other in nodes:
-            if other is not None and other.got[n] is not None:
-                self._check("I1", other.got[n] == got, f"{node.machine.me} delivers {n} with {got}, {other.machine.me} did with {other.got[n]}")
-        members = {m for o in nodes if o is not None for m in (o.pending or o.machine.record).contributors(n)}
-        self._check("I4", members <= set(action.contributors), f"{n} lacks what a member contributed: {got}")
+            self._check("I1", other.got[n] in (None, got), f"{me.me} delivers {n} with {got}, {other.machine.me} did with {other.got[n]}")
         attempts = {p.attempt for p in action.pieces if p.what == "part"} or {0}
-        one = [needed(self.kinds[n], node.machine.record.settlement(n)._replace(contributors=got[0], attempt=a)) for a in attempts]
-        self._check("I1", one == [action.pieces], f"{node.machine.me} delivers {n} from {sorted(action.pieces)}: not one attempt, or not all of it")
-        self._check("I5", sealed[n] in (None, got), f"{node.machine.me} delivers {n} with {got}; a checkpoint is sealed with {sealed[n]}")
-        nodes[at] = node._replace(
-            got=tuple(got if k == n else g for k, g in enumerate(node.got)), votes=tuple(v for v in node.votes if v.ballot.n != n)
-        )
+        whole = [needed(self.kinds[n], me.record.settlement(n)._replace(contributors=got[0], attempt=a)) for a in attempts]
+        self._check("I1", whole == [got[1]], f"{me.me} delivers {n} from {sorted(got[1])}: not one attempt, or not all of it")
+        members = {m for o in nodes for m in (o.pending or o.machine.record).contributors(n)}
+        self._check("I4", members <= set(got[0]), f"{n} lacks what a member contributed: {got}")
+        sealed = self._values[state[-1]][n]
+        self._check("I5", sealed in (None, got), f"{me.me} delivers {n} with {got}; a checkpoint is sealed with {sealed}")
 
-    def _freed(self, nodes: Nodes, node: Node, n: int) -> None:
-        for m in node.machine.record.members:
-            peer = nodes[m.slot * self.lines + node.machine.rank]
-            self._check("I8", peer is not None and peer.got[n] is not None, f"{node.machine.me} frees {n}, which {m} has not delivered")
+    def _check_freed(self, state: list[int], at: int, n: int) -> None:
+        machine = self._node(state[at]).machine
+        for m in machine.record.members:
+            i = state[m.slot * self.lines + machine.rank]
+            self._check("I8", bool(i) and self._node(i).got[n] is not None, f"{machine.me} frees {n}, which {m} has not delivered")
 
-    def _check_record(self, state: State, record: Record) -> None:
-        """I2 and I3 for what the members have delivered and how it was settled before."""
-        for node in state.nodes:
-            for n, kind in enumerate(self.kinds) if node is not None else ():
-                if n < record.stable:
-                    continue
-                assert node is not None
-                old, new = node.machine.record.settlement(n), record.settlement(n)
-                self._check("I3", set(new.contributors) <= set(old.contributors), f"{n} was settled as {old}, now as {new}")
-                same = node.got[n] in (None, (new.contributors, needed(kind, new)))
-                self._check("I2", same, f"{node.machine.me} delivered {n} as {node.got[n]}, now it is settled as {new}")
+    def _sealed(self, state: list[int], at: int, below: int) -> int:
+        """What is sealed when this rank may seal all messages below one."""
+        node, sealed = self._node(state[at]), list(self._values[state[-1]])
+        for n in range(below):
+            self._check("I5", sealed[n] in (None, node.got[n]), f"{node.machine.me} seals {node.got[n]} as {n}; sealed is {sealed[n]}")
+            sealed[n] = node.got[n]
+        return self._id(tuple(sealed))
 
-    def _check_end(self, state: State) -> None:
+    def _check_record(self, key: Key, record: Record) -> None:
+        """I2, I3 and I5 for what the members have delivered, how it was settled before, and what is sealed."""
+        for node in (self._node(i) for i in key[:-1] if i):
+            for n, kind in enumerate(self.kinds):
+                if n >= record.stable:
+                    old, new = node.machine.record.settlement(n), record.settlement(n)
+                    got, want = node.got[n], (new.contributors, needed(kind, new))
+                    self._check("I3", set(new.contributors) <= set(old.contributors), f"{n} was settled as {old}, now as {new}")
+                    self._check("I2", got in (None, want), f"{node.machine.me} delivered {n} as {got}, now it is settled as {new}")
+
+    def _check_end(self, key: Key) -> None:
         """Nothing can happen any more in this view: all is delivered everywhere, and freed."""
-        for node in state.nodes:
-            if node is not None:
-                done = None not in node.got and not node.machine.open
-                self._check("stuck", done, f"{node.machine.me}.{node.machine.rank} waits for ever: {node.machine.open}")
-        kept: dict[int, Any] = defaultdict(set)
-        for at, node in enumerate(state.nodes):
-            if node is not None:
-                kept[at // self.lines].add(tuple(sets(g) for g in node.got))
-        self.endings.add((tuple(sorted((i, *v) for i, v in kept.items())), tuple(sets(s) for s in state.sealed)))
+        kept: dict[int, Any] = {}
+        for at, node in ((at, self._node(i)) for at, i in enumerate(key[:-1]) if i):
+            done = None not in node.got and not node.machine.open
+            self._check("stuck", done, f"{node.machine.me}, rank {node.machine.rank}, waits for ever: {node.machine.open}")
+            kept[at // self.lines] = tuple(_slots(got) for got in node.got)
+        self.endings.add((tuple(sorted(kept.items())), tuple(_slots(got) for got in self._values[key[-1]])))
 
 
-def sets(got: Outcome | None) -> Any:
-    """Slots of the contributors alone."""
+def _outcome(got: Outcome | None, name: Relabel) -> Outcome | None:
+    return None if got is None else (tuple(sorted(name(got[0]))), name(got[1]))
+
+
+def _slots(got: Outcome | None) -> Any:
     return None if got is None else tuple(m.slot for m in got[0])
-
-
-def send(nodes: Nodes, lines: int, machine: Rank, action: moves.Send) -> None:
-    """Put a frame on its way to each receiver that is still there."""
-    frame = moves.Received(action.view, action.epoch, machine.me, action.n, action.kind, action.piece)
-    for m in action.to:
-        node = nodes[m.slot * lines + machine.rank]
-        if node is not None:
-            inbox = list(node.inbox)
-            inbox[machine.me.slot] += (frame,)
-            nodes[m.slot * lines + machine.rank] = node._replace(inbox=tuple(inbox))
