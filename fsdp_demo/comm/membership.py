@@ -144,13 +144,15 @@ class Rank:
     def _voted_if_held(self, n: int, actions: list[Action]) -> tuple[Rank, Actions]:
         """Cast this rank's ballot for n in this view, once it holds n."""
         entry, ballot = self._entry(n), Ballot(n, self.rank, self.record.view)
-        if ballot in self.ballots or not (entry.delivered or entry.pieces >= needed(entry.kind, self.record.settlement(n))):
+        if ballot in self.ballots or self._made_of(entry) is None:
             return self, tuple(actions)
-        cast = moves.CastVote(ballot, self.record.epoch)
-        if entry.delivered:
-            return self, (*actions, cast)
         rank, more = replace(self, ballots=self.ballots | {ballot})._delivered_if_agreed(n)
-        return rank, (*actions, cast, *more)
+        return rank, (*actions, moves.CastVote(ballot, self.record.epoch), *more)
+
+    def _made_of(self, entry: Open) -> frozenset[Piece] | None:
+        """The pieces of a message as it is settled, if all are here: then this rank holds it."""
+        pieces = needed(entry.kind, self.record.settlement(entry.n))
+        return pieces if entry.pieces >= pieces else None
 
     def _voted(self, event: moves.Voted) -> tuple[Rank, Actions]:
         """A vote of a later view is kept until this rank has adopted it; one of an older view counts for nothing (K24)."""
@@ -171,15 +173,15 @@ class Rank:
     def _delivered_if_agreed(self, n: int) -> tuple[Rank, Actions]:
         """A frozen rank may deliver, too, if all ranks held the message before they froze: their reports say so."""
         entry = self._entry(n)
-        if entry.delivered or not self._agreed(n):
+        pieces = self._made_of(entry)
+        if entry.delivered or pieces is None or not self._agreed(n):
             return self, ()
         rank = replace(self, ballots=frozenset(b for b in self.ballots if b.n != n))._with(replace(entry, delivered=True))
         landed = rank.landed
         while rank._entry(landed).delivered:
             landed += 1
         rank = replace(rank, landed=landed)
-        settled = rank.record.settlement(n)
-        deliver = moves.Deliver(n, settled.contributors, entry.pieces & needed(entry.kind, settled))
+        deliver = moves.Deliver(n, rank.record.settlement(n).contributors, pieces)
         rank, more = rank._freed_below(rank._stable()) if rank.state == "running" else (rank, ())
         return rank, (deliver, *more)
 
