@@ -266,7 +266,7 @@ class Rank:
         rank = replace(self._known(record), state="running", lost=frozenset())
         rank = replace(rank, ballots=frozenset(b for b in self.ballots if rank._counts(b)))
         rank, freed = rank._freed_below(min(record.stable, rank.landed))
-        rank = replace(rank, open=tuple(rank._kept(e) for e in rank.open))
+        rank = replace(rank, open=tuple(e for e in map(rank._kept, rank.open) if e.pieces or e.n < rank.next))
         actions: list[Action] = [moves.Adopted(record), *freed, *rank._forwards(record)]
         for n in range(record.stable, self.freed):  # freed here, but another rank of this island may still wait for the vote
             actions.append(moves.CastVote(Ballot(n, rank.rank, record.view), record.epoch))
