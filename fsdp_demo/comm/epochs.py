@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """Bytes of one message on one line.
 
     body: what `of` contributes. share: the part of `of`'s vector that the receiver owns (leg 1 of a reduce).
-    part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one attempt, the view in which they were cut (K6, K7).
+    part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one attempt: the view in which they were cut (K7).
     """
 
     what: Literal["body", "share", "part"]
@@ -80,6 +80,7 @@ class Report:
         heard: members whose frames this rank receives on its line; itself is among them.
         landed: all messages below it are delivered on this rank.
         held: the messages of which the rank has anything and that it has not freed, in order.
+        begun: false for a newcomer that has not launched its first message: it may still lack what comes before.
     """
 
     view: int
@@ -88,6 +89,7 @@ class Report:
     heard: frozenset[Member]
     landed: int
     held: tuple[Held, ...]
+    begun: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from . import moves, settlement
-from .epochs import Ballot, Held, Kind, Member, Piece, Record, Report, Settlement, needed
+from .epochs import Ballot, Held, Kind, Member, Piece, Record, Report, needed
 from .moves import Action, Event
 
 Actions = tuple[Action, ...]
@@ -21,7 +21,7 @@ State = Literal["running", "frozen", "expelled", "left"]
 
 @dataclass(frozen=True)
 class Open:
-    """One message that this rank has something of and has not freed. `shares`: whose shares of leg 1 have come, in the attempt that counts."""
+    """One message that this rank has something of and has not freed. `shares`: whose shares of the present attempt have come."""
 
     n: int
     kind: Kind
@@ -80,7 +80,7 @@ class Rank:
         n, kind = event.n, event.kind
         end = self.landed + self.window
         if n != self.next or n >= end:
-            raise ValueError(f"launched message {n}: the next is {self.next}, and it must be below landed + window = {end}: deliver one first")
+            raise ValueError(f"launched message {n}: the next is {self.next}, it must be below landed + window = {end}: wait for one")
         rank = replace(self, next=n + 1)
         return rank._send_own(n, kind) if self.state == "running" else (rank._with(rank._entry(n, kind)), ())
 
@@ -225,7 +225,8 @@ class Rank:
         """Freeze first, then report what is held; once in a view (K1)."""
         held = tuple(Held(e.n, e.kind, e.delivered, e.pieces) for e in self.open)
         heard = frozenset(self.record.members) - self.lost
-        report = Report(self.record.view, self.me, self.rank, heard, self.landed, held)
+        base = self.record.base[self.record.members.index(self.me)]
+        report = Report(self.record.view, self.me, self.rank, heard, self.landed, held, begun=base == 0 or self.next > base)
         return replace(self, state="frozen", reported=self.next), (moves.Freeze(self.record.view), moves.PostReport(report))
 
     def _reports_seen(self, event: moves.ReportsSeen) -> tuple[Rank, Actions]:
@@ -236,7 +237,7 @@ class Rank:
         record = self._proposal(reports)
         if len(record.members) < self.min_continue:
             return self, (moves.TooFew(record.members),)
-        return self, (moves.ProposeRecord(record),) if record.members else ()
+        return self, (moves.ProposeRecord(record),)
 
     def _proposal(self, reports: settlement.Reports) -> Record:
         return settlement.propose(self.record, reports)
@@ -321,7 +322,7 @@ class Rank:
 
     def _knows(self, epoch: int) -> None:
         if epoch > self.record.epoch:
-            raise ValueError(f"something of epoch {epoch} came before its record; this rank knows {self.record.epoch}: hand the record in first")
+            raise ValueError(f"a frame or vote of epoch {epoch} came before its record; known is {self.record.epoch}: hand it in first")
 
 
 _STEPS: dict[type, Callable[[Rank, Any], tuple[Rank, Actions]]] = {

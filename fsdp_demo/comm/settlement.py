@@ -35,9 +35,12 @@ def mutual(reports: Reports) -> frozenset[frozenset[Member]]:
     return frozenset(frozenset((a, b)) for a in hears for b in hears[a] if b in hears and a in hears[b] and a != b)
 
 
-def largest(members: Iterable[Member], pairs: frozenset[frozenset[Member]]) -> tuple[Member, ...]:
+def largest(
+    members: Iterable[Member], pairs: frozenset[frozenset[Member]], begun: frozenset[Member] | None = None
+) -> tuple[Member, ...]:
     """The largest set of members that all hear each other; of several the one with the lowest slots (K15, K16).
 
+    One of `begun` (None: of all) must be in it: newcomers alone do not have what came before them. Empty if there is no such set.
     Exponential only in the number of islands that must go.
     """
     best: tuple[Member, ...] = ()
@@ -45,7 +48,7 @@ def largest(members: Iterable[Member], pairs: frozenset[frozenset[Member]]) -> t
     left = [frozenset(members)]
     while left:
         among = left.pop()
-        if among in tried or len(among) < len(best):
+        if among in tried or len(among) < len(best) or (begun is not None and not among & begun):
             continue
         tried.add(among)
         order = sorted(among)
@@ -59,7 +62,8 @@ def largest(members: Iterable[Member], pairs: frozenset[frozenset[Member]]) -> t
 
 def propose(record: Record, reports: Reports) -> Record:
     """The record that follows `record`, from the reports of the view. Only what the new members have reported counts (K4)."""
-    members = largest(reports, mutual(reports))
+    begun = frozenset(m for m, own in reports.items() if all(r.begun for r in own))
+    members = largest(reports, mutual(reports), begun)
     return settled(record, reports, members)
 
 

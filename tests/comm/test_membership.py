@@ -205,7 +205,7 @@ def test_k10_a_message_is_kept_until_all_have_it() -> None:
     for n in (2, 3):
         bench.launch(n, who=[A])
     assert [e.n for e in bench.ranks[A, 0].open] == [0, 1, 2, 3] and bench.ranks[A, 0].landed == 2
-    with pytest.raises(ValueError, match="launched message 4: the next is 4, and it must be below landed .* 4"):
+    with pytest.raises(ValueError, match="launched message 4: the next is 4, it must be below landed .* 4"):
         bench.launch(4, who=[A])
     bench.let(to=B)
     bench.beats()
@@ -507,3 +507,17 @@ def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
     report = Report(0, A, 0, frozenset((A, B)), 0, ())
     found = settlement.complete(record, [report, replace(report, view=1, rank=1), replace(report, member=D), replace(report, rank=1)], 2)
     assert list(found) == [A] and [r.rank for r in found[A]] == [0, 1]
+
+
+def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
+    """They may lack messages below their base, which only a member can give them."""
+    bench = Bench("AB", lines=1)
+    record = planned(bench)
+    bench.members.append(D)
+    bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record), []
+    bench.freeze(D)
+    assert bench.tell((D, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [moves.TooFew(())]
+    bench.tell((A, 0), moves.RecordSeen(record))
+    bench.freeze(A)
+    after = bench.propose((D, 0))
+    assert after is not None and after.members == (A, D) and after.base == (0, record.base[2])

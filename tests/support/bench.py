@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fsdp_demo.comm import moves
@@ -105,7 +106,8 @@ class Bench:
         """For each rank of the island whose contributions it delivered as n: "ABC"."""
         found = []
         for r in range(self.lines):
-            sets = ["".join("ABCDE"[m.slot] for m in a.contributors) for a in self.did[member, r] if isinstance(a, moves.Deliver) and a.n == n]
+            own = [a for a in self.did[member, r] if isinstance(a, moves.Deliver) and a.n == n]
+            sets = ["".join("ABCDE"[m.slot] for m in a.contributors) for a in own]
             assert len(sets) <= 1
             found.append(sets[0] if sets else None)
         return found
@@ -117,13 +119,11 @@ class Bench:
 
 def replaced_lost(rank: Rank, member: Member) -> Rank:
     """The rank has lost a peer, but has not acted on it yet."""
-    from dataclasses import replace
-
     return replace(rank, lost=rank.lost | {member})
 
 
 def fits(item: Any, sender: Any, to: Any, line: int | None, n: int | None) -> bool:
     """Whether a frame is among those that are let through."""
     (a, _), (b, r), frame = item
-    wanted = [(sender, a), (to, b)]
-    return all(w is None or x == w or (not isinstance(w, Member) and x in w) for w, x in wanted) and line in (None, r) and n in (None, frame.n)
+    ends = all(w is None or x == w or (not isinstance(w, Member) and x in w) for w, x in [(sender, a), (to, b)])
+    return ends and line in (None, r) and n in (None, frame.n)

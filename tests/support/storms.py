@@ -80,9 +80,12 @@ class Storm:
         rank = self.ranks[at]
         if rank.state not in ("running", "frozen") or rank.next >= self._end() or rank.next >= rank.landed + rank.window:
             return False
-        if 0 < rank.next == self._base(at) > max((r.landed for (m, _), r in self.ranks.items() if m != at[0]), default=0):
+        if 0 < rank.next == self._base(at) > max((r.landed for m, r in self.ranks.items() if self._has_begun(m)), default=0):
             return False  # a newcomer first applies all that comes before its base
         return self._feed(at, moves.Launched(rank.next, self.kinds[rank.next]))
+
+    def _has_begun(self, at: At) -> bool:
+        return at[0] in self.records[-1].members and (self._base(at) == 0 or self.ranks[at].next > self._base(at))
 
     def _base(self, at: At) -> int:
         record = self.ranks[at].record
@@ -152,7 +155,7 @@ class Storm:
 
     def _learn(self, at: At, epoch: int) -> None:
         """Records come before what is of their epoch."""
-        while self.ranks[at].record.epoch < epoch:
+        while at in self.ranks and self.ranks[at].record.epoch < epoch:
             self._feed(at, moves.RecordSeen(self.records[self.ranks[at].record.epoch + 1]))
 
     # ---- faults --------------------------------------------------------------------------------------------------------------------------
@@ -164,7 +167,8 @@ class Storm:
         if at is None or at not in self.ranks:
             return
         if kind == "join":
-            free = [s for s in range(self.slots) if s not in {m.slot for m in self.records[-1].members} and not any(m.slot == s for m, _ in self.ranks)]
+            taken = {m.slot for m in self.records[-1].members} | {m.slot for m, _ in self.ranks}
+            free = [s for s in range(self.slots) if s not in taken]
             if free and self.ranks[at].record.epoch + 1 == len(self.records):
                 slot = self.random.choice(free)
                 self._feed(at, moves.JoinPlanned(Member(slot, self.incarnations[slot])))
@@ -196,10 +200,11 @@ class Storm:
         self.ranks[at], actions = before.step(event)
         for action in actions:
             self._act(at, action)
-        self._check_kept(at)
+        if at in self.ranks:
+            self._check_kept(at)
         if self.ranks.get(at, before).state == "expelled":
             del self.ranks[at]  # it ends, and its links close
-        return bool(actions) or self.ranks.get(at) != before
+        return any(not isinstance(a, moves.TooFew) for a in actions) or self.ranks.get(at) != before
 
     def _act(self, at: At, action: moves.Action) -> None:
         if isinstance(action, moves.Send):
@@ -212,8 +217,10 @@ class Storm:
             self.reports.append(action.report)
         elif isinstance(action, moves.Freeze):
             self.frozen.add(action.view)
-        elif isinstance(action, moves.ProposeRecord) and action.record.epoch == len(self.records):
-            self._record(action.record)
+        elif isinstance(action, moves.ProposeRecord):  # compare_set; what stands there is handed in at once
+            if action.record.epoch == len(self.records):
+                self._record(action.record)
+            self._learn(at, action.record.epoch)
         elif isinstance(action, moves.Deliver):
             self._delivered(at, action)
         elif isinstance(action, moves.Free):
@@ -234,9 +241,11 @@ class Storm:
             for n, outcome in got.items() if m in record.members else ():
                 if n >= record.stable:
                     new = record.settlement(n)
-                    self._check("I2", outcome == (new.contributors, needed(self.kinds[n], new)), f"{m}.{line} delivered {n}: {outcome}, now {new}")
+                    same = outcome == (new.contributors, needed(self.kinds[n], new))
+                    self._check("I2", same, f"{m}, rank {line}, delivered {n}: {outcome}, now {new}")
         for n in range(record.stable, max(r.next for r in self.ranks.values()) + 1):
-            self._check("I3", set(record.settlement(n).contributors) <= set(old.settlement(n).contributors), f"{n} in record {record.epoch}")
+            grown = set(record.settlement(n).contributors) - set(old.settlement(n).contributors)
+            self._check("I3", not grown, f"{n} in record {record.epoch} has {grown} again")
 
     # ---- invariants ----------------------------------------------------------------------------------------------------------------------
 
@@ -255,7 +264,8 @@ class Storm:
             return
         same = all(got.get(n, outcome) == outcome for (m, _), got in self.got.items() if m in self._members())
         self._check("I1", same, f"{at} delivers {n} with {outcome}")
-        self._check("I4", set(self.records[-1].contributors(n)) <= set(outcome[0]), f"{at} delivers {n} without what a member gave: {outcome}")
+        lacks = set(self.records[-1].contributors(n)) - set(outcome[0])
+        self._check("I4", not lacks, f"{at} delivers {n} without what {lacks} gave")
         self._check("I5", self.sealed.get(n, outcome) == outcome, f"{at} delivers {n} with {outcome}, sealed is {self.sealed.get(n)}")
 
     def _freed(self, at: At, n: int) -> None:
@@ -282,14 +292,16 @@ class Storm:
         """I9: some epoch goes on, if anybody is left; all of its members deliver everything, with one history."""
         histories = set()
         newest = self.records[-1]
-        if not any(all((m, line) in self.ranks for line in range(self.lines)) for m in newest.members):
-            self.events["all gone"] += 1  # all members crashed, others were expelled: the run starts again from a checkpoint
+        whole = [(m, b) for m, b in zip(newest.members, newest.base, strict=True) if all((m, r) in self.ranks for r in range(self.lines))]
+        if not any(self._has_begun((m, r)) for m, _ in whole for r in range(self.lines)):
+            self.events["all gone"] += 1  # all members crashed, but newcomers that had not begun: the run starts again from a checkpoint
             return
         first = max(newest.base)
         for m in newest.members:
             for line in range(self.lines):
                 rank = self.ranks.get((m, line))
-                fine = rank is not None and rank.state == "running" and rank.record == newest.bare() and rank.landed == self._end() and not rank.open
+                fine = rank is not None and rank.state == "running" and rank.record == newest.bare()
+                fine = fine and rank is not None and rank.landed == self._end() and not rank.open
                 self._check("I9", fine, f"{m}, rank {line}, ends as {rank}; the newest record is {newest}")
                 history = ""
                 for n in range(first, self._end()):
