@@ -1,7 +1,7 @@
 """Random lives of five islands: crashes, suspicions, leavers and joiners while messages of all kinds go on (tests/support/storms.py).
 
-Checked after every step: I1 to I5, I8 and the bound of 2 q kept messages. At the end all faults stop, and I9 must hold: the members stand in
-one epoch, have delivered every message, and have one history.
+Checked after every step: I1 to I5, I8 and the bound of 2 q kept messages. At the end all faults stop, and I9 must hold: the members stand
+in one epoch, have delivered every message, and have one history.
 """
 
 from __future__ import annotations

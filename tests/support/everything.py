@@ -14,7 +14,7 @@ from fsdp_demo.comm import moves
 from fsdp_demo.comm.epochs import Kind, Member, Record, Report, first_record
 from fsdp_demo.comm.membership import Rank, entered
 
-from .explorer import Outcome, Violation
+from .invariants import Outcome, Violation
 
 
 class World(NamedTuple):

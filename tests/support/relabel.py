@@ -51,3 +51,8 @@ class Relabel:
             open=self(r.open),
             ballots=self(r.ballots),
         )
+
+
+def outcome(got: Any, name: Relabel) -> Any:
+    """What was delivered (contributors, pieces), or None."""
+    return None if got is None else (tuple(sorted(name(got[0]))), name(got[1]))

@@ -13,7 +13,7 @@ from fsdp_demo.comm import moves
 from fsdp_demo.comm.epochs import Kind, Member, Record, Report, extended, first_record, needed
 from fsdp_demo.comm.membership import Rank, entered
 
-from .explorer import Outcome, Violation
+from .invariants import Outcome, Violation
 
 At = tuple[Member, int]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "mixed")
@@ -93,7 +93,7 @@ class Storm:
 
     def _end(self) -> int:
         """The last joiner takes part in two messages at least."""
-        return max(self.messages, *(b + 2 for b in self.records[-1].base))
+        return max(self.messages, *(b + 2 for record in self.records for b in record.base))
 
     def _any_frame(self, at: At) -> bool:
         links = [k for k, frames in self.frames.items() if k[1] == at and frames]
