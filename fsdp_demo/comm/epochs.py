@@ -63,6 +63,17 @@ class Settlement(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Open:
+    """One message that this rank has something of and has not freed. `shares`: whose shares of the present attempt have come."""
+
+    n: int
+    kind: Kind
+    pieces: frozenset[Piece] = frozenset()
+    shares: frozenset[Member] = frozenset()
+    delivered: bool = False
+
+
+@dataclass(frozen=True)
 class Held:
     """One open message on one rank, in a report. `pieces` are bodies and parts, no shares."""
 

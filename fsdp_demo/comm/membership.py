@@ -12,22 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from . import moves, settlement
-from .epochs import Ballot, Held, Kind, Member, Piece, Record, Report, needed
+from .epochs import Ballot, Held, Kind, Member, Open, Piece, Record, Report, needed
 from .moves import Action, Event
 
 Actions = tuple[Action, ...]
 State = Literal["running", "frozen", "expelled", "left"]
-
-
-@dataclass(frozen=True)
-class Open:
-    """One message that this rank has something of and has not freed. `shares`: whose shares of the present attempt have come."""
-
-    n: int
-    kind: Kind
-    pieces: frozenset[Piece] = frozenset()
-    shares: frozenset[Member] = frozenset()
-    delivered: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,12 +282,13 @@ class Rank:
         """A join stops nobody: the record keeps the view, and the newcomer takes part from message base = next + 2 window + 1 on.
 
         The donor announces the record in its next message, which all deliver before they launch `base`; else there is a change, and all
-        read the record there (K16: a newcomer asks only when it has reached all members).
+        read the record there (K16: a newcomer asks only when it has reached all members). One joins at a time: who has not begun does not
+        hear such an announcement. Then, and while frozen, nothing is proposed; ask again.
         """
         member, record = event.member, self.record
         if any(m.slot == member.slot for m in record.members):
             raise ValueError(f"slot {member.slot} is taken by {record.members}: a new life of it joins when the one before is expelled")
-        if self.state != "running":
+        if self.state != "running" or any(base and base >= self.landed for base in record.base):
             return self, ()
         bases = {**dict(zip(record.members, record.base, strict=True)), member: self.next + 2 * self.window + 1}
         members = tuple(sorted(bases))

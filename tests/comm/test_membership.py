@@ -521,3 +521,13 @@ def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
     bench.freeze(A)
     after = bench.propose((D, 0))
     assert after is not None and after.members == (A, D) and after.base == (0, record.base[2])
+
+
+def test_one_joins_at_a_time() -> None:
+    """A newcomer that has not begun delivers nothing, so it would not hear of the next one before it launches."""
+    bench = Bench("AB", lines=1, window=1)
+    record = planned(bench)
+    bench.tell((A, 0), moves.RecordSeen(record))
+    assert bench.tell((A, 0), moves.JoinPlanned(C)) == []
+    bench.ranks[A, 0] = replace(bench.ranks[A, 0], landed=record.base[2] + 1)
+    assert bench.tell((A, 0), moves.JoinPlanned(C)) != []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_demo.comm import settlement
-from fsdp_demo.comm.epochs import Ballot, Kind, Piece, Record, needed
-from fsdp_demo.comm.membership import Open, Rank
+from fsdp_demo.comm.epochs import Ballot, Kind, Open, Piece, Record, needed
+from fsdp_demo.comm.membership import Rank
 from fsdp_demo.comm.moves import Action
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_demo.comm.epochs import Ballot, Member, Piece, Record, Settlement
-from fsdp_demo.comm.membership import Open, Rank
+from fsdp_demo.comm.epochs import Ballot, Member, Open, Piece, Record, Settlement
+from fsdp_demo.comm.membership import Rank
 from fsdp_demo.comm.moves import Received, Voted
 
 
