@@ -1,9 +1,11 @@
 """Every history of one or two open messages among three islands, and seven mutants that must be found.
 
 Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why (numbers: docs/membership.md):
-    one message (gather, reduce, mixed) on 3 islands x 2 lines, launched at any time, with changes that leave nobody out;
-    two messages (all four orders of gather and reduce) on 3 islands x 1 line, the same;
+    one message (gather, reduce, mixed) on 3 islands x 1 line, launched at any time, with changes that leave nobody out;
+    one message (gather, reduce) on 3 islands x 2 lines, launched at the start;
+    two messages (all four orders of gather and reduce) on 3 islands x 1 line, launched at the start, with changes that leave nobody out;
     slow: two messages on 3 islands x 2 lines, both launched, at most 2 changes that leave out one or two islands each.
+Reduce before gather on two lines is too large and left out.
 "At most 2 crashes" are those that changes leave out; a crash that no change follows stops an island, and the others wait as they do for a
 slow one. I1 to I8 are checked after every step, and that nothing waits for ever when no more faults come.
 """
@@ -24,9 +26,9 @@ from ..support.invariants import Violation
 Kinds = tuple[Kind, ...]
 
 
-@pytest.mark.parametrize("kinds, states", [(("gather",), 6000), (("reduce",), 12000)])
-def test_one_message(kinds: Kinds, states: int) -> None:
-    explorer = Explorer(kinds).run()
+@pytest.mark.parametrize("kind, idle, states", [("gather", True, 6000), ("reduce", False, 500)])
+def test_one_message(kind: Kind, idle: bool, states: int) -> None:
+    explorer = Explorer((kind,), idle=idle).run()
     assert explorer.states > states and len(explorer.endings) > 3
 
 
@@ -48,9 +50,9 @@ def test_two_messages_on_two_lines(kinds: Kinds, states: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
-def test_one_message_on_two_lines_launched_at_any_time(kind: Kind) -> None:
-    assert Explorer((kind,), launched=False).run().states > 10000
+@pytest.mark.timeout(900)
+def test_a_reduce_with_changes_that_leave_nobody_out() -> None:
+    assert Explorer(("reduce",)).run().states > 12000
 
 
 # ---- nothing is lost by what is left out -----------------------------------------------------------------------------------------------
