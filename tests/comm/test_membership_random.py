@@ -1,0 +1,32 @@
+"""Random lives of five islands: crashes, suspicions, leavers and joiners while messages of all kinds go on (tests/support/storms.py).
+
+Checked after every step: I1 to I5, I8 and the bound of 2 q kept messages. At the end all faults stop, and I9 must hold: the members stand
+in one epoch, have delivered every message, and have one history.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ..support.storms import storms
+
+
+def test_lives() -> None:
+    happened = storms(range(600))
+    assert min(happened[kind] for kind in ("crash", "suspect", "leave", "join")) > 200 and happened["change"] > 400
+    assert happened["all gone"] < 60
+
+
+def test_lives_with_one_rank_each_and_many_messages_open() -> None:
+    happened = storms(range(300), lines=1, window=4, faults=6)
+    assert happened["change"] > 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("part", range(10))
+def test_a_hundred_thousand_lives(part: int) -> None:
+    """10 000 each."""
+    options = {"lines": 1 + part % 3, "window": 1 + part % 4, "faults": 3 + part % 5}
+    happened = storms(range(10**6 + part * 10**4, 10**6 + (part + 1) * 10**4), **options)
+    assert happened["change"] > 5000

@@ -1,0 +1,166 @@
+"""The membership protocol in every order, with nothing left out: for cases so small that this can be done.
+
+Each launch, frame, vote, beat, suspicion, crash, freeze, report, proposal and adoption is a step of its own, of each rank, and any of
+them may come next. What comes out is compared with `explorer.py`, which leaves out what its docstring argues away.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fsdp_demo.comm import moves
+from fsdp_demo.comm.epochs import Kind, Member, Record, Report, first_record
+from fsdp_demo.comm.membership import Rank, entered
+
+from .invariants import Outcome, Violation
+
+
+class World(NamedTuple):
+    """ranks: None if crashed. frames: (from, to) -> what is on the way, in order. votes: (to, vote). records: what the store holds."""
+
+    ranks: tuple[Rank | None, ...]
+    got: tuple[tuple[Outcome | None, ...], ...]
+    frames: tuple[tuple[tuple[int, int], tuple[moves.Received, ...]], ...]
+    votes: frozenset[tuple[int, moves.Voted]]
+    reports: tuple[Report, ...]
+    records: tuple[Record, ...]
+    crashes: int
+
+
+class Everything:
+    """`islands` x `lines` ranks, one message of each kind; at most `changes` records and `crashes` crashed islands.
+
+    Attributes:
+        worlds: how many states were visited.
+        endings: for each that nothing can be added to: slot and contributors delivered, of each member of the newest record.
+    """
+
+    def __init__(self, kinds: tuple[Kind, ...], islands: int, lines: int, changes: int = 1, crashes: int = 1):
+        self.kinds, self.islands, self.lines, self.changes, self.crashes = kinds, islands, lines, changes, crashes
+        self.endings: set[Any] = set()
+        self.worlds = 0
+
+    def run(self) -> Everything:
+        """Visit all; raise a `Violation` of I1, I2 or "stuck"."""
+        record = first_record(Member(i) for i in range(self.islands))
+        ranks = tuple(entered(m, r, self.lines, record, len(self.kinds)) for m in record.members for r in range(self.lines))
+        none: tuple[None, ...] = (None,) * len(self.kinds)
+        start = World(ranks, (none,) * len(ranks), (), frozenset(), (), (record,), self.crashes)
+        seen, todo = {start}, [start]
+        while todo:
+            world = todo.pop()
+            self.worlds += 1
+            after = [w for w in self._progress(world) if w != world]
+            if not after:
+                self._end(world)
+            for w in itertools.chain(after, self._faults(world)):
+                if w not in seen:
+                    seen.add(w)
+                    todo.append(w)
+        return self
+
+    def _progress(self, w: World) -> Iterator[World]:
+        """All that can happen without a new fault."""
+        for at, rank in enumerate(w.ranks):
+            if rank is None or rank.state == "expelled":
+                continue
+            if rank.next < len(self.kinds):
+                yield self._fed(w, at, moves.Launched(rank.next, self.kinds[rank.next]))
+            for link, frames in w.frames:
+                if link[1] == at and frames[0].view <= rank.record.view:
+                    left = {**dict(w.frames), link: frames[1:]}
+                    yield self._fed(w._replace(frames=_sorted(left)), at, frames[0])
+            for to, vote in w.votes:
+                if to == at:
+                    yield self._fed(w._replace(votes=w.votes - {(to, vote)}), at, vote)
+            for m in rank.record.members:
+                peer = w.ranks[m.slot * self.lines + rank.rank]
+                if m != rank.me and peer is not None and peer.record.view == rank.record.view:
+                    yield self._fed(w, at, moves.LandedHeard(rank.record.view, m, peer.landed))
+            if any(r.view == rank.record.view for r in w.reports):
+                yield self._fed(w, at, moves.FrozenHeard(rank.record.view))
+            if rank.state == "frozen":
+                yield self._fed(w, at, moves.ReportsSeen(w.reports, waited=True))
+            for record in w.records:
+                if record.epoch == rank.record.epoch + 1:
+                    yield self._fed(w, at, moves.RecordSeen(record))
+
+    def _faults(self, w: World) -> Iterator[World]:
+        """A suspicion, right or wrong, or the crash of an island."""
+        for at, rank in enumerate(w.ranks):
+            if rank is not None and rank.state == "running" and len(w.records) <= self.changes and rank.record == w.records[-1].bare():
+                for m in rank.record.members:
+                    yield self._fed(w, at, moves.PeerLost(m)) if m != rank.me else w
+        if w.crashes and len(w.records) <= self.changes:
+            for i in range(self.islands):
+                ranks = tuple(None if at // self.lines == i else r for at, r in enumerate(w.ranks))
+                yield w._replace(ranks=ranks, crashes=w.crashes - 1)
+
+    def _fed(self, w: World, at: int, event: moves.Event) -> World:
+        rank = w.ranks[at]
+        assert rank is not None
+        after, actions = rank.step(event)
+        w = w._replace(ranks=(*w.ranks[:at], after, *w.ranks[at + 1 :]))
+        for action in actions:
+            w = self._acted(w, at, after, action)
+        return w
+
+    def _acted(self, w: World, at: int, rank: Rank, action: moves.Action) -> World:
+        if isinstance(action, moves.Send):
+            frames = dict(w.frames)
+            for m in action.to:
+                link = (at, m.slot * self.lines + rank.rank)
+                frame = moves.Received(action.view, action.epoch, rank.me, action.n, action.kind, action.piece)
+                frames[link] = (*frames.get(link, ()), frame)
+            return w._replace(frames=_sorted(frames))
+        if isinstance(action, moves.CastVote):
+            first = at - at % self.lines
+            to = {(k, moves.Voted(action.ballot, action.epoch)) for k in range(first, first + self.lines) if k != at}
+            return w._replace(votes=w.votes | to)
+        if isinstance(action, moves.PostReport):
+            return w._replace(reports=(*w.reports, action.report))
+        if isinstance(action, moves.ProposeRecord) and action.record.epoch == len(w.records):
+            return w._replace(records=(*w.records, action.record))
+        if isinstance(action, moves.Deliver):
+            return self._delivered(w, at, action)
+        return w
+
+    def _delivered(self, w: World, at: int, action: moves.Deliver) -> World:
+        if w.got[at][action.n] is not None:
+            raise Violation("I2", f"{action} twice")
+        own = tuple((action.contributors, action.pieces) if n == action.n else g for n, g in enumerate(w.got[at]))
+        w = w._replace(got=(*w.got[:at], own, *w.got[at + 1 :]))
+        outcomes = {w.got[k][action.n] for k in self._members(w)} - {None}
+        if len(outcomes) > 1:
+            raise Violation("I1", f"members deliver {action.n} differently: {outcomes}")
+        return w
+
+    def _members(self, w: World) -> list[int]:
+        return [m.slot * self.lines + line for m in w.records[-1].members for line in range(self.lines)]
+
+    def _end(self, w: World) -> None:
+        """Nothing more happens by itself: the members have all, or one of them crashed and nobody has noticed yet."""
+        members = self._members(w)
+        if any(w.ranks[k] is None for k in members):
+            return
+        for k in members:
+            rank = w.ranks[k]
+            if rank is None or rank.state != "running" or rank.open or None in w.got[k]:
+                raise Violation("stuck", f"{rank}")
+        sets = {m.slot: tuple(tuple(x.slot for x in got[0]) for got in w.got[m.slot * self.lines] if got) for m in w.records[-1].members}
+        self.endings.add(tuple(sorted(sets.items())))
+
+
+def _sorted(frames: dict[tuple[int, int], tuple[moves.Received, ...]]) -> tuple[tuple[tuple[int, int], tuple[moves.Received, ...]], ...]:
+    return tuple(sorted((link, left) for link, left in frames.items() if left))
+
+
+def renamed(endings: set[Any], islands: int) -> set[Any]:
+    """Endings that differ by the names of islands alone are one."""
+    return {min(_named(e, p) for p in itertools.permutations(range(islands))) for e in endings}
+
+
+def _named(ending: Any, p: tuple[int, ...]) -> Any:
+    return tuple(sorted((p[slot], tuple(tuple(sorted(p[x] for x in xs)) for xs in sets)) for slot, sets in ending))

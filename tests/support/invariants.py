@@ -1,0 +1,124 @@
+"""States of the membership protocol as numbers, and I1 to I8 of docs/membership.md as checks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fsdp_demo.comm import moves
+from fsdp_demo.comm.epochs import Kind, Member, Piece, Record, needed
+from fsdp_demo.comm.membership import Rank
+
+Outcome = tuple[tuple[Member, ...], frozenset[Piece]]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold, or nothing can happen any more. `name`: I1 to I8, or "stuck"."""
+
+    def __init__(self, name: str, text: str):
+        super().__init__(f"{name}: {text}")
+        self.name = name
+
+
+class Node(NamedTuple):
+    """One rank and what is on the way to it. inbox: by slot of the sender. got: by number of the message, what it delivered."""
+
+    machine: Rank
+    inbox: tuple[tuple[moves.Received, ...], ...]
+    votes: tuple[moves.Voted, ...]
+    pending: Record | None
+    got: tuple[Outcome | None, ...]
+    stays: bool | None = None
+
+
+Key = tuple[int, ...]
+"""A state: the number of each rank's node (0: it is gone), and that of what was sealed. Equal things have equal numbers."""
+
+
+def remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method's result is kept for each tuple of arguments: numbers only, so that looking it up is fast."""
+    name = method.__name__
+
+    def once(self: Any, *args: Any) -> Any:
+        found = self._kept.get((name, args), self)
+        if found is self:
+            found = self._kept[name, args] = method(self, *args)
+        return found
+
+    return once
+
+
+class Invariants:
+    """The checks. `_values` holds what the numbers of a key stand for; `unchecked` names what is not checked."""
+
+    kinds: tuple[Kind, ...]
+    lines: int
+    unchecked: frozenset[str]
+    endings: set[Any]
+    _values: list[Any]
+    _ids: dict[Any, int]
+
+    def _node(self, i: int) -> Node:
+        return self._values[i]  # type: ignore[no-any-return]
+
+    def _id(self, value: Any) -> int:
+        found = self._ids.get(value)
+        if found is None:
+            found = self._ids[value] = len(self._values)
+            self._values.append(value)
+        return found
+
+    def _check(self, name: str, holds: bool, text: str) -> None:
+        if not holds and name not in self.unchecked:
+            raise Violation(name, text)
+
+    def _check_delivered(self, state: list[int], at: int, action: moves.Deliver) -> None:
+        """I1, I4 and I5 when a rank delivers."""
+        n, got, me = action.n, (action.contributors, action.pieces), self._node(state[at]).machine
+        nodes = [self._node(i) for i in state[:-1] if i]
+        for other in nodes:
+            self._check("I1", other.got[n] in (None, got), f"{me.me} delivers {n} with {got}, {other.machine.me} did with {other.got[n]}")
+        attempts = {p.attempt for p in action.pieces if p.what == "part"} or {0}
+        whole = [needed(self.kinds[n], me.record.settlement(n)._replace(contributors=got[0], attempt=a)) for a in attempts]
+        self._check("I1", whole == [got[1]], f"{me.me} delivers {n} from {sorted(got[1])}: not one attempt, or not all of it")
+        members = {m for o in nodes for m in (o.pending or o.machine.record).contributors(n)}
+        self._check("I4", members <= set(got[0]), f"{n} lacks what a member contributed: {got}")
+        sealed = self._values[state[-1]][n]
+        self._check("I5", sealed in (None, got), f"{me.me} delivers {n} with {got}; a checkpoint is sealed with {sealed}")
+
+    def _check_freed(self, state: list[int], at: int, n: int) -> None:
+        machine = self._node(state[at]).machine
+        for m in machine.record.members:
+            i = state[m.slot * self.lines + machine.rank]
+            self._check("I8", bool(i) and self._node(i).got[n] is not None, f"{machine.me} frees {n}, which {m} has not delivered")
+
+    def _sealed(self, state: list[int], at: int, below: int) -> int:
+        """What is sealed when this rank may seal all messages below one."""
+        node, sealed = self._node(state[at]), list(self._values[state[-1]])
+        for n in range(below):
+            self._check("I5", sealed[n] in (None, node.got[n]), f"{node.machine.me} seals {node.got[n]} as {n}; sealed is {sealed[n]}")
+            sealed[n] = node.got[n]
+        return self._id(tuple(sealed))
+
+    def _check_record(self, key: Key, record: Record) -> None:
+        """I2, I3 and I5 for what the members have delivered, how it was settled before, and what is sealed."""
+        for node in (self._node(i) for i in key[:-1] if i):
+            for n, kind in enumerate(self.kinds):
+                if n >= record.stable:
+                    old, new = node.machine.record.settlement(n), record.settlement(n)
+                    got, want = node.got[n], (new.contributors, needed(kind, new))
+                    self._check("I3", set(new.contributors) <= set(old.contributors), f"{n} was settled as {old}, now as {new}")
+                    self._check("I2", got in (None, want), f"{node.machine.me} delivered {n} as {got}, now it is settled as {new}")
+
+    def _check_end(self, key: Key) -> None:
+        """Nothing can happen any more in this view: all is delivered everywhere, and freed."""
+        kept: dict[int, Any] = {}
+        for at, node in ((at, self._node(i)) for at, i in enumerate(key[:-1]) if i):
+            done = None not in node.got and not node.machine.open
+            self._check("stuck", done, f"{node.machine.me}, rank {node.machine.rank}, waits for ever: {node.machine.open}")
+            kept[at // self.lines] = tuple(_slots(got) for got in node.got)
+        self.endings.add((tuple(sorted(kept.items())), tuple(_slots(got) for got in self._values[key[-1]])))
+
+
+def _slots(got: Outcome | None) -> Any:
+    return None if got is None else tuple(m.slot for m in got[0])

@@ -1,0 +1,322 @@
+"""Random lives of a run under the membership protocol: islands crash, are suspected, leave, join, while messages of all kinds go on.
+
+Links, votes and beats are queues; the store answers at once. Which step comes next is drawn from a seeded generator. At the end all
+faults stop, and everything that can happen does: then the members must have delivered all messages and stand still in one epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from fsdp_demo.comm import moves
+from fsdp_demo.comm.epochs import Kind, Member, Record, Report, extended, first_record, needed
+from fsdp_demo.comm.membership import Rank, entered
+
+from .invariants import Outcome, Violation
+
+At = tuple[Member, int]
+KINDS: tuple[Kind, ...] = ("gather", "reduce", "mixed")
+
+
+class Storm:
+    """One life. `slots` islands at most, `first` of them at the start, `lines` ranks each; `messages` are launched by who is there.
+
+    Attributes:
+        events: how often each kind of fault happened.
+    """
+
+    def __init__(self, seed: int, slots: int = 5, first: int = 4, lines: int = 2, messages: int = 12, faults: int = 4, window: int = 2):
+        self.random = random.Random(seed)
+        self.slots, self.lines, self.messages, self.faults, self.window = slots, lines, messages, faults, window
+        self.kinds = [self.random.choice(KINDS) for _ in range(messages + 8 * window * slots)]
+        self.records = [first_record(Member(i) for i in range(first))]
+        self.ranks: dict[At, Rank] = {}
+        self.frames: dict[tuple[At, At], list[moves.Received]] = {}
+        self.votes: list[tuple[At, moves.Voted]] = []
+        self.reports: list[Report] = []
+        self.got: dict[At, dict[int, Outcome]] = {}
+        self.sealed: dict[int, Outcome] = {}
+        self.incarnations = dict.fromkeys(range(slots), 0)
+        self.events = dict.fromkeys(("crash", "suspect", "leave", "join", "change", "all gone"), 0)
+        self.frozen: set[int] = set()
+        for m in self.records[0].members:
+            self._enter(m, self.records[0])
+
+    def run(self, steps: int = 150) -> Storm:
+        """Live: so many steps with faults, then to the end. Raises a `Violation`."""
+        for _ in range(steps):
+            if self.random.random() < 0.08 and self.faults:
+                self._fault()
+            else:
+                self._step()
+        for _ in range(20000):
+            if not (self._step() or any(self._decide(at, waited=True) for at in list(self.ranks))):
+                break
+        else:
+            raise Violation("stuck", "no end is in sight")
+        self._check_end()
+        return self
+
+    # ---- what may happen -----------------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """One step of one rank. Tries ranks in random order until one changes something; whether one did."""
+        if self.random.random() < 0.75 and (waiting := [k for k, frames in self.frames.items() if frames]):
+            link = self.random.choice(waiting)
+            if self._arrive(link):
+                return True
+        order = list(self.ranks)
+        self.random.shuffle(order)
+        return any(self._turn(at) for at in order)
+
+    def _turn(self, at: At) -> bool:
+        """Something that changes this rank, in random order of what there is."""
+        tries = [self._launch, self._vote, self._beat, self._hear, self._decide, self._look, self._any_frame]
+        self.random.shuffle(tries)
+        return any(t(at) for t in tries)
+
+    def _launch(self, at: At) -> bool:
+        rank = self.ranks[at]
+        if rank.state not in ("running", "frozen") or rank.next >= self._end() or rank.next >= rank.landed + rank.window:
+            return False
+        if 0 < rank.next == self._base(at) > max((r.landed for m, r in self.ranks.items() if self._has_begun(m)), default=0):
+            return False  # a newcomer first applies all that comes before its base
+        return self._feed(at, moves.Launched(rank.next, self.kinds[rank.next]))
+
+    def _has_begun(self, at: At) -> bool:
+        return at[0] in self.records[-1].members and (self._base(at) == 0 or self.ranks[at].next > self._base(at))
+
+    def _base(self, at: At) -> int:
+        record = self.ranks[at].record
+        return record.base[record.members.index(at[0])]
+
+    def _end(self) -> int:
+        """The last joiner takes part in two messages at least."""
+        return max(self.messages, *(b + 2 for record in self.records for b in record.base))
+
+    def _any_frame(self, at: At) -> bool:
+        links = [k for k, frames in self.frames.items() if k[1] == at and frames]
+        return any(self._arrive(link) for link in links)
+
+    def _arrive(self, link: tuple[At, At]) -> bool:
+        """The first frame of a link; one of a view that this end has not adopted waits."""
+        rank, frames = self.ranks.get(link[1]), self.frames[link]
+        if rank is None or (frames[0].view > rank.record.view and rank.state in ("running", "frozen")):
+            return False
+        frame = frames.pop(0)
+        if rank.state in ("running", "frozen") and frame.view == rank.record.view:
+            self._learn(link[1], frame.epoch)
+            self._feed(link[1], frame)
+        return True
+
+    def _vote(self, at: At) -> bool:
+        own = [(to, v) for to, v in self.votes if to == at]
+        if not own:
+            return False
+        vote = self.random.choice(own)
+        self.votes.remove(vote)
+        if vote[1].ballot.view == self.ranks[at].record.view:
+            self._learn(at, vote[1].epoch)
+        self._feed(at, vote[1])
+        return True
+
+    def _beat(self, at: At) -> bool:
+        rank = self.ranks[at]
+        for m in rank.record.members:
+            peer = self.ranks.get((m, at[1]))
+            if m != at[0] and peer is not None and self._feed(at, moves.LandedHeard(peer.record.view, m, peer.landed)):
+                return True
+        return False
+
+    def _hear(self, at: At) -> bool:
+        """Of a change that has begun, or that a member is gone: its connection closes."""
+        rank = self.ranks[at]
+        gone = [m for m in rank.record.members if m not in rank.lost and any((m, r) not in self.ranks for r in range(self.lines))]
+        return (rank.record.view in self.frozen and self._feed(at, moves.FrozenHeard(rank.record.view))) or any(
+            self._feed(at, moves.PeerLost(m)) for m in gone
+        )
+
+    def _decide(self, at: At, waited: bool = False) -> bool:
+        rank = self.ranks[at]
+        waited = waited or self.random.random() < 0.05
+        due = rank.state == "frozen" and len(self.records) == rank.record.epoch + 1
+        return due and self._feed(at, moves.ReportsSeen(tuple(self.reports), waited))
+
+    def _look(self, at: At) -> bool:
+        """The next record. A running member reads the store only when something tells it to: see `_learn`."""
+        rank = self.ranks[at]
+        if len(self.records) == rank.record.epoch + 1 or rank.state not in ("running", "frozen"):
+            return False
+        record = self.records[rank.record.epoch + 1]
+        if rank.state == "running" and at[0] in record.members and record.view == rank.record.view and self.random.random() < 0.9:
+            return False
+        return self._feed(at, moves.RecordSeen(record))
+
+    def _learn(self, at: At, epoch: int) -> None:
+        """Records come before what is of their epoch."""
+        while at in self.ranks and self.ranks[at].record.epoch < epoch:
+            self._feed(at, moves.RecordSeen(self.records[self.ranks[at].record.epoch + 1]))
+
+    # ---- faults --------------------------------------------------------------------------------------------------------------------------
+
+    def _fault(self) -> None:
+        kind = self.random.choice(("crash", "suspect", "suspect", "leave", "join", "join"))
+        alive = sorted({m for m, _ in self.ranks if m in self.records[-1].members})
+        at = (self.random.choice(alive), self.random.randrange(self.lines)) if alive else None
+        if at is None or at not in self.ranks:
+            return
+        if kind == "join":
+            taken = {m.slot for m in self.records[-1].members} | {m.slot for m, _ in self.ranks}
+            free = [s for s in range(self.slots) if s not in taken]
+            if free and self.ranks[at].record.epoch + 1 == len(self.records):
+                slot = self.random.choice(free)
+                self._feed(at, moves.JoinPlanned(Member(slot, self.incarnations[slot])))
+        elif kind == "suspect":
+            self._feed(at, moves.PeerLost(self.random.choice(alive)))
+        elif len(alive) > 1:
+            whole = self.random.random() < 0.5 or kind == "leave"
+            for line in range(self.lines) if whole else [at[1]]:
+                if kind == "leave":
+                    self._feed((at[0], line), moves.Leave())
+                self.ranks.pop((at[0], line), None)
+        else:
+            return
+        self.events[kind] += 1
+        self.faults -= 1
+
+    def _enter(self, m: Member, record: Record) -> None:
+        self.incarnations[m.slot] += 1
+        for line in range(self.lines):
+            self.ranks[m, line] = entered(m, line, self.lines, record, self.window)
+            self.got[m, line] = {}
+
+    # ---- what a rank asks for ------------------------------------------------------------------------------------------------------------
+
+    def _feed(self, at: At, event: moves.Event) -> bool:
+        before = self.ranks.get(at)
+        if before is None:
+            return False
+        self.ranks[at], actions = before.step(event)
+        for action in actions:
+            self._act(at, action)
+        if at in self.ranks:
+            self._check_kept(at)
+        if self.ranks.get(at, before).state == "expelled":
+            del self.ranks[at]  # it ends, and its links close
+        return any(not isinstance(a, moves.TooFew) for a in actions) or self.ranks.get(at) != before
+
+    def _act(self, at: At, action: moves.Action) -> None:
+        if isinstance(action, moves.Send):
+            frame = moves.Received(action.view, action.epoch, at[0], action.n, action.kind, action.piece, action.landed)
+            for m in action.to:
+                self.frames.setdefault((at, (m, at[1])), []).append(frame)
+        elif isinstance(action, moves.CastVote):
+            self.votes += [((at[0], r), moves.Voted(action.ballot, action.epoch)) for r in range(self.lines) if r != at[1]]
+        elif isinstance(action, moves.PostReport):
+            self.reports.append(action.report)
+        elif isinstance(action, moves.Freeze):
+            self.frozen.add(action.view)
+        elif isinstance(action, moves.ProposeRecord):  # compare_set; what stands there is handed in at once
+            if action.record.epoch == len(self.records):
+                self._record(action.record)
+            self._learn(at, action.record.epoch)
+        elif isinstance(action, moves.Deliver):
+            self._delivered(at, action)
+        elif isinstance(action, moves.Free):
+            self._freed(at, action.n)
+        elif isinstance(action, moves.SealAllowed):
+            self._sealed(at, action.below)
+
+    def _record(self, record: Record) -> None:
+        """It is in the store. A newcomer has loaded what comes before its base."""
+        old = self.records[-1]
+        self.records.append(record)
+        for m in set(record.members) - set(old.members):
+            self._enter(m, record)
+        if record.view == old.view:
+            return
+        self.events["change"] += 1
+        for (m, line), got in self.got.items():
+            for n, outcome in got.items() if m in record.members else ():
+                if n >= record.stable:
+                    new = record.settlement(n)
+                    same = outcome == (new.contributors, needed(self.kinds[n], new))
+                    self._check("I2", same, f"{m}, rank {line}, delivered {n}: {outcome}, now {new}")
+        for n in range(record.stable, max(r.next for r in self.ranks.values()) + 1):
+            grown = set(record.settlement(n).contributors) - set(old.settlement(n).contributors)
+            self._check("I3", not grown, f"{n} in record {record.epoch} has {grown} again")
+
+    # ---- invariants ----------------------------------------------------------------------------------------------------------------------
+
+    def _check(self, name: str, holds: bool, text: str) -> None:
+        if not holds:
+            raise Violation(name, text)
+
+    def _members(self) -> tuple[Member, ...]:
+        return self.records[-1].members
+
+    def _delivered(self, at: At, action: moves.Deliver) -> None:
+        n, outcome = action.n, (action.contributors, action.pieces)
+        self._check("I2", n not in self.got[at], f"{at} delivers {n} twice")
+        self.got[at][n] = outcome
+        if at[0] not in self._members():
+            return
+        same = all(got.get(n, outcome) == outcome for (m, _), got in self.got.items() if m in self._members())
+        self._check("I1", same, f"{at} delivers {n} with {outcome}")
+        lacks = set(self.records[-1].contributors(n)) - set(outcome[0])
+        self._check("I4", not lacks, f"{at} delivers {n} without what {lacks} gave")
+        self._check("I5", self.sealed.get(n, outcome) == outcome, f"{at} delivers {n} with {outcome}, sealed is {self.sealed.get(n)}")
+
+    def _freed(self, at: At, n: int) -> None:
+        for m, base in zip(self.ranks[at].record.members, self.ranks[at].record.base, strict=True):
+            self._check("I8", n < base or n in self.got[m, at[1]], f"{at} frees {n}, which {m} has not delivered")
+
+    def _sealed(self, at: At, below: int) -> None:
+        for n, outcome in self.got[at].items():
+            if n < below:
+                self._check("I5", self.sealed.setdefault(n, outcome) == outcome, f"{at} seals {n} as {outcome}, sealed is {self.sealed[n]}")
+
+    def _check_kept(self, at: At) -> None:
+        rank = self.ranks[at]
+        if rank.state == "frozen":
+            return
+        self._check("K10", len(rank.open) <= 2 * self.window or not self._beats_heard(rank), f"{at} keeps {[e.n for e in rank.open]}")
+
+    def _beats_heard(self, rank: Rank) -> bool:
+        """Whether it knows how far all members have landed."""
+        peers = [self.ranks.get((m, rank.rank)) for m in rank.record.members]
+        return all(p is not None and p.landed == h or m == rank.me for m, p, h in zip(rank.record.members, peers, rank.heard, strict=True))
+
+    def _check_end(self) -> None:
+        """I9: some epoch goes on, if anybody is left; all of its members deliver everything, with one history."""
+        histories = set()
+        newest = self.records[-1]
+        whole = [(m, b) for m, b in zip(newest.members, newest.base, strict=True) if all((m, r) in self.ranks for r in range(self.lines))]
+        if not any(self._has_begun((m, r)) for m, _ in whole for r in range(self.lines)):
+            self.events["all gone"] += 1  # all members crashed, but newcomers that had not begun: the run starts again from a checkpoint
+            return
+        first = max(newest.base)
+        for m in newest.members:
+            for line in range(self.lines):
+                rank = self.ranks.get((m, line))
+                fine = rank is not None and rank.state == "running" and rank.record == newest.bare()
+                fine = fine and rank is not None and rank.landed == self._end() and not rank.open
+                self._check("I9", fine, f"{m}, rank {line}, ends as {rank}; the newest record is {newest}")
+                history = ""
+                for n in range(first, self._end()):
+                    history = extended(history, n, self.got[m, line][n][0])
+                histories.add(history)
+        self._check("I1", len(histories) == 1, "members have different histories")
+
+
+def storms(seeds: Any, **options: Any) -> dict[str, int]:
+    """Many lives; what happened in all of them."""
+    total: dict[str, int] = {}
+    for seed in seeds:
+        try:
+            found = Storm(seed, **options).run().events
+        except Violation as violation:
+            raise Violation(violation.name, f"seed {seed}: {violation}") from violation
+        total = {k: total.get(k, 0) + v for k, v in found.items()}
+    return total
