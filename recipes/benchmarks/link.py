@@ -3,43 +3,115 @@
     fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms --launcher torchrun -- recipes/benchmarks/link.py
 
 Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that slow, and compare the tables. It runs the
-library's own transport: `gather` (sparse payloads, one round trip) and `reduce` (dense vectors, header and two legs, three round trips).
+library's own exchanges: `gather` (sparse payloads, one round trip) and `reduce` (dense vectors, header and two legs, three round trips).
 Prints one table on island 0: payload bytes, median seconds of `--repeat` exchanges, and what rate and round trip alone predict. `--ring`
 adds gloo's own all_gather, which the library does not use: it passes everything on from neighbour to neighbour, R - 1 round trips. (It is
 not paced: compare it on a link that is slow by itself.)
+
+`--transport` and `--connections` compare what carries the exchanges, each with a line of its own. They take turns, exchange by exchange, so
+that what else the machines do falls on all alike; the last column is the time over that of the first transport with as many connections:
+
+    ... recipes/benchmarks/link.py --transport gloo zeromq zeromq+curve --connections 1 8 --sizes 1000 1000000 32000000
+
+`--busy` trains on something small in the main thread meanwhile, as a step under way would.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 
 from fsdp_demo import Link, Topology
+from fsdp_demo.comm import peers
 from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.peers import Line
 from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.transport import TRANSPORTS
+
+CURVE = "+curve"  # a transport with keys from a token
+TOKEN = "of a benchmark, not a secret"
 
 
-def seconds(line: Line, kind: str, size: int, repeat: int) -> float:
-    """Median seconds of one exchange of `size` bytes, all islands starting together."""
-    times, body = [], torch.zeros(size, dtype=torch.uint8)
+@dataclass
+class Candidate:
+    """A line to be measured, and what carries it."""
+
+    name: str
+    connections: int
+    line: Line
+
+
+def seconds(line: Line, kind: str, size: int) -> float:
+    """Seconds of one exchange of `size` bytes, all islands starting together."""
+    body = torch.zeros(size, dtype=torch.uint8)
     vector = torch.zeros(size // 4)
-    for _ in range(repeat + 1):
-        line.all_gather(torch.zeros(1, dtype=torch.uint8))
-        start = time.perf_counter()
-        if kind == "gather":
-            line.gather(line.header(PAYLOAD), body)
-        elif kind == "ring":
-            line.group.allgather([[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]).wait()
-        else:
-            line.gather(line.header(PAYLOAD), body[:0])
-            reduce(line, line.header(PAYLOAD), [(vector, "fp32")], [[1.0] * line.size])
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    line.all_gather(torch.zeros(1, dtype=torch.uint8))
+    start = time.perf_counter()
+    if kind == "gather":
+        line.gather(line.header(PAYLOAD), body)
+    elif kind == "ring":
+        line.group.allgather([[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]).wait()
+    else:
+        line.gather(line.header(PAYLOAD), body[:0])
+        reduce(line, line.header(PAYLOAD), [(vector, "fp32")], [[1.0] * line.size])
+    return time.perf_counter() - start
+
+
+def medians(candidates: list[Candidate], kind: str, size: int, repeat: int) -> list[float]:
+    """Median seconds of `repeat` exchanges of each candidate, in turns; the first of each does not count."""
+    times = [[seconds(c.line, kind, size) for c in candidates] for _ in range(repeat + 1)]
+    return [statistics.median(each) for each in zip(*times[1:], strict=True)]
+
+
+def meet(topology: Topology, name: str, connections: int) -> Candidate:
+    """A line over a transport; 0 connections: as many as the round trip asks for."""
+    transport, keys = name.removesuffix(CURVE), TOKEN if name.endswith(CURVE) else topology.token * (name != "gloo")
+    as_many = mock.patch.object(peers, "streams", lambda rtt: connections) if connections else nullcontext()
+    with as_many:
+        line, _ = replace(topology, transport=transport, token=keys).join(Position())
+    assert line is not None
+    return Candidate(name, 1 + len(line.more), line)
+
+
+class Busy:
+    """Steps of a small model in the main thread, while `with` lasts, with an exchange in another as in a run."""
+
+    def __init__(self, work: threading.Thread):
+        self.work, self.steps = work, 0
+
+    def train(self) -> None:
+        """Until the other thread has ended."""
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+        optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(32, 64)
+        while self.work.is_alive():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.steps += 1
+
+
+def table(candidates: list[Candidate], kinds: list[tuple[str, int]], args: argparse.Namespace) -> list[str]:
+    """Measure all cells; the lines of the table."""
+    link, size = Link.parse(args.expect) if args.expect else Link.from_env() or Link(), candidates[0].line.size
+    rows = [f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} {'rate and rtt alone':>18} {'ratio':>6}"]
+    for kind, legs in kinds:
+        for n in args.sizes:
+            sent = n * (size - 1) * (2 / size if kind == "reduce" else 1)
+            expected = legs * link.rtt + (8 * sent / link.bits_per_second if link.bits_per_second else 0.0)
+            found = medians(candidates, kind, n, args.repeat)
+            first: dict[int, float] = {}
+            for c, took in zip(candidates, found, strict=True):
+                ratio = took / first.setdefault(c.connections, took)
+                rows.append(f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {expected:>18.4f} {ratio:>6.2f}")
+    return rows
 
 
 def main() -> None:
@@ -47,27 +119,29 @@ def main() -> None:
     sizes = [1_000, 100_000, 1_000_000, 4_000_000]
     parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="bytes of one island's payload")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--kinds", nargs="*", default=["gather", "reduce"], choices=["gather", "reduce"])
+    known = [*TRANSPORTS, *(name + CURVE for name in TRANSPORTS if name != "gloo")]
+    parser.add_argument("--transport", nargs="*", default=[], choices=known, help="default: ISLAND_TRANSPORT")
+    parser.add_argument("--connections", type=int, nargs="*", default=[0], help="to each island; 0: as the round trip asks for")
     parser.add_argument("--ring", action="store_true", help="gloo's all_gather, too")
-    parser.add_argument("--expect", default="", help="rate,rtt of a real link, for the last column (default: the rehearsed one)")
+    parser.add_argument("--busy", action="store_true", help="train on something small meanwhile")
+    parser.add_argument("--expect", default="", help="rate,rtt of a real link, for a column (default: the rehearsed one)")
     args = parser.parse_args()
     topology = Topology.from_env()
-    line, _ = topology.join(Position())
-    assert line is not None
-    link = Link.parse(args.expect) if args.expect else Link.from_env() or Link()
-    rows, kinds = [], [("gather", 1), ("reduce", 3), *([("ring", line.size - 1)] if args.ring else [])]
-    for kind, legs in kinds:
-        for size in args.sizes:
-            sent = size * (line.size - 1) * (2 / line.size if kind == "reduce" else 1)
-            wire = 8 * sent / link.bits_per_second if link.bits_per_second else 0.0
-            rows.append((kind, size, seconds(line, kind, size, args.repeat), legs * link.rtt + wire))
-    line.all_gather(torch.zeros(1, dtype=torch.uint8))
-    connections = 1 + len(line.more)
-    line.release()
+    candidates = [meet(topology, name, n) for n in args.connections for name in args.transport or [topology.transport]]
+    kinds = [(kind, {"gather": 1, "reduce": 3}[kind]) for kind in args.kinds] + [("ring", topology.islands - 1)] * args.ring
+    rows: list[str] = []
+    work = threading.Thread(target=lambda: rows.extend(table(candidates, kinds, args)))
+    work.start()
+    if args.busy:
+        (busy := Busy(work)).train()
+        rows.append(f"{busy.steps} steps meanwhile")
+    work.join()
+    for c in candidates:
+        c.line.all_gather(torch.zeros(1, dtype=torch.uint8))
+        c.line.release()
     if topology.island == 0:
-        print(f"{line.size} islands, connections to each: {connections}")
-        print(f"{'transport':>9} {'bytes':>9} {'seconds':>8} {'rate and rtt alone':>18}")
-        for kind, size, took, expected in rows:
-            print(f"{kind:>9} {size:>9} {took:>8.3f} {expected:>18.3f}")
+        print(f"{topology.islands} islands", *rows, sep="\n")
 
 
 if __name__ == "__main__":
