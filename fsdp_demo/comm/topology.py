@@ -237,7 +237,7 @@ class Topology:
     def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
         layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
-        mine = {"name": self.name, "host": socket.gethostname(), **layout}
+        mine = {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
         infos = self._gather(store, {name: type(value) for name, value in mine.items()})
@@ -246,6 +246,9 @@ class Topology:
         if len(same) > 1:
             raise ValueError(f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each other's files: give each its own")
         for i, other in enumerate(ordered):
+            if other["transport"] != self.transport:
+                both = f"ISLAND_TRANSPORT={other['transport']}, {self.name} has {self.transport}"
+                raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
             if other["shards"] != position.shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "

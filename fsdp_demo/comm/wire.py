@@ -103,8 +103,12 @@ class Wire:
         """Wait for a piece, or take what came early."""
         if number <= self.inbox.over:
             piece.error = RuntimeError(f"message {number} was cancelled")
-        elif (data := self.inbox.wait_for(number, piece)) is not None:
-            piece.fill(data, len(data))
+            return
+        try:
+            if (data := self.inbox.wait_for(number, piece)) is not None:
+                piece.fill(data, len(data))
+        except WireError as error:
+            piece.error, self.gone = error, str(error)
 
     def end(self, error: Exception) -> None:
         """All that is under way ends with `error`."""
@@ -235,7 +239,7 @@ class Wire:
         if not self.ready:
             raise WireError("a piece came before a greeting")
         with self.hub.changed:
-            room = self.inbox.place(frame)
+            room: Any = self.inbox.place(frame)
         if room is Place.LATER:
             return False
         if isinstance(room, Piece) and frame.length:
@@ -283,10 +287,16 @@ class Wire:
                     self.socket.send(frame.pack(), zmq.NOBLOCK | zmq.SNDMORE)
                 except zmq.Again:
                     with self.hub.changed:
-                        heapq.heappush(self._queue, entry)
+                        self._put_back(entry)
                     raise
                 piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
                 self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
+
+    def _put_back(self, entry: tuple[bool, int, Frame, Piece]) -> None:
+        if entry[2].number > self.inbox.over:
+            heapq.heappush(self._queue, entry)
+        else:
+            entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
 
     def close(self, linger: float) -> None:
         """Close the sockets; what was handed over leaves within `linger` seconds, in the background."""
