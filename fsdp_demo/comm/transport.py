@@ -70,7 +70,8 @@ class Transport(ABC):
     @abstractmethod
     def cancel(self, reason: str) -> None:
         """End all waits at once with RuntimeError(reason), from any thread. Messages up to the highest number so far are over: what comes
-        of them later is dropped. Later numbers may follow on the same connections."""
+        of them later is dropped. Later numbers may follow on the same connections. Leave the tensors of a cancelled send as they are: a
+        piece that has been handed over may still go out."""
 
     @abstractmethod
     def close(self) -> None:

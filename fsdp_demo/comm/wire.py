@@ -110,8 +110,11 @@ class Wire:
         except WireError as error:
             piece.error, self.gone = error, str(error)
 
-    def end(self, error: Exception) -> None:
-        """All that is under way ends with `error`."""
+    def end(self, error: Exception, lost: bool = False) -> None:
+        """All that is under way ends with `error`; but for what the library has of a connection that is `lost`: most likely it has arrived
+        (the library tells late that it lets go), and nobody reads from it any more. Whether the peer has it was never said."""
+        for piece in self._lent:
+            piece.there = piece.there or lost
         for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue), *self._lent]:
             if not piece.is_completed():
                 piece.error = error
@@ -200,7 +203,7 @@ class Wire:
         if self.stuck:
             self._drain()
         with self.hub.changed:
-            self.end(RuntimeError(self.gone))
+            self.end(RuntimeError(self.gone), lost=True)
 
     def _drain(self) -> None:
         with suppress(WireError, zmq.ZMQError):
@@ -210,7 +213,7 @@ class Wire:
     def _refuse(self, error: WireError) -> None:
         with self.hub.changed:
             self.gone = str(error)
-            self.end(error)
+            self.end(error, lost=True)
         self.close(0)
 
     def _take(self) -> bool:

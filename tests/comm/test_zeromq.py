@@ -412,6 +412,32 @@ def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
     assert met == [[0, 1], [0, 1]]
 
 
+@needs_zmq
+def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
+    ports, met = [], threading.Barrier(2)
+
+    def change(key: str, note: dict[str, Any]) -> None:
+        if key.endswith("at/0"):
+            ports.append(note["ports"]["1"])
+
+    def talk(line: Line) -> list[int]:
+        line.all_gather(piece(5, line.rank))
+        met.wait()
+        if line.rank == 1:
+            context = zmq.Context()
+            for _ in range(3):
+                with context.socket(zmq.PAIR) as guest:
+                    guest.linger = 200
+                    guest.connect(f"tcp://127.0.0.1:{ports[0]}")
+                    guest.send(b"let me in")
+                    time.sleep(0.1)
+            context.destroy(0)
+        met.wait()
+        return [int(b[0]) for _ in range(3) for b in line.all_gather(piece(5, line.rank))]
+
+    assert alone(run_ranks, lambda: good(on_lines(talk, 2, store=Store(change)))) == [[0, 1] * 3] * 2
+
+
 # ---- cancelled, dead, silent, overtaken --------------------------------------------------------------------------------
 
 
@@ -584,10 +610,13 @@ def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> No
         before = counted()
         for _ in range(100):
             good(on_pieces(talk, 2))
+        until = time.monotonic() + 20
+        while counted() > before and time.monotonic() < until:  # a thread that asked the store may be about to end
+            time.sleep(0.05)
         return before, counted()
 
     before, after = alone(run_ranks, run)
-    assert after == before
+    assert after <= before
 
 
 # ---- the choice --------------------------------------------------------------------------------------------------------
