@@ -25,12 +25,16 @@ LINGER = 5.0  # seconds that what was sent has to leave, when connections are cl
 SEALED = 64  # bytes by which a piece may grow when it is encrypted
 NAT = 15.0  # seconds between signs of life on a quiet connection, which keep it open on the way
 
+QUIET = 120.0
+"""Seconds without a sign of life after which a connection is closed, at least: a sign waits behind the piece that is on its way, and a piece
+takes 70 s where eight connections share 1 Mbit/s. Who waits for a piece has a timeout of its own."""
+
 
 class Hub:
     """All sockets of one rank.
 
     Args:
-        silence: seconds without a sign of life after which a connection is closed, if it is quiet.
+        silence: seconds without a sign of life after which a connection is closed, also if nobody waits; see `QUIET`.
         keys: `curve.Keys`, or None.
 
     Attributes:
@@ -60,8 +64,8 @@ class Hub:
         made.maxmsgsize = frames.LARGEST + SEALED
         made.linger = 0
         made.reconnect_ivl = 2**31 - 1  # never by itself: what was under way is lost with a connection
-        beat = min(NAT, max(self._silence / 3, 0.1))
-        made.heartbeat_ivl, made.heartbeat_timeout = round(1e3 * beat), min(round(1e3 * max(self._silence, beat)), 2**31 - 1)
+        made.heartbeat_ivl = round(1e3 * NAT)
+        made.heartbeat_timeout = min(round(1e3 * max(self._silence, QUIET)), 2**31 - 1)
         return made
 
     def add(self, epoch: int, listens: bool) -> Wire:

@@ -257,8 +257,9 @@ class Wire:
         data = data if isinstance(data, bytes) else data.buffer
         self._fits(frame, len(data))
         with self.hub.changed:
-            if room is Place.ASIDE and (room := self.inbox.keep(frame.number, data, frame.length)) is not None:
-                room.fill(data, frame.length)
+            taker = self.inbox.keep(frame.number, data, frame.length) if room is Place.ASIDE else None
+            if taker is not None:
+                taker.fill(data, frame.length)
             elif isinstance(room, Piece):
                 room.there = True  # an empty one
         return True
