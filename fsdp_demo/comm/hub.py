@@ -26,7 +26,7 @@ SEALED = 64  # bytes by which a piece may grow when it is encrypted
 NAT = 15.0  # seconds between signs of life on a quiet connection, which keep it open on the way
 
 QUIET = 120.0
-"""Seconds without a sign of life after which a connection is closed, at least: a sign waits behind the piece that is on its way, and a piece
+"""Seconds without a sign of life after which a connection is closed, at least: a sign waits behind the piece that is on its way, and that
 takes 70 s where eight connections share 1 Mbit/s. Who waits for a piece has a timeout of its own."""
 
 

@@ -81,27 +81,24 @@ def meet(topology: Topology, name: str, connections: int) -> Candidate:
     return Candidate(name, 1 + len(line.more), line)
 
 
-class Busy:
-    """Steps of a small model in the main thread, while `with` lasts, with an exchange in another as in a run."""
-
-    def __init__(self, work: threading.Thread):
-        self.work, self.steps = work, 0
-
-    def train(self) -> None:
-        """Until the other thread has ended."""
-        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
-        optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(32, 64)
-        while self.work.is_alive():
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            self.steps += 1
+def train(work: threading.Thread) -> int:
+    """Steps of a small model in this thread until the other has ended, as an exchange runs beside training; how many."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    optimizer, x, steps = torch.optim.AdamW(model.parameters()), torch.randn(32, 64), 0
+    while work.is_alive():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
 
 
-def table(candidates: list[Candidate], kinds: list[tuple[str, int]], args: argparse.Namespace) -> list[str]:
-    """Measure all cells; the lines of the table."""
+def measure(candidates: list[Candidate], kinds: list[tuple[str, int]], args: argparse.Namespace) -> None:
+    """Measure all cells, and print each on island 0."""
+    say = (lambda text: print(text, flush=True)) if candidates[0].line.rank == 0 else (lambda text: None)
     link, size = Link.parse(args.expect) if args.expect else Link.from_env() or Link(), candidates[0].line.size
-    rows = [f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} {'rate and rtt alone':>18} {'ratio':>6}"]
+    say(f"{size} islands")
+    say(f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} {'rate and rtt alone':>18} {'ratio':>6}")
     for kind, legs in kinds:
         for n in args.sizes:
             sent = n * (size - 1) * (2 / size if kind == "reduce" else 1)
@@ -110,8 +107,7 @@ def table(candidates: list[Candidate], kinds: list[tuple[str, int]], args: argpa
             first: dict[int, float] = {}
             for c, took in zip(candidates, found, strict=True):
                 ratio = took / first.setdefault(c.connections, took)
-                rows.append(f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {expected:>18.4f} {ratio:>6.2f}")
-    return rows
+                say(f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {expected:>18.4f} {ratio:>6.2f}")
 
 
 def main() -> None:
@@ -130,18 +126,18 @@ def main() -> None:
     topology = Topology.from_env()
     candidates = [meet(topology, name, n) for n in args.connections for name in args.transport or [topology.transport]]
     kinds = [(kind, {"gather": 1, "reduce": 3}[kind]) for kind in args.kinds] + [("ring", topology.islands - 1)] * args.ring
-    rows: list[str] = []
-    work = threading.Thread(target=lambda: rows.extend(table(candidates, kinds, args)))
-    work.start()
+    steps = 0
     if args.busy:
-        (busy := Busy(work)).train()
-        rows.append(f"{busy.steps} steps meanwhile")
-    work.join()
+        work = threading.Thread(target=measure, args=(candidates, kinds, args))
+        work.start()
+        steps = train(work)
+    else:
+        measure(candidates, kinds, args)
     for c in candidates:
         c.line.all_gather(torch.zeros(1, dtype=torch.uint8))
         c.line.release()
-    if topology.island == 0:
-        print(f"{topology.islands} islands", *rows, sep="\n")
+    if args.busy and topology.island == 0:
+        print(f"{steps} steps meanwhile")
 
 
 if __name__ == "__main__":
