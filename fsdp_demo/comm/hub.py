@@ -1,8 +1,8 @@
 """What moves all connections of a rank: whoever waits drives, and no thread runs while nobody does.
 
 A ZeroMQ socket may be used by one thread at a time. The first that waits becomes the driver: it waits for all sockets at once and moves
-what can be moved, also for the others, who wait for its word; when it has what it wanted, another takes over. (A thread of its own was
-dearer for short messages: two more hand-overs of Python's lock each way.)
+what can be moved, also for the others, who wait for its word; when it has what it wanted, another takes over. So a short message needs no
+hand-over from thread to thread, and training has no other thread beside it while no exchange is under way.
 """
 
 from __future__ import annotations
@@ -169,8 +169,10 @@ class Hub:
             if end in self._owners:  # not closed meanwhile
                 self._owners[end](events)
         for wire in list(self.wires):
-            if wire.stuck and wire.inbox.rooms:
+            if wire.inbox.rooms and (wire.stuck or wire.gone):
                 wire.serve(0)
+                if wire.gone:
+                    wire.settle()
 
     def close(self, linger: float = LINGER) -> None:
         """Close all connections; waits end with an error, what was handed over has `linger` seconds to leave."""

@@ -107,6 +107,8 @@ class Wire:
         try:
             if (data := self.inbox.wait_for(number, piece)) is not None:
                 piece.fill(data, len(data))
+            elif self.gone and (self.socket.closed or not self.stuck):
+                self.end(RuntimeError(self.gone), lost=True)
         except WireError as error:
             piece.error, self.gone = error, str(error)
 
@@ -193,9 +195,9 @@ class Wire:
 
     def lose(self, reason: str) -> None:
         """Nothing more comes: what has come is still given out, all other waits end."""
+        self._drain()
         with self.hub.changed:
             self.gone = self.gone or reason
-        self._drain()
         self.settle()
 
     def settle(self) -> None:

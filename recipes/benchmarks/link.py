@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="train on something small meanwhile")
     parser.add_argument("--expect", default="", help="rate,rtt of a real link, for a column (default: the rehearsed one)")
     args = parser.parse_args()
+    if args.ring and set(args.transport) - {"gloo"}:
+        parser.error("--ring is gloo's own: leave --transport out")
     topology = Topology.from_env()
     candidates = [meet(topology, name, n) for n in args.connections for name in args.transport or [topology.transport]]
     kinds = [(kind, {"gather": 1, "reduce": 3}[kind]) for kind in args.kinds] + [("ring", topology.islands - 1)] * args.ring
