@@ -9,7 +9,8 @@ adds gloo's own all_gather, which the library does not use: it passes everything
 not paced: compare it on a link that is slow by itself.)
 
 `--transport` and `--connections` compare what carries the exchanges, each with a line of its own. They take turns, exchange by exchange, so
-that what else the machines do falls on all alike; the last column is the time over that of the first transport with as many connections:
+that what else the machines do falls on all alike; the last column is the time over that of the first transport with as many connections.
+`processor` counts what this process computes meanwhile, checksums and sums included, on all its cores:
 
     ... recipes/benchmarks/link.py --transport gloo zeromq zeromq+curve --connections 1 8 --sizes 1000 1000000 32000000
 
@@ -49,12 +50,12 @@ class Candidate:
     line: Line
 
 
-def seconds(line: Line, kind: str, size: int) -> float:
-    """Seconds of one exchange of `size` bytes, all islands starting together."""
+def seconds(line: Line, kind: str, size: int) -> tuple[float, float]:
+    """Seconds of one exchange of `size` bytes, all islands starting together, and those of the processor in this process."""
     body = torch.zeros(size, dtype=torch.uint8)
     vector = torch.zeros(size // 4)
     line.all_gather(torch.zeros(1, dtype=torch.uint8))
-    start = time.perf_counter()
+    start, work = time.perf_counter(), time.process_time()
     if kind == "gather":
         line.gather(line.header(PAYLOAD), body)
     elif kind == "ring":
@@ -62,13 +63,13 @@ def seconds(line: Line, kind: str, size: int) -> float:
     else:
         line.gather(line.header(PAYLOAD), body[:0])
         reduce(line, line.header(PAYLOAD), [(vector, "fp32")], [[1.0] * line.size])
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - work
 
 
-def medians(candidates: list[Candidate], kind: str, size: int, repeat: int) -> list[float]:
-    """Median seconds of `repeat` exchanges of each candidate, in turns; the first of each does not count."""
+def medians(candidates: list[Candidate], kind: str, size: int, repeat: int) -> list[tuple[float, float]]:
+    """Median seconds, and of the processor, of `repeat` exchanges of each candidate, in turns; the first of each does not count."""
     times = [[seconds(c.line, kind, size) for c in candidates] for _ in range(repeat + 1)]
-    return [statistics.median(each) for each in zip(*times[1:], strict=True)]
+    return [(statistics.median(t for t, _ in each), statistics.median(t for _, t in each)) for each in zip(*times[1:], strict=True)]
 
 
 def meet(topology: Topology, name: str, connections: int) -> Candidate:
@@ -98,16 +99,17 @@ def measure(candidates: list[Candidate], kinds: list[tuple[str, int]], args: arg
     say = (lambda text: print(text, flush=True)) if candidates[0].line.rank == 0 else (lambda text: None)
     link, size = Link.parse(args.expect) if args.expect else Link.from_env() or Link(), candidates[0].line.size
     say(f"{size} islands")
-    say(f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} {'rate and rtt alone':>18} {'ratio':>6}")
+    names = f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} {'processor':>9}"
+    say(f"{names} {'rate and rtt alone':>18} {'ratio':>6}")
     for kind, legs in kinds:
         for n in args.sizes:
             sent = n * (size - 1) * (2 / size if kind == "reduce" else 1)
             expected = legs * link.rtt + (8 * sent / link.bits_per_second if link.bits_per_second else 0.0)
             found = medians(candidates, kind, n, args.repeat)
             first: dict[int, float] = {}
-            for c, took in zip(candidates, found, strict=True):
+            for c, (took, work) in zip(candidates, found, strict=True):
                 ratio = took / first.setdefault(c.connections, took)
-                say(f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {expected:>18.4f} {ratio:>6.2f}")
+                say(f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {work:>9.4f} {expected:>18.4f} {ratio:>6.2f}")
 
 
 def main() -> None:
