@@ -4,9 +4,9 @@
 
 Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that slow, and compare the tables. It runs the
 library's own exchanges: `gather` (sparse payloads, one round trip) and `reduce` (dense vectors, header and two legs, three round trips).
-Prints one table on island 0: payload bytes, median seconds of `--repeat` exchanges, and what rate and round trip alone predict. `--ring`
-adds gloo's own all_gather, which the library does not use: it passes everything on from neighbour to neighbour, R - 1 round trips. (It is
-not paced: compare it on a link that is slow by itself.)
+Prints one table on island 0: payload bytes, median seconds of `--repeat` exchanges (the mean of the islands), and what rate and round trip
+alone predict. `--ring` adds gloo's own all_gather, which the library does not use: it passes everything on from neighbour to neighbour,
+R - 1 round trips. (It is not paced: compare it on a link that is slow by itself.)
 
 `--transport` and `--connections` compare what carries the exchanges, each with a line of its own. They take turns, exchange by exchange, so
 that what else the machines do falls on all alike; the last column is the time over that of the first transport with as many connections.
@@ -67,9 +67,14 @@ def seconds(line: Line, kind: str, size: int) -> tuple[float, float]:
 
 
 def medians(candidates: list[Candidate], kind: str, size: int, repeat: int) -> list[tuple[float, float]]:
-    """Median seconds, and of the processor, of `repeat` exchanges of each candidate, in turns; the first of each does not count."""
+    """Median seconds, and of the processor, of `repeat` exchanges of each candidate, in turns; the first of each does not count.
+
+    Means over the islands: who starts half a round trip late finds what the others sent, and those wait longer."""
     times = [[seconds(c.line, kind, size) for c in candidates] for _ in range(repeat + 1)]
-    return [(statistics.median(t for t, _ in each), statistics.median(t for _, t in each)) for each in zip(*times[1:], strict=True)]
+    mine = torch.tensor([[statistics.median(column) for column in zip(*each, strict=True)] for each in zip(*times[1:], strict=True)])
+    line = candidates[0].line
+    all_of = [row.clone().view(torch.float32).view_as(mine) for row in line.all_gather(mine.view(-1).view(torch.uint8))]
+    return [(float(took), float(work)) for took, work in torch.stack(all_of).mean(0)]
 
 
 def meet(topology: Topology, name: str, connections: int) -> Candidate:
