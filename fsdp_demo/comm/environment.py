@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from ..config.parsing import nearest
+from .transport import TRANSPORTS
 
 log = logging.getLogger("fsdp_demo")
 
@@ -25,6 +26,8 @@ VARIABLES = {
     "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
+    "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
+    "ISLAND_TOKEN": "the run's secret, the same on all islands, for a transport that authenticates",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
@@ -88,6 +91,18 @@ def endpoint(env: Mapping[str, str]) -> str:
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
         raise ValueError(f"ISLAND_ENDPOINT={text!r} must be host:port of the store, as `fsdp-demo store` prints it")
     return text
+
+
+def transport(env: Mapping[str, str]) -> str:
+    """ISLAND_TRANSPORT, default the first of `TRANSPORTS`.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    name = env.get("ISLAND_TRANSPORT", "").strip() or next(iter(TRANSPORTS))
+    if name not in TRANSPORTS:
+        raise ValueError(f"ISLAND_TRANSPORT={name!r} is not known: allowed are {', '.join(TRANSPORTS)}")
+    return name
 
 
 _ELSEWHERE = {"WORLD": "COUNT", "WORLD_SIZE": "COUNT", "SIZE": "COUNT", "ID": "RANK", "INDEX": "RANK", "STORE": "ENDPOINT"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Meter:
-    """Counts of one rank. Bytes are those handed to the process group, to the byte: TCP/IP headers come on top.
+    """Counts of one rank. Bytes are those handed to the transport, to the byte: its frames (`zeromq.py`) and TCP/IP headers come on top.
 
     Attributes:
         exchanges: ticks on which something was exchanged.

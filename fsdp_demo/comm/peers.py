@@ -25,6 +25,7 @@ from ..errors import PeerLost, WireError
 from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
 from .link import Link
 from .meter import Meter
+from .transport import Transport
 
 log = logging.getLogger("fsdp_demo")
 
@@ -40,7 +41,8 @@ class Line:
     """The ranks that hold the same shard on every island, one per island.
 
     Args:
-        group: a process group with `send` and `recv` over CPU tensors (gloo), or None for a single replica.
+        group: what moves pieces (`transport.Pieces`): a process group with `send` and `recv` over CPU tensors (gloo), or a `Transport`;
+            None for a single replica.
         rank, size: this island and the number of islands in the group.
         names: the islands' names, for errors.
         timeout: seconds of silence after which a peer counts as lost.
@@ -113,6 +115,8 @@ class Line:
     def _wait(self, j: int, work: Any) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout))
+        except WireError:
+            raise
         except RuntimeError as error:
             raise self._lost(j, error) from error
 
@@ -193,7 +197,10 @@ class Line:
         return f"island {j} ({self.names[j]})"
 
     def release(self) -> None:
-        """Drop the process groups; a live one at interpreter exit can abort the process."""
+        """Close the connections and drop the process groups; a live one at interpreter exit can abort the process."""
+        for group in (self.group, *self.more):
+            if isinstance(group, Transport):
+                group.close()
         self.group, self.more = None, []
 
 

@@ -4,8 +4,8 @@ A rank has three coordinates: island (which replica), shard (which part of it) a
 very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different
 numbers of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
 
-* `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and a
-  bare gloo group that no framework inside the island can see.
+* `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and
+  connect by a transport (`transport.py`; gloo: a bare group) that no framework inside the island can see.
 * `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
 """
 
@@ -16,9 +16,9 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,8 @@ from . import attempts, environment
 from .address import route_to
 from .link import Link
 from .peers import Line
-from .store_client import Asker, connect, first_line, within
+from .store_client import Asker, connect
+from .transport import TRANSPORTS, Meeting, opener
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the name server for every address that
@@ -57,6 +58,7 @@ class Topology:
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
+        transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports that know one.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -79,6 +81,8 @@ class Topology:
     group: Any = None
     line_group: Any = None
     stop_timeout: float = 10.0
+    transport: str = next(iter(TRANSPORTS))
+    token: str = field(default="", repr=False)
     _store: Asker | None = field(default=None, repr=False)
     _prefix: str = field(default="", repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
@@ -104,7 +108,7 @@ class Topology:
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
         endpoint = environment.endpoint(env)
-        common["address"] = env.get("ISLAND_ADDRESS", "")
+        common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": environment.transport(env), "token": env.get("ISLAND_TOKEN", "")}
         return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
 
     @classmethod
@@ -155,8 +159,8 @@ class Topology:
         lanes = min(info["copies"] for info in infos)
         if position.copy >= lanes:
             return None, lanes
-        open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store)
         names = [i["name"] for i in infos]
+        open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store, names)
         line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
         try:
             line.widen(open_group)
@@ -174,23 +178,17 @@ class Topology:
             "then start all islands again"
         )
 
-    def _connector(self, prefix: str, store: Asker) -> Callable[[int], Any]:
-        """open_group(k): group k = 0, 1, ... of this line, with connections of its own; one thread serves them all."""
+    def _connector(self, prefix: str, store: Asker, names: Sequence[str]) -> Callable[[int], Any]:
+        """open(k): connections k = 0, 1, ... of this line, by the transport that was chosen."""
         where = self.address or route_to(self.endpoint)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout, options._threads = timedelta(seconds=self.timeout), 1
+        meeting = Meeting(store, prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token)
+        transport = opener(self.transport, meeting)
 
         def open_group(k: int) -> Any:
             try:
-                options._devices = options._devices or [dist.ProcessGroupGloo.create_device(hostname=where)]
-                keys = dist.PrefixStore(f"{prefix}/{k}", store.store)
-                # gloo asks the store without a limit of its own
-                return within(self.timeout + self.question, lambda: dist.ProcessGroupGloo(keys, self.island, self.islands, options))
-            except TimeoutError:
+                return transport.open(k)
+            except Late:
                 raise self._cured(StoreSilent(f"the store at {self.endpoint} does not answer within {self.timeout:g} s")) from None
-            except RuntimeError as error:
-                reason = first_line(error)
-                raise PeerLost(f"{self.name} could not connect to its peers from {where} (ISLAND_ADDRESS): {reason}") from error
 
         return open_group
 
@@ -239,7 +237,7 @@ class Topology:
     def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
         layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
-        mine = {"name": self.name, "host": socket.gethostname(), **layout}
+        mine = {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
         infos = self._gather(store, {name: type(value) for name, value in mine.items()})
@@ -248,6 +246,9 @@ class Topology:
         if len(same) > 1:
             raise ValueError(f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each other's files: give each its own")
         for i, other in enumerate(ordered):
+            if other["transport"] != self.transport:
+                both = f"ISLAND_TRANSPORT={other['transport']}, {self.name} has {self.transport}"
+                raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
             if other["shards"] != position.shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "

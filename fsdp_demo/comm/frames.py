@@ -1,0 +1,56 @@
+"""The frame that stands before every piece on a transport that has no framing of its own (`zeromq.py`).
+
+28 bytes, little-endian:
+
+    magic "FDXP" (4s), version (u8), kind (u8), zero (u16), epoch (u32), number of the message on its line (u32),
+    piece of that message on this connection, from 0 (u32), bytes of the piece (u64)
+
+It is read before any room is made for the piece. What a message says about itself stands in `header.py`, within its first piece.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ..errors import WireError
+
+MAGIC, VERSION = b"FDXP", 1
+FRAME = struct.Struct("<4sBBHIIIQ")
+
+HELLO, PIECE = range(2)
+LARGEST = 1 << 20
+"""Bytes of a piece at most, `peers.PIECE`: nobody can make a receiver allocate more at a time."""
+
+
+class Frame(NamedTuple):
+    """What a piece says about itself."""
+
+    kind: int
+    epoch: int
+    number: int
+    piece: int
+    length: int
+
+    def pack(self) -> bytes:
+        """The 28 bytes."""
+        return FRAME.pack(MAGIC, VERSION, self.kind, 0, self.epoch, self.number, self.piece, self.length)
+
+
+def read(data: bytes) -> Frame:
+    """The frame in `data`.
+
+    Raises:
+        WireError: it is none, or announces more than `LARGEST` bytes.
+    """
+    if len(data) != FRAME.size:
+        raise WireError(f"a frame of {len(data)} bytes, expected {FRAME.size}: somebody else connects here, or another release")
+    magic, version, kind, _, epoch, number, piece, length = FRAME.unpack(data)
+    if magic != MAGIC or version != VERSION:
+        wanted = f"expected {MAGIC!r} version {VERSION}"
+        raise WireError(f"a frame starts with {magic!r} version {version}, {wanted}: use one release everywhere")
+    if kind not in (HELLO, PIECE):
+        raise WireError(f"a frame of kind {kind}, known are {HELLO} and {PIECE}: use one release everywhere")
+    if length > LARGEST:
+        raise WireError(f"a piece of {length} bytes is announced, allowed are {LARGEST}")
+    return Frame(kind, epoch, number, piece, length)

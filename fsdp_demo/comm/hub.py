@@ -1,0 +1,203 @@
+"""What moves all connections of a rank: whoever waits drives, and no thread runs while nobody does.
+
+A ZeroMQ socket may be used by one thread at a time. The first that waits becomes the driver: it waits for all sockets at once and moves
+what can be moved, also for the others, who wait for its word; when it has what it wanted, another takes over. So a short message needs no
+hand-over from thread to thread, and training has no other thread beside it while no exchange is under way.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from . import frames
+from .wire import WAITING, Piece, Wire
+
+LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
+SEALED = 64  # bytes by which a piece may grow when it is encrypted
+NAT = 15.0  # seconds between signs of life on a quiet connection, which keep it open on the way
+
+QUIET = 120.0
+"""Seconds without a sign of life after which a connection is closed, at least: a sign waits behind the piece that is on its way, and that
+takes 70 s where eight connections share 1 Mbit/s. Who waits for a piece has a timeout of its own."""
+
+
+class Hub:
+    """All sockets of one rank.
+
+    Args:
+        silence: seconds without a sign of life after which a connection is closed, also if nobody waits; see `QUIET`.
+        keys: `curve.Keys`, or None.
+
+    Attributes:
+        changed: lock of all that waits and is queued; told when something has moved.
+    """
+
+    def __init__(self, silence: float, keys: Any = None):
+        self.changed = threading.Condition()
+        self.wires: list[Wire] = []
+        self._silence, self._keys = silence, keys
+        self._context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
+        self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
+        self._owners: dict[Any, Callable[[int], None]] = {}
+        self._near, self._far = socket.socketpair()
+        for end in (self._near, self._far):
+            end.setblocking(False)
+        self._poller.register(self._far.fileno(), zmq.POLLIN)
+        self._owners[self._far.fileno()] = self._woken
+        self._driven = self.closed = False
+
+    # ---- connections ---------------------------------------------------------------------------------------------------
+
+    def socket(self) -> Any:
+        """A new socket with what all of them have in common."""
+        made = self._context.socket(zmq.PAIR)
+        made.sndhwm = made.rcvhwm = WAITING
+        made.maxmsgsize = frames.LARGEST + SEALED
+        made.linger = 0
+        made.reconnect_ivl = 2**31 - 1  # never by itself: what was under way is lost with a connection
+        made.heartbeat_ivl = round(1e3 * NAT)
+        made.heartbeat_timeout = min(round(1e3 * max(self._silence, QUIET)), 2**31 - 1)
+        return made
+
+    def add(self, epoch: int, listens: bool) -> Wire:
+        """A connection to be."""
+        wire = Wire(self, epoch)
+        if self._keys is not None:
+            (self._keys.listen if listens else self._keys.connect)(wire.socket)
+        self.wires.append(wire)
+        self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
+        self._poller.register(wire.monitor, zmq.POLLIN)
+        return wire
+
+    def forget(self, wire: Wire) -> None:
+        """Wait for a connection no more."""
+        with self.changed:
+            self.wires = [w for w in self.wires if w is not wire]
+        for end in (wire.socket, wire.monitor):
+            if end in self._owners:
+                del self._owners[end]
+                self._wanted.pop(end, None)
+                with suppress(KeyError):
+                    self._poller.unregister(end)
+
+    # ---- driving -------------------------------------------------------------------------------------------------------
+
+    def wait(self, piece: Piece, seconds: float) -> None:
+        """Drive, or let somebody drive, until a piece has been moved.
+
+        Raises:
+            RuntimeError: nothing came for so long.
+        """
+        end = time.monotonic() + seconds
+        while not piece.is_completed():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"nothing came for {seconds:g} s")
+            self.drive(min(left, 0.001) if piece.handed else left, piece.is_completed)  # nobody tells when the library lets go
+
+    def drive(self, seconds: float, done: Callable[[], bool]) -> None:
+        """One turn, or somebody else's."""
+        with self.changed:
+            if done():
+                return
+            if self.closed:
+                raise RuntimeError("the connections were closed")
+            if self._driven:
+                self.changed.wait(seconds)
+                return
+            self._driven = True
+        try:
+            self._turn(seconds)
+        finally:
+            self._leave()
+
+    def nudge(self, wire: Wire) -> None:
+        """Something was posted: move it at once, or tell the driver."""
+        with self.changed:
+            if self.closed:
+                return
+            if self._driven:
+                self._wake()
+                return
+            self._driven = True
+        try:
+            wire.serve(zmq.POLLOUT)
+            if wire.gone:
+                wire.settle()
+        finally:
+            self._leave()
+
+    def tell(self) -> None:
+        """Let all who wait look again."""
+        with self.changed:
+            self.changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            self._near.send(b"\0")
+
+    def _woken(self, _: int) -> None:
+        with suppress(BlockingIOError):
+            self._far.recv(4096)
+
+    def _leave(self) -> None:
+        with self.changed:
+            self._driven = False
+            self.changed.notify_all()
+
+    def _turn(self, seconds: float) -> None:
+        with self.changed:
+            for wire in self.wires:
+                wanted = wire.wants()
+                if self._wanted.get(wire.socket, 0) != wanted:
+                    self._wanted[wire.socket] = wanted
+                    if wanted:
+                        self._poller.register(wire.socket, wanted)
+                    else:
+                        self._poller.unregister(wire.socket)
+        for end, events in self._poller.poll(min(math.ceil(1e3 * seconds), 10**9)):
+            if end in self._owners:  # not closed meanwhile
+                self._owners[end](events)
+        for wire in list(self.wires):
+            if wire.inbox.rooms and (wire.stuck or wire.gone):
+                wire.serve(0)
+                if wire.gone:
+                    wire.settle()
+
+    def close(self, linger: float = LINGER) -> None:
+        """Close all connections; waits end with an error, what was handed over has `linger` seconds to leave."""
+        with self.changed:
+            if self.closed:
+                return
+            self.closed = True
+            for wire in self.wires:
+                wire.end(RuntimeError("the connections were closed"))
+            self._wake()
+            while self._driven:
+                self.changed.wait(1.0)
+            self._driven = True
+        try:
+            for wire in list(self.wires):
+                wire.close(linger)
+            self._context.term()
+        finally:
+            self._near.close()
+            self._far.close()
+            self._leave()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            if not self.closed:
+                self._context.destroy(0)
+                self._near.close()
+                self._far.close()

@@ -1,0 +1,314 @@
+"""One connection of ZeroMQ to one peer, and what waits on it. All sockets of a rank are moved by `hub.py`."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import WireError
+from . import frames
+from .frames import Frame
+from .header import memory
+from .inbox import Counts, Inbox, Place
+
+TURN = 4  # pieces that one connection takes or gives before the next has its turn
+WAITING = 2  # pieces that wait in the library: what is there cannot be overtaken any more
+KNOWN = 4096  # messages of which a wire knows whether they are short
+AGAIN = 0.2  # seconds between two tries to connect
+SHORT = 1 << 16  # bytes: a message whose first piece is not longer overtakes others; it is also copied when it is read early
+
+NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class Piece:
+    """One piece under way: see `transport.Moving`."""
+
+    def __init__(self, hub: Any, data: Tensor):
+        self._hub, self.size = hub, data.numel()
+        buffer = memory(data)
+        if self.size:
+            buffer.tensor = data  # whose memory it is: the library may read from it when nobody waits any more
+        self.view = memoryview(buffer).cast("B")
+        self.tracker: Any = None  # of what the library reads from
+        self.there = False
+        self.error: Exception | None = None
+
+    @property
+    def handed(self) -> bool:
+        """Whether the library has it, and reads from it."""
+        return self.tracker is not None
+
+    def is_completed(self) -> bool:
+        """See `transport.Moving`."""
+        return self.there or self.error is not None or (self.handed and self.tracker.done)
+
+    def wait(self, timeout: timedelta) -> None:
+        """See `transport.Moving`."""
+        self._hub.wait(self, timeout.total_seconds())
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+
+    def fill(self, data: Any, size: int) -> None:
+        """Take what came before."""
+        self.view[:size] = data
+        self.there = True
+
+
+class Wire:
+    """A PAIR socket: exactly one peer, and what leaves it is never given to another.
+
+    Methods that touch the socket are called by whoever drives the hub, all others under the hub's lock.
+
+    Attributes:
+        ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble: what happened on the way to `ready`.
+    """
+
+    def __init__(self, hub: Any, epoch: int):
+        self.hub, self.inbox, self.counts = hub, Inbox(epoch), Counts()
+        self.socket: Any = hub.socket()
+        self.monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | NOT_THERE | REFUSED)
+        self.ready, self.gone, self.trouble = False, "", ""
+        self._hello = self._mine = self._theirs = b""
+        self._address, self._dial_at = "", 0.0
+        self._file = -1  # descriptor of the connection
+        self._queue: list[tuple[bool, int, Frame, Piece]] = []
+        self._lent: list[Piece] = []
+        self._order, self._late = 0, dict[int, bool]()
+        self._head: Frame | None = None  # of a piece that is not read yet
+
+    # ---- what others ask for, under the lock ---------------------------------------------------------------------------
+
+    def post_send(self, piece: Piece, number: int) -> None:
+        """Queue a piece; those of short messages go first."""
+        if self.gone:
+            piece.error = RuntimeError(self.gone)
+            return
+        frame = Frame(frames.PIECE, self.inbox.epoch, number, self.counts.next(number), piece.size)
+        if frame.piece == 0:
+            self._late[number] = piece.size > SHORT
+        self._order += 1
+        heapq.heappush(self._queue, (self._late.get(number, True), self._order, frame, piece))
+        if len(self._late) > 2 * KNOWN:
+            self._late = {n: late for n, late in self._late.items() if n > number - KNOWN}
+
+    def post_recv(self, piece: Piece, number: int) -> None:
+        """Wait for a piece, or take what came early."""
+        if number <= self.inbox.over:
+            piece.error = RuntimeError(f"message {number} was cancelled")
+            return
+        try:
+            if (data := self.inbox.wait_for(number, piece)) is not None:
+                piece.fill(data, len(data))
+            elif self.gone and (self.socket.closed or not self.stuck):
+                self.end(RuntimeError(self.gone), lost=True)
+        except WireError as error:
+            piece.error, self.gone = error, str(error)
+
+    def end(self, error: Exception, lost: bool = False) -> None:
+        """All that is under way ends with `error`; but for what the library has of a connection that is `lost`: most likely it has arrived
+        (the library tells late that it lets go), and nobody reads from it any more. Whether the peer has it was never said."""
+        for piece in self._lent:
+            piece.there = piece.there or lost
+        for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue), *self._lent]:
+            if not piece.is_completed():
+                piece.error = error
+        self._queue, self._lent = [], []
+
+    @property
+    def met(self) -> bool:
+        """Whether both sides have greeted."""
+        return self.ready and not self._hello
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a piece waits in the socket, which is too early."""
+        return self._head is not None
+
+    def wants(self) -> int:
+        """What of the socket the driver should wait for."""
+        if self.socket.closed:
+            return 0
+        return int(zmq.POLLIN * (not self.stuck and not self.gone) | zmq.POLLOUT * bool(self._queue or self._hello))
+
+    # ---- meeting -------------------------------------------------------------------------------------------------------
+
+    def greet(self, mine: bytes, theirs: bytes) -> None:
+        """Say `mine` first, and take only who says `theirs`."""
+        self._hello = self._mine = mine
+        self._theirs = theirs
+
+    def dial(self, address: str) -> None:
+        """Connect."""
+        self._address = address
+        self.socket.ipv6 = "[" in address
+        self.socket.connect(address)
+
+    def dial_again(self) -> None:
+        """Connect once more, if it is time."""
+        if self._dial_at and time.monotonic() > self._dial_at:
+            self._dial_at, self._hello = 0.0, self._mine
+            self.socket.connect(self._address)
+
+    def _not_there(self, event: int) -> None:
+        """The connection ended before its peer had greeted: whoever listens goes on, the other tries again."""
+        if event & REFUSED:
+            self.trouble = "the other side could not prove that it knows ISLAND_TOKEN"
+        if self._address and not self._dial_at:
+            self._dial_at = time.monotonic() + AGAIN
+            self.trouble = self.trouble or "the connection is refused or does not last"
+            with suppress(zmq.ZMQError):
+                self.socket.disconnect(self._address)
+        elif not self._address and event & zmq.EVENT_DISCONNECTED:
+            self._hello = self._mine
+
+    # ---- what the driver does ------------------------------------------------------------------------------------------
+
+    def serve(self, events: int) -> None:
+        """Move what can be moved."""
+        try:
+            if events & zmq.POLLIN or self.stuck:
+                self._take()
+            if events & zmq.POLLOUT:
+                self._give()
+        except WireError as error:
+            self._refuse(error)
+        except zmq.ZMQError as error:
+            self.lose(f"the connection failed: {error}")
+
+    def watch(self, _: int = 0) -> None:
+        """See what became of the connection."""
+        with suppress(zmq.Again):
+            while not self.monitor.closed:
+                message = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+                if not self.ready:
+                    self._not_there(message["event"])
+                elif message["event"] & zmq.EVENT_DISCONNECTED and message["value"] == self._file:
+                    self.lose("connection closed by peer")  # and not a second one, which a socket of this kind sends away
+
+    def lose(self, reason: str) -> None:
+        """Nothing more comes: what has come is still given out, all other waits end."""
+        self._drain()
+        with self.hub.changed:
+            self.gone = self.gone or reason
+        self.settle()
+
+    def settle(self) -> None:
+        """End the waits of a connection that is gone, after what is still there was read."""
+        if self.stuck:
+            self._drain()
+        with self.hub.changed:
+            self.end(RuntimeError(self.gone), lost=True)
+
+    def _drain(self) -> None:
+        with suppress(WireError, zmq.ZMQError):
+            while not self.socket.closed and self._take():
+                pass
+
+    def _refuse(self, error: WireError) -> None:
+        with self.hub.changed:
+            self.gone = str(error)
+            self.end(error, lost=True)
+        self.close(0)
+
+    def _take(self) -> bool:
+        """Read pieces into their rooms; whether something was read."""
+        for n in range(TURN):
+            if self._head is None:
+                try:
+                    data = self.socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return n > 0
+                if not self.socket.rcvmore:
+                    raise WireError(f"{len(data)} bytes without a piece behind them")
+                self._head = frames.read(data)
+            if not self._read(self._head):
+                return n > 0
+            if self.socket.rcvmore:
+                raise WireError("more than one piece behind a frame")
+            self._head = None
+        return True
+
+    def _read(self, frame: Frame) -> bool:
+        """Read the piece behind a frame; False if it has to stay where it is."""
+        if frame.kind == frames.HELLO:
+            self._greeted(self.socket.recv(copy=False))
+            return True
+        if not self.ready:
+            raise WireError("a piece came before a greeting")
+        with self.hub.changed:
+            room: Any = self.inbox.place(frame)
+        if room is Place.LATER:
+            return False
+        if isinstance(room, Piece) and frame.length:
+            try:
+                self._fits(frame, self.socket.recv_into(room.view))
+            except (WireError, zmq.ZMQError) as error:
+                room.error = WireError(str(error))
+                raise
+            room.there = True
+            return True
+        data = self.socket.recv(copy=frame.length <= SHORT)
+        data = data if isinstance(data, bytes) else data.buffer
+        self._fits(frame, len(data))
+        with self.hub.changed:
+            taker = self.inbox.keep(frame.number, data, frame.length) if room is Place.ASIDE else None
+            if taker is not None:
+                taker.fill(data, frame.length)
+            elif isinstance(room, Piece):
+                room.there = True  # an empty one
+        return True
+
+    @staticmethod
+    def _fits(frame: Frame, size: int) -> None:
+        if size != frame.length:
+            raise WireError(f"piece {frame.piece} of message {frame.number} has {size} bytes, its frame says {frame.length}")
+
+    def _greeted(self, data: Any) -> None:
+        if data.bytes != self._theirs:
+            raise WireError("somebody else greets: another line, or another start of this run")
+        self.ready, self._file = True, data.get(zmq.SRCFD)
+
+    def _give(self) -> None:
+        """Hand pieces to the library until it takes no more."""
+        with suppress(zmq.Again):
+            if self._hello:
+                frame = Frame(frames.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
+                self.socket.send_multipart([frame.pack(), self._hello], zmq.NOBLOCK)
+                self._hello = b""
+            for _ in range(TURN):
+                with self.hub.changed:
+                    if not self._queue:
+                        return
+                    entry = heapq.heappop(self._queue)
+                _, _, frame, piece = entry
+                try:
+                    self.socket.send(frame.pack(), zmq.NOBLOCK | zmq.SNDMORE)
+                except zmq.Again:
+                    with self.hub.changed:
+                        self._put_back(entry)
+                    raise
+                piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
+                self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
+
+    def _put_back(self, entry: tuple[bool, int, Frame, Piece]) -> None:
+        if entry[2].number > self.inbox.over:
+            heapq.heappush(self._queue, entry)
+        else:
+            entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
+
+    def close(self, linger: float) -> None:
+        """Close the sockets; what was handed over leaves within `linger` seconds, in the background."""
+        if self.socket.closed:
+            return
+        self.hub.forget(self)
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(round(1e3 * linger) if self.ready and not self.gone else 0)
