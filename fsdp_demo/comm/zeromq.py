@@ -1,4 +1,4 @@
-"""ZeroMQ as the transport between islands: ISLAND_TRANSPORT=zeromq, `pip install "fsdp_demo[zeromq]"`.
+"""ZeroMQ as the transport between islands: ISLAND_TRANSPORT=zeromq, `pip install "pyzmq>=27,<28"`.
 
 What gloo cannot do: a wait ends at once when it is cancelled, a peer that dies takes no other connection with it, a message that is too
 long is refused before room is made for it, of two ranks only one has to be reachable, and with ISLAND_TOKEN both sides prove that they
@@ -31,7 +31,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "zmq":
         raise
-    raise ValueError('ISLAND_TRANSPORT=zeromq needs pyzmq: pip install "fsdp_demo[zeromq]", or take ISLAND_TRANSPORT=gloo') from error
+    raise ValueError('ISLAND_TRANSPORT=zeromq needs pyzmq: pip install "pyzmq>=27,<28", or take ISLAND_TRANSPORT=gloo') from error
 
 log = logging.getLogger("fsdp_demo")
 
