@@ -37,7 +37,7 @@ try:
 except ModuleNotFoundError:
     zmq = None  # type: ignore[assignment]
 
-needs_zmq = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'fsdp_demo[zeromq]'")
+needs_zmq = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 TOKEN = "a secret of these tests only"
 SECOND = timedelta(seconds=1)
 
