@@ -34,7 +34,7 @@ NETWORK = "10.78.0."
 QUEUE = 9
 PORT = 29500  # of the store
 SILENCE = 900  # seconds after which an island that does not answer has failed
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "iptables": "iptables"}
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "iptables": "iptables", "ethtool": "ethtool"}
 
 
 class LabError(RuntimeError):
@@ -48,7 +48,7 @@ def missing() -> str:
     if os.geteuid():
         return "the network lab needs root (it makes network namespaces): run it with sudo, or in a container with --privileged"
     absent = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
-    return f"the network lab needs {' and '.join(absent)}: apt-get install {' '.join(absent)}" if absent else ""
+    return f"the network lab needs {', '.join(absent)}: apt-get install {' '.join(absent)}" if absent else ""
 
 
 def command(*words: str, check: bool = True) -> str:
@@ -88,9 +88,8 @@ class Lab:
             self._in(space, "ip", "link", "set", "lo", "up")
             self._in(space, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             self._in(space, "ip", "link", "set", "eth0", "up")
-            if shutil.which("ethtool") is not None:  # as network cards do: what arrives together is acknowledged together
-                self._in(space, "ethtool", "-K", "eth0", "gro", "on")
-                self._in(self.hub, "ethtool", "-K", port, "gro", "on")
+            self._in(space, "ethtool", "-K", "eth0", "gro", "on")  # as network cards do: what arrives together is acknowledged together
+            self._in(self.hub, "ethtool", "-K", port, "gro", "on")
 
     def down(self) -> None:
         """End what runs in the lab and delete it; no error if there is none."""
@@ -153,8 +152,6 @@ class Lab:
 
     def offload(self, on: bool) -> None:
         """Whether packets leave in aggregates of up to 64 KiB with one header, or each with its own, as on a wire."""
-        if shutil.which("ethtool") is None:
-            raise LabError("switching offload needs ethtool: apt-get install ethtool")
         for i in range(self.nodes):
             for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
                 state = "on" if on else "off"

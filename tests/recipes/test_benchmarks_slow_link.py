@@ -43,7 +43,7 @@ def test_without_root_or_programs_it_says_so(monkeypatch, capsys) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.shutil, "which", lambda program: None)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert lab.missing() == "the network lab needs iproute2 and iptables: apt-get install iproute2 iptables"
+    assert lab.missing() == "the network lab needs ethtool, iproute2, iptables: apt-get install ethtool iproute2 iptables"
 
 
 @pytest.mark.parametrize(

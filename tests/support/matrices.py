@@ -13,23 +13,23 @@ import pytest
 KEPT = {
     # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as a whole}
     "channels/test_delays_oracle.py": {
-        "test_late_means_follow_the_oracle": r"mixed|delta-6|released-6|2bit|int4|streaming-[58]|-9|state-|gradient-4|demo-[3p]",
+        "test_late_means_follow_the_oracle": r"3-mixed|delta-6|4-mixed|2bit|int4|streaming-[58]|parameter-9|state-4|gradient-4|demo-[3p]",
     },
     "channels/test_presets_oracle.py": {
         "test_coded_values_follow_the_oracle": r"-(2x1|2x2|3x1)$",
         "test_computing_in_bf16": r"^(full|streaming_diloco)-2x2$",
-        "test_follows_the_oracle": r"-2x2$|^(demo|random|released)-2x2-unsharded|^(demo|diloco)-4x1",
+        "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",
         "test_muloco_on_measured_updates": r"^2x2",
-        "test_schedule_clipping_accumulation_and_weight_decay": r"^(?!demo-v2|demo-adamw|released-average)",
+        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|random|consensus|released|sparse\w+)$",
     },
     "checkpoint/test_checkpoint.py": {
-        "test_attach_takes_a_saved_state_bit_for_bit": r"True|^(demo|desloc)-",
+        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|diloco|streaming_diloco|desloc|random)-True|^(demo|desloc)-False",
     },
     "checkpoint/test_cut_off.py": {
-        "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"-1$|^(demo|diloco)-0$",
+        "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, l.*|.*queue|stream.*|.*averaged|muloco|desloc)-1",
     },
     "checkpoint/test_resharding_runs.py": {
-        "test_the_loss_goes_on": r"^(demo|diloco)$",
+        "test_the_loss_goes_on": r"^diloco$",
     },
     "deepspeed/test_zero_accelerate.py": {
         "test_islands": r"zero2-attach0|zero3-attach1",
@@ -40,6 +40,8 @@ KEPT = {
     "deepspeed/test_zero_mesh.py": {
         "test_from_pretrained_loads_every_replica_and_cuts_inside_the_node": r"^bf16",
         "test_the_trainer_is_confined_by_one_line": r"^zero3",
+        "test_only_payloads_cross_and_replicas_stay_equal": r"fp32|optimizer",
+        "test_training_stays_inside_the_node_and_averages_it": r"bf16",
     },
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
@@ -88,19 +90,19 @@ KEPT = {
     },
     "integrations/test_trainer.py": {
         "test_presets_with_an_optimizer_of_their_own": r"demo|muloco",
-        "test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been": r"^diloco-changes1|^decoupled|^streaming",
+        "test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been": r"^decoupled|^streaming",
     },
     "integrations/test_trainer_mesh.py": {
         "test_a_mesh_resumes_bit_for_bit": r"^decoupled",
     },
     "integrations/test_trainer_parts.py": {
         "test_the_recipe_trains_saves_and_resumes": r"diloco",
-        "test_what_a_trainer_may_switch_on": r"^(full|streaming_diloco|desloc)",
+        "test_what_a_trainer_may_switch_on": r"^(full|streaming_diloco)",
     },
     "integrations/test_trainer_resume.py": {
         "test_an_island_lost_between_two_saves_costs_no_common_checkpoint": r"fsdp2",
         "test_an_island_more_or_fewer": r"3-demo|1-diloco",
-        "test_every_preset_goes_on_bit_for_bit": r"flight|^demo, fsdp2|released|^muloco$",
+        "test_every_preset_goes_on_bit_for_bit": r"flight|^demo, fsdp2|^muloco$",
     },
     "integrations/test_trainer_take_over.py": {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
@@ -120,6 +122,9 @@ KEPT = {
     },
     "recipes/test_quickstart.py": {
         "test_an_interrupted_run_goes_on_bit_for_bit": r"^diloco$",
+    },
+    "deepspeed/test_zero_resume.py": {
+        "test_resumes_bit_for_bit": r"zero1-demo|zero2|parts-diloco",
     },
 }
 
