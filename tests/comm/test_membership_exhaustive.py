@@ -38,7 +38,9 @@ def test_one_message_launched_at_any_time(kind: Kind) -> None:
     assert Explorer((kind,), lines=1, launched=False).run().states > 400
 
 
-@pytest.mark.parametrize("kinds", [("gather", "gather"), ("gather", "reduce"), ("reduce", "gather"), ("reduce", "reduce")])
+@pytest.mark.parametrize(
+    "kinds", [("gather", "reduce"), ("reduce", "gather"), *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "reduce"))]
+)
 def test_two_messages_on_one_line(kinds: Kinds) -> None:
     assert Explorer(kinds, lines=1).run().states > 900
 

@@ -174,7 +174,7 @@ def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path)
     script = tmp_path / "wait.py"
     act = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': leave(75)"
     script.write_text(WAIT.format(act=act))
-    process = rehearsal(run_id, script, "--procs", "1", "--grace", "0.5")
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--grace", "0.5")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
     assert "status 75 (island0 75, island1 75)" in output.splitlines()[-1]

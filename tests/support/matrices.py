@@ -23,7 +23,7 @@ KEPT = {
         "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|random|consensus|released|sparse\w+)$",
     },
     "checkpoint/test_checkpoint.py": {
-        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|diloco|streaming_diloco|desloc|random)-True|^(demo|desloc)-False",
+        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|streaming_diloco|desloc)-True|^(demo|desloc)-False",
     },
     "checkpoint/test_cut_off.py": {
         "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
@@ -46,7 +46,7 @@ KEPT = {
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
         "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"^full|zero3-parts",
-        "test_follows_the_oracle": r"full|demo-(zero2|zero3-p)|diloco-zero1|(consensus|desloc)-zero3-p|streaming_diloco-zero2",
+        "test_follows_the_oracle": r"full-zero(1|3-p)|demo-(zero2|zero3-p)|diloco-zero1|(consensus|desloc)-zero3-p|streaming_diloco-zero2",
     },
     "deepspeed/test_zero_recipes.py": {
         "test_a_resumed_run_is_the_uninterrupted_one": r"^3-",
@@ -57,13 +57,14 @@ KEPT = {
         "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|zero3-parts|wrapper)$|^demo-zero2|^diloco-zero3$",
         "test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same": r"zero1-full|zero2-diloco|parts-demo|offload",
         "test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model": r"zero3-parts",
+        "test_the_shards_of_an_island_make_up_every_parameter_once": r"False|parts|wrapper",
     },
     "deepspeed/test_zero_take_over.py": {
-        "test_both_end_equal": r"^0-zero3-parts-diloco|^1-zero2-demo|^1-zero1-full",
-        "test_the_trainer_takes_over": r"zero2|zero3",
+        "test_both_end_equal": r"^0-zero3-parts-diloco|^1-zero2-demo",
+        "test_the_trainer_takes_over": r"zero3",
     },
     "deepspeed/test_zero_trainer.py": {
-        "test_islands_train_one_model": r"zero1-diloco|zero3-parts-demo",
+        "test_islands_train_one_model": r"zero3-parts-demo",
     },
     "deepspeed/test_zero_trainer_resume.py": {
         "test_resume_goes_on_bit_for_bit": r"sub|in flight",
@@ -71,25 +72,27 @@ KEPT = {
         "test_the_recipe_trains_saves_and_resumes": r"zero3",
     },
     "exchange/test_exchange_oracle.py": {
-        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|random|diloco-queue|released|streaming_diloco|desloc)$",
-        "test_everything_kept_is_a_dense_method": r"subtract-True|keep-False",
+        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc)$",
+        "test_everything_kept_is_a_dense_method": r"subtract-True",
         "test_islands_with_different_numbers_of_copies": r"procs0|^demo",
+        "test_element_wise_presets_do_not_depend_on_the_sharding": r"diloco",
     },
     "exchange/test_memory.py": {
-        "test_the_plan_is_what_is_held": r"-2$|^demo-4",
+        "test_the_plan_is_what_is_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",
     },
     "exchange/test_plan.py": {
         "test_the_plan_is_what_the_meter_counts": r"^2-1",
     },
     "integrations/test_accelerate_features.py": {
         "test_compiled_model_trains_as_the_eager_one": r"regional",
+        "test_bf16_computes_in_bf16_and_exchanges_fp32": r"demo",
     },
     "integrations/test_export.py": {
         "test_of_a_trainer_in_a_mesh": r"diloco",
         "test_the_folder_has_the_loss_that_the_run_evaluated": r"diloco|demo|fsdp2-(released|streaming|desloc)",
     },
     "integrations/test_trainer.py": {
-        "test_presets_with_an_optimizer_of_their_own": r"demo|muloco",
+        "test_presets_with_an_optimizer_of_their_own": r"muloco",
         "test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been": r"^decoupled|^streaming",
     },
     "integrations/test_trainer_mesh.py": {
@@ -102,7 +105,7 @@ KEPT = {
     "integrations/test_trainer_resume.py": {
         "test_an_island_lost_between_two_saves_costs_no_common_checkpoint": r"fsdp2",
         "test_an_island_more_or_fewer": r"3-demo|1-diloco",
-        "test_every_preset_goes_on_bit_for_bit": r"flight|^demo, fsdp2|^muloco$",
+        "test_every_preset_goes_on_bit_for_bit": r"flight|^demo, fsdp2",
     },
     "integrations/test_trainer_take_over.py": {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
@@ -125,6 +128,7 @@ KEPT = {
     },
     "deepspeed/test_zero_resume.py": {
         "test_resumes_bit_for_bit": r"zero1-demo|zero2|parts-diloco",
+        "test_weights_alone": r"options1",
     },
 }
 
