@@ -128,7 +128,7 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
 @pytest.mark.parametrize("residual, selection", KINDS)
 def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, residual, selection) -> None:
     def run():
-        @settings(quick, max_examples=12)
+        @settings(quick, max_examples=9)
         @given(
             bags,
             channels(residual, selection),

@@ -20,7 +20,7 @@ KEPT = {
         "test_computing_in_bf16": r"^(full|streaming_diloco)-2x2$",
         "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",
         "test_muloco_on_measured_updates": r"^2x2",
-        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|random|consensus|released|sparse\w+)$",
+        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",
     },
     "checkpoint/test_checkpoint.py": {
         "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|streaming_diloco|desloc)-True|^(demo|desloc)-False",
@@ -45,7 +45,7 @@ KEPT = {
     },
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
-        "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"^full|zero3-parts",
+        "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"zero3-parts",
         "test_follows_the_oracle": r"full-zero(1|3-p)|demo-(zero2|zero3-p)|diloco-zero1|(consensus|desloc)-zero3-p|streaming_diloco-zero2",
     },
     "deepspeed/test_zero_recipes.py": {
@@ -70,6 +70,7 @@ KEPT = {
         "test_resume_goes_on_bit_for_bit": r"sub|in flight",
         "test_sigterm_stops_all_and_resume_goes_on": r"zero2-demo",
         "test_the_recipe_trains_saves_and_resumes": r"zero3",
+        "test_a_lost_island_leaves_a_checkpoint_to_go_on_from": r"zero2",
     },
     "exchange/test_exchange_oracle.py": {
         "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc)$",
@@ -109,7 +110,7 @@ KEPT = {
     },
     "integrations/test_trainer_take_over.py": {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
-        "test_both_end_equal": r"fsdp2-(diloco|demo)",
+        "test_both_end_equal": r"fsdp2-diloco",
     },
     "launch/test_cli.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
@@ -129,6 +130,12 @@ KEPT = {
     "deepspeed/test_zero_resume.py": {
         "test_resumes_bit_for_bit": r"zero1-demo|zero2|parts-diloco",
         "test_weights_alone": r"options1",
+    },
+    "deepspeed/test_zero_fresh_state.py": {
+        "test_one_replica_is_plain_training": r"zero1|zero3",
+    },
+    "deepspeed/test_zero_trainer_mesh.py": {
+        "test_a_mesh_resumes_bit_for_bit": r"zero3",
     },
 }
 
