@@ -13,7 +13,7 @@ import pytest
 KEPT = {
     # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as a whole}
     "channels/test_delays_oracle.py": {
-        "test_late_means_follow_the_oracle": r"3-mixed|delta-6|4-mixed|2bit|int4|streaming-[58]|parameter-9|state-4|gradient-4|demo-[3p]",
+        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|period-2",
     },
     "channels/test_presets_oracle.py": {
         "test_coded_values_follow_the_oracle": r"-(2x1|2x2|3x1)$",
@@ -90,7 +90,7 @@ KEPT = {
     },
     "integrations/test_export.py": {
         "test_of_a_trainer_in_a_mesh": r"diloco",
-        "test_the_folder_has_the_loss_that_the_run_evaluated": r"diloco|demo|fsdp2-(released|streaming|desloc)",
+        "test_the_folder_has_the_loss_that_the_run_evaluated": r"whole-diloco|fsdp2-(demo|released|streaming)",
     },
     "integrations/test_trainer.py": {
         "test_presets_with_an_optimizer_of_their_own": r"muloco",
@@ -98,6 +98,7 @@ KEPT = {
     },
     "integrations/test_trainer_mesh.py": {
         "test_a_mesh_resumes_bit_for_bit": r"^decoupled",
+        "test_two_steps_send_nothing_but_payloads_between_nodes": r"demo",
     },
     "integrations/test_trainer_parts.py": {
         "test_the_recipe_trains_saves_and_resumes": r"diloco",
@@ -114,6 +115,7 @@ KEPT = {
     },
     "launch/test_cli.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
+        "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",
     },
     "recipes/test_launch_recipes.py": {
         "test_slurm_islands_on_two_nodes": "",
@@ -123,6 +125,7 @@ KEPT = {
         "test_a_run_that_was_told_to_stop_goes_on": r"^2$",
         "test_other_numbers_go_on_without_a_jump": r"^3-2$",
         "test_with_a_payload_under_way": "",
+        "test_written_while_training_goes_on_it_is_the_same": "",
     },
     "recipes/test_quickstart.py": {
         "test_an_interrupted_run_goes_on_bit_for_bit": r"^diloco$",
@@ -136,6 +139,15 @@ KEPT = {
     },
     "deepspeed/test_zero_trainer_mesh.py": {
         "test_a_mesh_resumes_bit_for_bit": r"zero3",
+    },
+    "exchange/test_failure.py": {
+        "test_survivors_save_and_end_with_75_at_one_step": r"killed|2x2",
+    },
+    "exchange/test_stops.py": {
+        "test_who_waits_for_an_island_that_stops_is_told": r"^2$",
+    },
+    "exchange/test_not_finite.py": {
+        "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",
     },
 }
 
