@@ -13,7 +13,7 @@ import pytest
 KEPT = {
     # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as a whole}
     "channels/test_delays_oracle.py": {
-        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|period-2",
+        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",
     },
     "channels/test_presets_oracle.py": {
         "test_coded_values_follow_the_oracle": r"-(2x1|2x2|3x1)$",
