@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import WireError
 from .digests import digest
-from .header import DIGESTS, HEADER, NORM, SETUP, room
+from .header import DIGESTS, NORM, SETUP
 from .peers import Line
 
 log = logging.getLogger("fsdp_demo")
@@ -32,14 +32,8 @@ def gather_json(line: Line, value: Any, kind: int = SETUP, step: int = 0) -> lis
     text = json.dumps(value).encode()
     if len(text) > LONGEST:
         raise ValueError(f"a value of {len(text)} bytes as JSON, for all islands: allowed are {LONGEST}")
-    lengths = line.all_gather(torch.tensor([len(text)]).view(torch.uint8), kind, step)
-    sizes = [int(t.view(torch.int64)) for t in lengths]
-    for j, size in enumerate(sizes):
-        if not 0 < size <= LONGEST:
-            raise WireError(f"{line.label(j)} claims a text of {size} bytes: allowed are 1 to {LONGEST}")
-    message = room(len(text))
-    message[HEADER.size :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    bodies = line.swap(line.header(kind, step), [message] * line.size, sizes, setup=True)[1]
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    bodies = line.gather_any(line.header(kind, step), data, LONGEST)
     return [_parse(line, j, body) for j, body in enumerate(bodies)]
 
 
@@ -90,17 +84,11 @@ def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:
     wish = b"keep" if keep else b"take"
     marks = [bytes(t.tolist()) for t in line.all_gather(torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8))]
     needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
-    mine = line.rank
-    size, empty = work.numel() * work.element_size(), room(0)
-    data = empty
-    if mine == donor and any(needs):
-        data = room(size)
-        data[HEADER.size :] = work.detach().cpu().view(torch.uint8)
-    outgoing = [data if mine == donor and needs[j] else empty for j in range(line.size)]
-    sizes = [size if j == donor and needs[mine] else 0 for j in range(line.size)]
-    incoming = line.swap(line.header(SETUP), outgoing, sizes, setup=True)[1]
+    mine, size = line.rank, work.numel() * work.element_size()
+    data = work.detach().cpu().view(torch.uint8) if mine == donor and any(needs) else None
+    given = line.hand_out(line.header(SETUP), data, size, donor, needs)
     if needs[mine]:
-        work.copy_(incoming[donor].view(work.dtype))
+        work.copy_(given.view(work.dtype))
     return needs[mine]
 
 

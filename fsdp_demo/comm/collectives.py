@@ -2,35 +2,44 @@
 
 Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of the weights and sends the
 coded mean to all: the bytes of a ring all-reduce, 2 (R - 1) / R of the vector, and the same bits everywhere.
+
+`shares`, `part_of_mean` and `whole` are its three calculations, pure functions of what was sent; `reduce` runs them over a line of fixed
+members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compression import dense as coding
 from .header import HEADER, MEANS, PARTS, PAYLOAD, Header
-from .peers import Line
 
 
 @dataclass
 class Arrived:
     """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on the CPU.
 
-    `decoded`: means of channels by name, as workspaces, where the message was decoded under another layout (`checkpoint/reshard.py`)."""
+    `decoded`: means of channels by name, as workspaces, where the message was decoded under another layout (`checkpoint/reshard.py`).
+    `slots`: the islands whose headers and bodies these are, in order; empty where that is not known any more."""
 
     headers: list[Header]
     bodies: list[Tensor]
     means: list[Tensor]
     decoded: dict[str, Tensor] = field(default_factory=dict)
+    slots: tuple[int, ...] = ()
+
+
+Spans = Sequence[tuple[int, str]]
+"""Length and code of each vector."""
 
 
 def reduce(
-    line: Line, header: Header, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]], compare: bool = False
+    line: Any, header: Header, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]], compare: bool = False
 ) -> list[Tensor]:
     """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal on all ranks. Two messages.
 
@@ -40,32 +49,46 @@ def reduce(
     """
     mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
     kinds = (PARTS, MEANS) if header.kind == PAYLOAD else (header.kind, header.kind)
-    cuts = [coding.cuts(n, code, line.size) for n, code in spans]
-    outgoing = [
-        _pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(line.size)
-    ]
-    there, back = legs(spans, line.size)
+    outgoing = shares(vectors, line.size)
     arrived = line.swap(replace(header, kind=kinds[0]), outgoing, [outgoing[mine].numel() - HEADER.size] * line.size)[1]
     del outgoing  # what is as large as the vectors goes as soon as it has served
     if compare:
         line.alike, line.something = all(torch.equal(a, arrived[0]) for a in arrived), bool(arrived[0].any())
-    means = _means(line, arrived, there[mine], weights)
-    coded = _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
-    del means
+    coded = part_of_mean(arrived, spans, weights, mine)
+    back = legs(spans, line.size)[1]
     arrived = line.swap(replace(header, kind=kinds[1]), [coded] * line.size, [coding.total_bytes(s) for s in back])[1]
-    out = [torch.empty(n) for n, _ in spans]
-    for j in range(line.size):
-        parts = _unpack(arrived.pop(0), back[j])
-        for whole, c in zip(out, cuts, strict=True):
-            whole[c[j] : c[j + 1]] = next(parts)
+    return whole(arrived, spans)
+
+
+def shares(vectors: Sequence[tuple[Tensor, str]], size: int) -> list[Tensor]:
+    """For each of `size` ranks the coded part of the vectors that it owns, with room for a header."""
+    cuts = [coding.cuts(v.numel(), code, size) for v, code in vectors]
+    return [_pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(size)]
+
+
+def part_of_mean(bodies: list[Tensor], spans: Spans, weights: Sequence[Sequence[float]], mine: int) -> Tensor:
+    """The coded mean of the part that rank `mine` owns, with room for a header, from everybody's shares in rank order (used up)."""
+    there, back = legs(spans, len(bodies))
+    means = _means(bodies, there[mine], weights)
+    return _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
+
+
+def whole(bodies: list[Tensor], spans: Spans) -> list[Tensor]:
+    """The means, fp32, from everybody's coded parts in rank order (used up)."""
+    size, back = len(bodies), legs(spans, len(bodies))[1]
+    cuts, out = [coding.cuts(n, code, size) for n, code in spans], [torch.empty(n) for n, _ in spans]
+    for j in range(size):
+        parts = _unpack(bodies.pop(0), back[j])
+        for mean, c in zip(out, cuts, strict=True):
+            mean[c[j] : c[j + 1]] = next(parts)
         del parts
     return out
 
 
-def _means(line: Line, arrived: list[Tensor], spans: Sequence[tuple[int, str]], weights: Sequence[Sequence[float]]) -> list[Tensor]:
+def _means(arrived: list[Tensor], spans: Spans, weights: Sequence[Sequence[float]]) -> list[Tensor]:
     """Weighted means of one's own part of the vectors from everybody's messages, which are used up, in rank order."""
     sums = [torch.zeros(n) for n, _ in spans]
-    for j in range(line.size):
+    for j in range(len(arrived)):
         parts = _unpack(arrived.pop(0), spans)
         for i, acc in enumerate(sums):
             part = next(parts)

@@ -22,12 +22,16 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost, WireError
+from .collectives import Arrived, reduce
 from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
 from .link import Link
 from .meter import Meter
 from .transport import Transport
 
 log = logging.getLogger("fsdp_demo")
+
+Vectors = Sequence[tuple[Tensor, str]]
+Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
 
 PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
 STREAMS = 8  # connections to one peer at most
@@ -170,6 +174,49 @@ class Line:
         message[HEADER.size :] = data
         return self.swap(header, [message] * self.size, [data.numel()] * self.size, setup)
 
+    def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
+        """`data` (uint8 [n], n > 0, of any length) of every rank, in rank order. Two messages: lengths, then what is so long.
+
+        Raises:
+            WireError: a rank claims more than `longest` bytes, or none. Nothing is made room for before.
+        """
+        lengths = self.all_gather(torch.tensor([data.numel()]).view(torch.uint8), header.kind, header.step)
+        sizes = [int(t.view(torch.int64)) for t in lengths]
+        for j, size in enumerate(sizes):
+            if not 0 < size <= longest:
+                raise WireError(f"{self.label(j)} claims a text of {size} bytes: allowed are 1 to {longest}")
+        message = room(data.numel())
+        message[HEADER.size :] = data
+        return self.swap(header, [message] * self.size, sizes, setup=True)[1]
+
+    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> Arrived:
+        """What all replicas send in one message: a body (uint8, equal length everywhere), and vectors of which each gets the mean.
+
+        Args:
+            vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each (see `collectives.reduce`), or an error, which
+                is raised here.
+            compare: see `collectives.reduce`.
+        """
+        headers, bodies = self.gather(header, body)
+        weights = weigh(headers)
+        means = reduce(self, header, vectors, weights, compare) if vectors else []
+        return Arrived(headers, bodies, means, slots=tuple(range(self.size)))
+
+    def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
+        """The plain mean over the replicas of each (fp32 [n] on the CPU, code)."""
+        return reduce(self, header, vectors, [[1.0] * self.size] * len(vectors))
+
+    def hand_out(self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]) -> Tensor:
+        """The donor's `data` (uint8 [size], None elsewhere) on the ranks that need it; nothing on the others."""
+        mine, empty = self.rank, room(0)
+        message = empty
+        if data is not None:
+            message = room(size)
+            message[HEADER.size :] = data
+        outgoing = [message if mine == donor and needs[j] else empty for j in range(self.size)]
+        sizes = [size if j == donor and needs[mine] else 0 for j in range(self.size)]
+        return self.swap(header, outgoing, sizes, setup=True)[1][donor]
+
     def widen(self, connect: Callable[[int], Any]) -> None:
         """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
 
@@ -192,9 +239,18 @@ class Line:
         if self.more:
             log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
 
+    @property
+    def slot(self) -> int:
+        """This island's number in the run."""
+        return self.rank
+
     def label(self, j: int) -> str:
         """How errors name the island of rank j."""
         return f"island {j} ({self.names[j]})"
+
+    def label_of(self, slot: int) -> str:
+        """How errors name an island by its number in the run."""
+        return self.label(slot)
 
     def release(self) -> None:
         """Close the connections and drop the process groups; a live one at interpreter exit can abort the process."""

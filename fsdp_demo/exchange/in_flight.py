@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ActiveChannel, Incoming, Outgoing, Received
-from ..comm.collectives import Arrived, reduce
+from ..comm.collectives import Arrived
 from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header
 from ..comm.peers import Line
 from ..compression.staging import Staging
@@ -145,12 +145,14 @@ class Mailbox:
             sections, sent = found[at[0] : at[1]], list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]))
-            headers, received = line.gather(head, torch.cat([presence, *sections]))
-            self.watch.check(line, headers, message.before_step)
-            means = reduce(line, head, sent, message.weights(headers), self.watch.compares) if sent else []
-            self.watch.compare(line, received, self.watch.compares and message.blank(sections), bool(sent))
+            arrived = line.exchange(head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares)
+            self.watch.compare(line, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
-            return Arrived(headers, self._staging.pin(received), self._staging.pin(means))
+            return replace(arrived, bodies=self._staging.pin(arrived.bodies), means=self._staging.pin(arrived.means))
+
+        def weigh(headers: Sequence[Header]) -> list[list[float]]:
+            self.watch.check(line, headers, message.before_step)
+            return message.weights(headers) if message.vectors else []
 
         return job
 
@@ -203,8 +205,9 @@ class Mailbox:
 
     def _left_out(self, arrived: Arrived) -> bool:
         """Whether this replica's own contribution was not finite. Of a message from a run with other islands nobody's is known."""
-        line, headers = self.connections.line, arrived.headers
-        return line is not None and len(headers) == line.size and bool(headers[line.rank].flags & NOT_FINITE)
+        line = self.connections.line
+        own = [h for slot, h in zip(arrived.slots, arrived.headers, strict=False) if line is not None and slot == line.slot]
+        return any(h.flags & NOT_FINITE for h in own)
 
     def _incoming(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> Incoming:
         """What one channel is to apply, which leaves the flight."""
@@ -246,9 +249,9 @@ class Mailbox:
                 arrived = courier.wait(flight.future, lambda: self._gone(step)) if courier else flight.future.result()
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
-        headers, line = arrived.headers if isinstance(arrived, Arrived) else [], self.connections.line
-        if headers and not flight.counted and (line is None or len(headers) == line.size):
-            flight.counted, error = True, self.watch.count(line, headers, flight.step)
+        headers = arrived.headers if isinstance(arrived, Arrived) else []
+        if headers and not flight.counted:
+            flight.counted, error = True, self.watch.count(self.connections.line, headers, arrived.slots, flight.step)
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop = self.connections.island.largest(float(error is not None), float(asked))
         if failed:
@@ -308,15 +311,22 @@ class Mailbox:
             if s.arrived is not None:
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened
                 flight.future = Future()
-                flight.future.set_result(replace(s.arrived, headers=headers))
+                flight.future.set_result(replace(s.arrived, headers=headers, slots=self._same_slots(headers)))
             self.flights.append(flight)
+
+
+    def _same_slots(self, headers: Sequence[Header]) -> tuple[int, ...]:
+        """Whose saved headers these are, where as many islands go on."""
+        line = self.connections.line
+        return tuple(range(line.size)) if line is not None and len(headers) == line.size else ()
 
 
 def _saved(f: Flight) -> InFlightState:
     """As it is saved: bodies are views of larger buffers, and the line whose messages were numbered will not be there any more."""
     got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
     if got is not None:
-        got = Arrived([replace(h, number=0) for h in got.headers], [b.clone() for b in got.bodies], got.means, dict(got.decoded))
+        headers, bodies = [replace(h, number=0) for h in got.headers], [b.clone() for b in got.bodies]
+        got = Arrived(headers, bodies, got.means, dict(got.decoded))
     return InFlightState(f.step, f.members, f.parts, got, said)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..comm import agreement
-from ..comm.collectives import reduce
 from ..comm.digests import digest
 from ..comm.header import DIGESTS, PARAMETERS
 from ..comm.peers import Line
@@ -61,7 +60,7 @@ def mean_parameters(flow: Flow) -> Tensor | None:
     vector, header = work.cpu() if share else torch.zeros(work.numel()), line.header(PARAMETERS, flow.step)
 
     def job(line: Line) -> Tensor:
-        mean, part = reduce(line, header, [(vector, "fp32"), (torch.tensor([share]), "fp32")], [[1.0] * line.size] * 2)
+        mean, part = line.mean(header, [(vector, "fp32"), (torch.tensor([share]), "fp32")])
         if not float(part):
             raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {flow.step}: resume from a checkpoint")
         return mean if float(part) == 1.0 else mean.div_(part)

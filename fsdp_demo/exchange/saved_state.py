@@ -35,6 +35,7 @@ class InFlightState:
         got, arrived = self.arrived, None
         if got is not None:
             arrived = {**vars(got), "headers": [vars(h) for h in got.headers]}
+            del arrived["slots"]  # they are of this run
         parts = {name: vars(out) for name, out in self.parts.items()}
         said = None if self.said is None else vars(self.said)
         return {"step": self.step, "members": self.members, "parts": parts, "arrived": arrived, "said": said}

@@ -68,15 +68,18 @@ class Watch:
                 "as in dataset.shard(topology.islands, topology.island)"
             )
 
-    def count(self, line: Line | None, headers: Sequence[Header], step: int) -> NotFinite | None:
-        """Count and name what was left out of the message of `step`; the error, if this replica does not come back by itself."""
+    def count(self, line: Line | None, headers: Sequence[Header], slots: Sequence[int], step: int) -> NotFinite | None:
+        """Count and name what was left out of the message of `step`; the error, if this replica does not come back by itself.
+
+        `slots`: whose headers these are; empty where that is not known."""
         bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
         self.left_out += len(bad)
-        if line is None:
+        if line is None or not slots:
             return None
         if bad and self._speaks:
-            log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, ", ".join(map(line.label, bad)))
-        self._run = (self._run + 1.0) * (line.rank in bad)
+            names = ", ".join(line.label_of(slots[j]) for j in bad)
+            log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
+        self._run = (self._run + 1.0) * (line.slot in [slots[j] for j in bad])
         try:
             give_up(self._run)
         except NotFinite as error:
