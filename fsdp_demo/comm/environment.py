@@ -24,6 +24,7 @@ VARIABLES = {
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
     "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
+    "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
@@ -60,6 +61,18 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     value = number(env, "ISLAND_STOP", 10.0)
     if not 0 <= value <= LONGEST:
         raise ValueError(f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}")
+    return value
+
+
+def dead(env: Mapping[str, str]) -> float:
+    """ISLAND_DEAD in seconds, default 10.
+
+    Raises:
+        ValueError: it is no number, or out of range: beats come twice a second.
+    """
+    value = number(env, "ISLAND_DEAD", 10.0)
+    if not 2 <= value <= LONGEST:
+        raise ValueError(f"ISLAND_DEAD={env['ISLAND_DEAD']!r} must be a number of seconds, 2 to {LONGEST}")
     return value
 
 

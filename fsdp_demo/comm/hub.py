@@ -38,13 +38,13 @@ class Hub:
         keys: `curve.Keys`, or None.
 
     Attributes:
-        changed: lock of all that waits and is queued; told when something has moved.
+        changed: lock of all that waits and is queued; told when something has moved. keys: as given.
     """
 
     def __init__(self, silence: float, keys: Any = None):
         self.changed = threading.Condition()
         self.wires: list[Wire] = []
-        self._silence, self._keys = silence, keys
+        self._silence, self.keys = silence, keys
         self._context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
@@ -71,8 +71,8 @@ class Hub:
     def add(self, epoch: int, listens: bool) -> Wire:
         """A connection to be."""
         wire = Wire(self, epoch)
-        if self._keys is not None:
-            (self._keys.listen if listens else self._keys.connect)(wire.socket)
+        if self.keys is not None:
+            (self.keys.listen if listens else self.keys.connect)(wire.socket)
         self.wires.append(wire)
         self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
         self._poller.register(wire.monitor, zmq.POLLIN)

@@ -23,14 +23,14 @@ class Place(Enum):
 
     DROP = "its message is over"
     ASIDE = "it is early: keep it"
-    LATER = "it is early, and enough is kept: do not read it yet"
+    LATER = "it is early, and enough is kept, or it is of a later epoch: do not read it yet"
 
 
 class Inbox:
     """The rooms and the early pieces of one connection.
 
     Args:
-        epoch: the only one whose pieces are taken.
+        epoch: the only one whose pieces are taken: earlier ones are dropped, later ones wait.
 
     Attributes:
         rooms: what waits, by number of the message, in order. kept: pieces that came before their room, likewise.
@@ -47,10 +47,10 @@ class Inbox:
         """The room for a piece, which is taken from `rooms` (it has `size`, in bytes), or a `Place`. Ask again after LATER.
 
         Raises:
-            WireError: it is of another epoch, not the next of its message, or longer than its room.
+            WireError: it is not the next of its message, or longer than its room.
         """
         if frame.epoch > self.epoch:
-            raise WireError(f"a piece of epoch {frame.epoch} came, this is epoch {self.epoch}")
+            return Place.LATER
         if frame.epoch < self.epoch or frame.number <= self.over:
             return Place.DROP
         rooms = self.rooms.get(frame.number)

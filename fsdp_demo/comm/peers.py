@@ -54,8 +54,11 @@ class Line:
 
     Attributes:
         more: further groups of the same ranks, each with connections of its own (`widen`).
+        elastic: islands may come and go (`member_line.py`). begun: islands have come together.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
     """
+
+    elastic = False
 
     def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
         self.group, self.rank, self.size, self.names = group, rank, size, list(names)
@@ -63,7 +66,7 @@ class Line:
         self.timeout, self.link, self.share = timeout, link, share
         self.meter = Meter()
         self.digest, self.ending = 0, False
-        self.alike = self.something = False
+        self.alike = self.something = self.begun = False
         self._tag = 0
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
@@ -238,6 +241,15 @@ class Line:
         self.more = [connect(k) for k in range(1, count)]
         if self.more:
             log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The numbers of the islands that take part."""
+        return tuple(range(self.size))
+
+    def wait_stable(self, seconds: float) -> bool:
+        """Wait until all islands have what this one has; True at once where members are fixed."""
+        return True
 
     @property
     def slot(self) -> int:

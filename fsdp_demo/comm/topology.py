@@ -58,6 +58,7 @@ class Topology:
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
+        dead: seconds of silence after which an island is lost, where islands may come and go.
         transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports that know one.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
@@ -81,6 +82,7 @@ class Topology:
     group: Any = None
     line_group: Any = None
     stop_timeout: float = 10.0
+    dead: float = 10.0
     transport: str = next(iter(TRANSPORTS))
     token: str = field(default="", repr=False)
     _store: Asker | None = field(default=None, repr=False)
@@ -102,7 +104,7 @@ class Topology:
         islands, island = environment.whole(env, "ISLAND_COUNT", 1), environment.whole(env, "ISLAND_RANK", 0)
         name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
         common: dict[str, Any] = {"name": name, "run": run}
-        common |= {"timeout": environment.patience(env), "stop_timeout": environment.stop_timeout(env)}
+        common |= {"timeout": environment.patience(env), "stop_timeout": environment.stop_timeout(env), "dead": environment.dead(env)}
         if islands < 1 or not 0 <= island < islands:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
@@ -160,6 +162,8 @@ class Topology:
         if position.copy >= lanes:
             return None, lanes
         names = [i["name"] for i in infos]
+        if self.transport == "zeromq":
+            return self._member_line(store, position, lanes, names, link), lanes
         open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store, names)
         line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
         try:
@@ -168,6 +172,17 @@ class Topology:
             line.release()  # a live group at interpreter exit can abort the process
             raise
         return line, lanes
+
+    def _member_line(self, store: Asker, position: Position, lanes: int, names: Sequence[str], link: Link | None) -> Line:
+        """The line of this rank, whose islands may come and go."""
+        from .meet import Place, member_line
+
+        where = self.address or route_to(self.endpoint)
+        meeting = Meeting(store, self._prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token)
+        ranks = position.shards * lanes
+        place = Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
+        prefix = self._prefix
+        return member_line(meeting, place, lambda: self.open_store(self.question).under(prefix), link, self.dead)
 
     def _cured(self, error: StoreSilent) -> StoreSilent:
         """The same for who has not met the others yet, where it is an error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,9 @@ WAITING = 2  # pieces that wait in the library: what is there cannot be overtake
 KNOWN = 4096  # messages of which a wire knows whether they are short
 AGAIN = 0.2  # seconds between two tries to connect
 SHORT = 1 << 16  # bytes: a message whose first piece is not longer overtakes others; it is also copied when it is read early
+
+AT_ONCE, BRIEF, LONG = range(3)
+"""The order in which what waits is sent: notes, pieces of short messages, the others."""
 
 NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -69,6 +73,8 @@ class Wire:
 
     Attributes:
         ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble: what happened on the way to `ready`.
+        notes: what came as notes. heard_at: when the last frame came (`time.monotonic`).
+        record, landed: of the peer, as its last frame said. said: the same of this rank, for its frames.
     """
 
     def __init__(self, hub: Any, epoch: int):
@@ -79,7 +85,10 @@ class Wire:
         self._hello = self._mine = self._theirs = b""
         self._address, self._dial_at = "", 0.0
         self._file = -1  # descriptor of the connection
-        self._queue: list[tuple[bool, int, Frame, Piece]] = []
+        self.notes: deque[bytes] = deque()
+        self.heard_at, self.record, self.landed = time.monotonic(), 0, 0
+        self.said = (0, 0)
+        self._queue: list[tuple[int, int, Frame, Piece]] = []
         self._lent: list[Piece] = []
         self._order, self._late = 0, dict[int, bool]()
         self._head: Frame | None = None  # of a piece that is not read yet
@@ -94,10 +103,28 @@ class Wire:
         frame = Frame(frames.PIECE, self.inbox.epoch, number, self.counts.next(number), piece.size)
         if frame.piece == 0:
             self._late[number] = piece.size > SHORT
-        self._order += 1
-        heapq.heappush(self._queue, (self._late.get(number, True), self._order, frame, piece))
+        self._push(LONG if self._late.get(number, True) else BRIEF, frame, piece)
         if len(self._late) > 2 * KNOWN:
             self._late = {n: late for n, late in self._late.items() if n > number - KNOWN}
+
+    def post_note(self, piece: Piece) -> None:
+        """Queue a note, ahead of all pieces."""
+        if self.gone:
+            piece.error = RuntimeError(self.gone)
+            return
+        self._push(AT_ONCE, Frame(frames.NOTE, 0, 0, 0, piece.size), piece)
+
+    def _push(self, rank: int, frame: Frame, piece: Piece) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (rank, self._order, frame, piece))
+
+    def renew(self, epoch: int) -> None:
+        """Another epoch on the same connection. What is under way of the one before ends; what comes of it later is dropped."""
+        error = RuntimeError(f"epoch {epoch} has begun")
+        for piece in [*self.inbox.withdraw(), *(piece for rank, _, _, piece in self._queue if rank != AT_ONCE)]:
+            piece.error = error
+        self._queue = [entry for entry in self._queue if entry[0] == AT_ONCE]
+        self.inbox, self.counts, self._late = Inbox(epoch), Counts(), {}
 
     def post_recv(self, piece: Piece, number: int) -> None:
         """Wait for a piece, or take what came early."""
@@ -229,6 +256,7 @@ class Wire:
                 if not self.socket.rcvmore:
                     raise WireError(f"{len(data)} bytes without a piece behind them")
                 self._head = frames.read(data)
+                self.heard_at, self.record, self.landed = time.monotonic(), self._head.record, self._head.landed
             if not self._read(self._head):
                 return n > 0
             if self.socket.rcvmore:
@@ -243,6 +271,11 @@ class Wire:
             return True
         if not self.ready:
             raise WireError("a piece came before a greeting")
+        if frame.kind == frames.NOTE:
+            data = self.socket.recv()
+            self._fits(frame, len(data))
+            self.notes.append(data)
+            return True
         with self.hub.changed:
             room: Any = self.inbox.place(frame)
         if room is Place.LATER:
@@ -290,7 +323,7 @@ class Wire:
                     entry = heapq.heappop(self._queue)
                 _, _, frame, piece = entry
                 try:
-                    self.socket.send(frame.pack(), zmq.NOBLOCK | zmq.SNDMORE)
+                    self.socket.send(frame._replace(record=self.said[0], landed=self.said[1]).pack(), zmq.NOBLOCK | zmq.SNDMORE)
                 except zmq.Again:
                     with self.hub.changed:
                         self._put_back(entry)
@@ -298,8 +331,8 @@ class Wire:
                 piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
                 self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
 
-    def _put_back(self, entry: tuple[bool, int, Frame, Piece]) -> None:
-        if entry[2].number > self.inbox.over:
+    def _put_back(self, entry: tuple[int, int, Frame, Piece]) -> None:
+        if entry[0] == AT_ONCE or entry[2].number > self.inbox.over:
             heapq.heappush(self._queue, entry)
         else:
             entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")

@@ -80,7 +80,7 @@ class Exchange(Readings):
         channels = expand(config, [s.name for s in shards.shards if not s.frozen])
         self.showing = False
         self._equal: bool | None = None
-        self._presence = Presence(topology, self.request_stop)
+        self._presence = Presence(topology, self._follow)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
         self._island, self._meter = self._connections.island, self._connections.meter
         try:
@@ -110,6 +110,8 @@ class Exchange(Readings):
         if start.state is not None:
             self.load_state_dict(start.state if isinstance(start.state, dict) else start.state.state_for(self))
         startup.take_over(self._flow, donor, goes_on)
+        if self._line is not None:
+            self._line.begun = True
         self._first.joined()
 
     @torch.no_grad()
@@ -180,8 +182,15 @@ class Exchange(Readings):
         if self.topology.rank == 0:
             self._presence.end("left")
 
+    def _follow(self) -> None:
+        """Another island stops. Where islands come and go the others train on."""
+        if self._line is None or not self._line.elastic:
+            self.request_stop()
+
     def _gone(self, step: float) -> str:
         """Why the messages of a step will not come, as far as other islands have told; empty if they will."""
+        if self._line is not None and self._line.elastic:
+            return ""
         told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
         return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
 
@@ -229,6 +238,7 @@ class Exchange(Readings):
         if close:
             if (line := self._line) is not None:  # none closes while another still reads
                 line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
+                line.wait_stable(line.timeout)
             if self.topology.rank == 0:
                 self._presence.end("finished")
             self._close()

@@ -201,7 +201,7 @@ def test_training_over_it_is_the_same_training(run_ranks) -> None:
 
 @needs_zmq
 def test_bytes_on_the_wire_are_as_documented(run_ranks) -> None:
-    """Through a relay that counts: 39 bytes a piece (32 where it is short), with keys 66 more."""
+    """Through a relay that counts: 47 bytes a piece (40 where it is short), with keys 66 more."""
 
     def moved(token: str) -> list[int]:
         relays: list[Relay] = []
@@ -276,6 +276,7 @@ def test_where_pieces_go() -> None:
     assert inbox.wait_for(2, Room(10)) == b"0123456789"
     assert inbox.place(Frame(PIECE, 2, 3, 0, EARLY)) is Place.ASIDE and inbox.keep(3, "long", EARLY) is None
     assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.LATER  # asked again below, which counts once
+    assert inbox.place(Frame(PIECE, 3, 1, 0, 10)) is Place.LATER  # of a later epoch: until this rank is there
     inbox.end(3)  # cancelled: what was kept has gone
     assert inbox.place(Frame(PIECE, 2, 3, 1, 10)) is Place.DROP
     assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.ASIDE
@@ -284,7 +285,6 @@ def test_where_pieces_go() -> None:
 @pytest.mark.parametrize(
     ("frame", "says"),
     [
-        (Frame(PIECE, 3, 1, 0, 10), "epoch 3 came, this is epoch 2"),
         (Frame(PIECE, 2, 1, 1, 10), "expected piece 0"),
         (Frame(PIECE, 2, 1, 0, 11), "11 bytes, there is room for 10"),
     ],

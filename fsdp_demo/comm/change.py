@@ -1,0 +1,154 @@
+"""The store in a change of members: reports are written and watched for, records are proposed and read, in a thread of its own.
+
+In health it asks nothing. A store that does not answer is said once and asked again: training waits for the change meanwhile.
+
+Keys below those of the meeting:
+
+    report/<view>/<slot>.<incarnation>.<rank>   what one frozen rank holds (`epochs.Report`)
+    record/<epoch>                              who is a member, and how open messages are settled (compare_set: the first stays)
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import PeerLost
+from . import moves
+from .epochs import Member, Record, Report
+from .moves import Event
+from .record_json import read_record, read_report, record_text, report_text
+from .store_client import Asker
+
+log = logging.getLogger("fsdp_demo")
+
+LOOK = 0.05
+"""Seconds between two looks into the store while a change is on."""
+
+
+class ChangeDesk:
+    """Serves one rank's driver.
+
+    Args:
+        open_store: a connection of its own to the store, below the keys of the meeting.
+        ranks: of each island.
+        dead: seconds after which missing reports are waited for no more.
+        tell: takes events, in this thread.
+    """
+
+    def __init__(self, open_store: Callable[[], Asker], ranks: int, dead: float, tell: Callable[[Event], None]):
+        self._open, self._ranks, self._dead, self._tell = open_store, ranks, dead, tell
+        self._at: Asker | None = None
+        self._jobs: queue.SimpleQueue[Callable[[Asker], None] | None] = queue.SimpleQueue()
+        self._watched: Watched | None = None
+        self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
+        self._thread.start()
+
+    def begin(self, record: Record) -> None:
+        """Write the first record, unless it stands there."""
+        self._jobs.put(lambda at: self._hand_in(at, record))
+
+    def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
+        """Write a report; then watch for the reports of `members` on its view, and for the record that follows `epoch`."""
+
+        def job(at: Asker) -> None:
+            at.set(_report_key(report.view, report.member, report.rank), report_text(report))
+            self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
+
+        self._jobs.put(job)
+
+    def propose(self, record: Record) -> None:
+        """compare_set; what stands there then is told."""
+        self._jobs.put(lambda at: self._hand_in(at, record))
+
+    def again(self, epoch: int) -> None:
+        """A record came that leaves this rank frozen (a planned join): watch for the one after it, and tell the reports again."""
+
+        def job(at: Asker) -> None:
+            if self._watched is not None:
+                self._watched.epoch = epoch + 1
+                self._tell(moves.ReportsSeen(tuple(self._watched.found.values()), self._watched.waited))
+
+        self._jobs.put(job)
+
+    def fetch(self, epoch: int) -> None:
+        """Read a record that somebody has announced."""
+        self._jobs.put(lambda at: self._seen(at.get(_record_key(epoch)).decode()))
+
+    def close(self) -> None:
+        """End the thread, unless a silent store holds it."""
+        self._jobs.put(None)
+        self._thread.join(1.0)
+
+    # ---- in the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        silent, job = False, None
+        while True:
+            try:
+                if job is None:
+                    try:
+                        job = self._jobs.get(timeout=LOOK if self._watched else None)
+                    except queue.Empty:
+                        job = self._look
+                    if job is None:
+                        return
+                self._at = self._at or self._open()
+                job(self._at)
+                job, silent = None, False
+            except PeerLost as error:  # once more, until it answers
+                if not silent:
+                    log.warning("%s: the change of members waits for it", str(error).partition(": start there")[0])
+                self._at, silent = None, True
+                time.sleep(1.0)
+            except ValueError as error:
+                log.error("membership: %s", error)
+                job = None
+
+    def _hand_in(self, at: Asker, record: Record) -> None:
+        self._seen(at.compare_set(_record_key(record.epoch), "", record_text(record)))
+
+    def _seen(self, text: str) -> None:
+        record = read_record(text)
+        if self._watched is not None and record.view == record.epoch > self._watched.view:
+            self._watched = None  # the change is over
+        self._tell(moves.RecordSeen(record))
+
+    def _look(self, at: Asker) -> None:
+        watched = self._watched
+        if watched is None:
+            return
+        if text := at.peek(_record_key(watched.epoch)):
+            watched.epoch += 1
+            self._seen(text)
+            return
+        new = False
+        for member in watched.members:
+            for rank in range(self._ranks):
+                key = _report_key(watched.view, member, rank)
+                if key not in watched.found and (text := at.peek(key)):
+                    watched.found[key], new = read_report(text), True
+        waited = time.monotonic() > watched.until and not watched.waited
+        watched.waited |= waited
+        if new or waited:
+            self._tell(moves.ReportsSeen(tuple(watched.found.values()), watched.waited))
+
+
+class Watched:
+    """A view whose reports and record are looked for."""
+
+    def __init__(self, view: int, members: tuple[Member, ...], epoch: int, until: float):
+        self.view, self.members, self.epoch, self.until = view, members, epoch, until
+        self.found: dict[str, Report] = {}
+        self.waited = False
+
+
+def _report_key(view: int, member: Member, rank: int) -> str:
+    return f"report/{view}/{member.slot}.{member.incarnation}.{rank}"
+
+
+def _record_key(epoch: int) -> str:
+    return f"record/{epoch}"

@@ -1,0 +1,462 @@
+"""The thread of one rank that moves messages between islands and settles them when an island is lost.
+
+It stands between the membership machine (`membership.py`), which knows no bytes, and connections, store and clock, which know no rules:
+whatever happens becomes an event, `Rank.step` answers with actions, and the actions are done here. It alone touches the connections while
+a run goes on, so it beats also while the training thread is busy. Nothing here waits: questions to the store have a thread of their own
+(`change.py`), calculations run in the thread that waits for the message (`held.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost, WireError
+from . import moves
+from .change import ChangeDesk
+from .epochs import Ballot, Member, Piece, Record, needed
+from .held import Due, Message
+from .hub import Hub
+from .membership import Rank
+from .moves import Event
+from .streams import Streams
+from .wire import Piece as Moving
+from .wire import Wire
+
+log = logging.getLogger("fsdp_demo")
+
+BEAT = 0.5  # seconds
+STOPPED = 2.0
+"""Seconds between two turns of this thread after which the process itself must have been stopped: the others are not to blame then."""
+
+
+class Driver:
+    """Runs the membership of one rank.
+
+    Args:
+        hub: of all connections. machine: as `membership.entered` makes it.
+        notes: for each other member the connection for short words; lanes: those for messages. siblings: for each other rank of this
+            island that has a line, by its number.
+        desk: the store in a change, made from what it is to call.
+        labels: how errors and logs name an island, by slot.
+        dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
+        patience: seconds without progress, given how long the last messages took.
+        expelled: called in this thread when the others went on without this island; must not return to training.
+
+    Attributes:
+        machine: as it is now; read by others, changed in this thread only.
+        stable: all members have delivered every message below it (K9). changes: how many views this rank has adopted.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        machine: Rank,
+        notes: Mapping[Member, Wire],
+        lanes: Mapping[Member, Sequence[Wire]],
+        siblings: Mapping[int, Wire],
+        desk: Callable[[Callable[[Event], None]], ChangeDesk],
+        labels: Callable[[int], str],
+        dead: float,
+        meeting: float,
+        patience: Callable[[Sequence[float]], float],
+        expelled: Callable[[Record], None],
+    ):
+        self._hub, self.machine, self._labels, self._patience = hub, machine, labels, patience
+        self._dead, self._meeting = dead, meeting
+        self.notes, self.lanes, self.siblings = dict(notes), {m: list(w) for m, w in lanes.items()}, dict(siblings)
+        self._expelled = expelled
+        self.stable, self.changes = 0, 0
+        self.changed = threading.Condition()
+        self._messages: dict[int, Message] = {}
+        self._streams = Streams(hub, self.lanes, self._refused, labels)
+        self._forwards: dict[tuple[int, Piece], Member] = {}
+        self._ready: dict[tuple[int, Piece], tuple[int, tuple[Member, ...]]] = {}
+        self._work: deque[Callable[[], None]] = deque()
+        self._early: list[tuple[int, Event]] = []
+        self._asked = machine.record.epoch
+        self._leaving: set[Member] = set()
+        self._next_of: dict[Member, int] = {}
+        self._began: dict[int, float] = {}
+        self._rounds: deque[float] = deque(maxlen=50)
+        self._beat_at = self._turned = time.monotonic()
+        self._closed, self._failed = False, ""
+        self._desk = desk(lambda event: self._post(lambda: self._take(event)))
+        if machine.record.epoch == 0 and machine.rank == 0:
+            self._desk.begin(machine.record)
+        self._adopt_connections(machine.record)
+        self._forgive(time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+        self._thread.start()
+
+    # ---- asked by other threads ----------------------------------------------------------------------------------------
+
+    def launch(self, message: Message) -> None:
+        """Send a message, the next number; what is to be done for it comes in its `tasks`."""
+        self._post(lambda: self._launch(message))
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Run `job` in the driver's thread."""
+        self._post(job)
+
+    def widen(self, lanes: Mapping[Member, Wire]) -> None:
+        """One more connection to each peer, for messages from now on."""
+        for m, wire in lanes.items():
+            wire.renew(self.machine.record.view)
+            self.lanes[m].append(wire)
+
+    def wait_stable(self, below: int, seconds: float) -> bool:
+        """Wait until all members have delivered the messages below that number."""
+        end = time.monotonic() + seconds
+        self._post(lambda: self._say(["landed?"], self.notes.values()))
+        with self.changed:
+            while self.stable < below and not self._closed and (left := end - time.monotonic()) > 0:
+                self.changed.wait(min(left, 0.5))
+            return self.stable >= below
+
+    def close(self, word: str, linger: float) -> None:
+        """End, with a word to the others: "bye" at the end of a run, "leave" before it. The connections close."""
+        if not self._closed:
+            self._post(lambda: self._end(word))
+            self._thread.join(5.0)
+        self._desk.close()
+        self._hub.close(linger)
+
+    def _post(self, job: Callable[[], None]) -> None:
+        self._work.append(job)
+        self._hub.tell()
+
+    # ---- the thread ------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._hub.drive(BEAT / 2, self._has_work)
+                self._turn()
+        except BaseException as error:
+            if not self._closed:
+                log.exception("membership: the thread has failed")
+            self._fail(f"the membership thread has failed: {error!r:.200}")
+
+    def _has_work(self) -> bool:
+        return bool(self._work)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        stopped, self._turned = now - self._turned > STOPPED, now
+        while self._work and not self._closed:
+            self._work.popleft()()
+        for member, wire in list(self.notes.items()):
+            self._read_notes(wire, member)
+        for wire in list(self.siblings.values()):
+            self._read_notes(wire, None)
+        for stream in self._streams.done():
+            self._arrived(stream)
+        if stopped:
+            self._forgive(now)
+        self._look_for_lost(now)
+        if now - self._beat_at >= BEAT:
+            self._beat_at = now
+            self._beat()
+
+    def _step(self, event: Event) -> None:
+        self.machine, actions = self.machine.step(event)
+        said = (self.machine.record.epoch, self.machine.landed)
+        for wire in self._wires():
+            wire.said = said
+        for action in actions:
+            _ACTIONS[type(action)](self, action)
+        if any(type(a) is moves.Adopted for a in actions):
+            for n in sorted(self._messages):
+                self._await(self._messages[n])
+
+    def _take(self, event: Event) -> None:
+        """An event from the store."""
+        if isinstance(event, moves.RecordSeen):
+            epoch, now = event.record.epoch, self.machine.record.epoch
+            if epoch > now + 1:
+                self._fetch(now + 1)
+                return
+            if epoch == now + 1:
+                self._step(event)
+                if self.machine.state == "frozen":
+                    self._desk.again(epoch)
+                self._release_early()
+            return
+        if self.machine.state == "frozen":
+            self._step(event)
+
+    def _take_later(self, epoch: int, event: Event) -> None:
+        """An event of an epoch whose record is not here yet is kept until it is."""
+        if epoch <= self.machine.record.epoch:
+            self._step(event)
+            return
+        self._early.append((epoch, event))
+        self._fetch(self.machine.record.epoch + 1)
+
+    def _fetch(self, epoch: int) -> None:
+        if self.machine.state == "running" and epoch > self._asked:
+            self._asked = epoch
+            self._desk.fetch(epoch)
+
+    def _release_early(self) -> None:
+        early, self._early = self._early, []
+        for epoch, event in early:
+            self._take_later(epoch, event)
+
+    def _end(self, word: str) -> None:
+        self._say([word], self.notes.values())
+        self._closed = True
+        self._fail("the connections were closed")
+
+    def _fail(self, reason: str) -> None:
+        self._failed, self._closed = self._failed or reason, True
+        for message in self._messages.values():
+            message.tasks.put(PeerLost(reason))
+        with self.changed:
+            self.changed.notify_all()
+
+    # ---- messages --------------------------------------------------------------------------------------------------------
+
+    def _launch(self, message: Message) -> None:
+        if self._failed:
+            message.tasks.put(PeerLost(self._failed))
+            return
+        self._messages[message.n], self._began[message.n] = message, time.monotonic()
+        self._step(moves.Launched(message.n, message.kind))
+        self._await(message)
+
+    def _await(self, message: Message) -> None:
+        """Make room for what this rank lacks of a message, as it is settled."""
+        rank, n = self.machine, message.n
+        entry = next((e for e in rank.open if e.n == n), None)
+        if entry is None or entry.delivered or rank.state != "running":
+            return
+        settled = rank.record.settlement(n)
+        wanted = [p for p in needed(entry.kind, settled) - entry.pieces if p.of != rank.me]
+        if entry.kind != "gather" and settled.attempt == rank.record.view and Piece("part", rank.me, settled.attempt) not in entry.pieces:
+            wanted += [Piece("share", m, settled.attempt) for m in settled.contributors if m != rank.me and m not in entry.shares]
+        for piece in wanted:
+            self._streams.expect(message, piece, self._forwards.get((n, piece), piece.of), settled.contributors)
+
+    def _arrived(self, stream: Any) -> None:
+        """All of a piece is here: check it, here or, if it is long, in the thread that waits."""
+        view, label = self.machine.record.view, self._labels(stream.piece.of.slot)
+
+        def check() -> None:
+            try:
+                stream.check(label)
+            except WireError as error:
+                why = str(error)
+                self._post(lambda: self._refused(stream.sender, why))
+            else:
+                self._post(lambda: self._kept(stream, view))
+
+        if stream.data.numel() > SHORT:
+            stream.message.tasks.put(check)
+        else:
+            check()
+
+    def _kept(self, stream: Any, view: int) -> None:
+        message, piece = stream.message, stream.piece
+        if self.machine.state != "running" or view != self.machine.record.view or message.n not in self._messages:
+            return
+        message.keep(piece, stream.data, stream.header)
+        message.received += stream.data.numel()
+        wire = self.notes.get(stream.sender)
+        epoch = max([w.record for w in self.lanes[stream.sender]], default=0)
+        landed = wire.landed if wire else 0
+        self._take_later(epoch, moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed))
+
+    def _send(self, action: moves.Send) -> None:
+        message = self._messages[action.n]
+        piece, view = action.piece, action.view
+        if piece.what == "share":
+            contributors = self.machine.record.settlement(action.n).contributors
+            message.tasks.put(lambda: self._cut(message, contributors, piece, view))
+        elif (data := message.tensor(piece)) is not None:
+            self._hand_over(message, piece, data, action.to)
+        else:
+            contributors = self.machine.record.settlement(action.n).contributors
+            message.tasks.put(lambda: self._average(message, contributors, piece, action.to, view))
+
+    def _cut(self, message: Message, contributors: tuple[Member, ...], piece: Piece, view: int) -> None:
+        made = message.cut(contributors, piece.attempt)
+
+        def send() -> None:
+            if view == self.machine.record.view:
+                for m in contributors:
+                    if m != self.machine.me:
+                        self._hand_over(message, piece, made[m], (m,))
+
+        self._post(send)
+
+    def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece, to: tuple[Member, ...], view: int) -> None:
+        made = message.average(contributors, piece.attempt)
+        self._post(lambda: self._hand_over(message, piece, made, to) if view == self.machine.record.view else None)
+
+    def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member]) -> None:
+        for member in to:
+            if member in self.lanes:
+                self._streams.send(message, piece, data, member)
+                message.sent += data.numel()
+
+    def _cast(self, action: moves.CastVote) -> None:
+        n, rank, view = action.ballot
+        self._say(["vote", n, rank, view, action.epoch], self.siblings.values())
+
+    def _deliver(self, action: moves.Deliver) -> None:
+        message = self._messages[action.n]
+        self._rounds.append(time.monotonic() - self._began.pop(action.n, time.monotonic()))
+        message.tasks.put(Due(action.contributors, self.machine.record.settlement(action.n).attempt))
+
+    def _free(self, action: moves.Free) -> None:
+        self._messages.pop(action.n, None)
+        self._streams.forget(action.n)
+
+    def _seal(self, action: moves.SealAllowed) -> None:
+        with self.changed:
+            self.stable = action.below
+            self.changed.notify_all()
+
+    # ---- a change of members ---------------------------------------------------------------------------------------------
+
+    def _freeze(self, action: moves.Freeze) -> None:
+        self._streams.clear()
+        self._say(["frozen", action.view], [*self.notes.values(), *self.siblings.values()])
+
+    def _report(self, action: moves.PostReport) -> None:
+        record = self.machine.record
+        self._desk.post(action.report, record.members, record.epoch)
+
+    def _propose(self, action: moves.ProposeRecord) -> None:
+        self._desk.propose(action.record)
+
+    def _too_few(self, action: moves.TooFew) -> None:
+        who = ", ".join(self._labels(m.slot) for m in action.members) or "nobody"
+        log.warning("only %s could go on, which is less than ISLAND_MIN: waiting for the others", who)
+
+    def _adopted(self, action: moves.Adopted) -> None:
+        record = action.record
+        gone = [m for m in self.notes if m not in record.members]
+        for member in gone:
+            for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
+                wire.close(0)
+        self._adopt_connections(record)
+        self._forwards = {
+            (f.n, f.piece): f.sender for f in record.forwards if f.line == self.machine.rank and self.machine.me in f.to
+        }
+        self.changes += 1
+        self._forgive(time.monotonic())
+        if self.machine.rank == 0:
+            left, lost = ", ".join(self._labels(m.slot) for m in record.members), ", ".join(self._labels(m.slot) for m in gone)
+            log.warning("epoch %d: %s lost, training goes on with %s", record.epoch, lost or "nobody", left)
+
+    def _adopt_connections(self, record: Record) -> None:
+        with self._hub.changed:
+            for wires in self.lanes.values():
+                for wire in wires:
+                    wire.renew(record.view)
+        self._streams.clear()
+
+    def _gone(self, action: moves.Expelled) -> None:
+        self._closed = True
+        self._expelled(action.record)
+        self._fail("this island was expelled: the others went on without it")
+
+    # ---- words and signs of life -----------------------------------------------------------------------------------------
+
+    def _say(self, word: list[Any], wires: Any) -> None:
+        data = bytearray(json.dumps(word, separators=(",", ":")).encode())
+        for wire in wires:
+            with self._hub.changed:
+                wire.post_note(Moving(self._hub, torch.frombuffer(data, dtype=torch.uint8)))
+            self._hub.nudge(wire)
+
+    def _beat(self) -> None:
+        self._say(["beat", self.machine.next], self.notes.values())
+        for member, wire in self.notes.items():
+            self._step(moves.LandedHeard(self.machine.record.view, member, wire.landed))
+
+    def _read_notes(self, wire: Wire, member: Member | None) -> None:
+        while wire.notes:
+            try:
+                word = json.loads(wire.notes.popleft())
+                self._hear(word, member)
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                if member is not None:
+                    self._refused(member, f"a note that cannot be read ({error!r:.80})")
+
+    def _hear(self, word: list[Any], member: Member | None) -> None:
+        what = word[0]
+        if what == "vote":
+            n, rank, view, epoch = word[1:]
+            self._take_later(epoch, moves.Voted(Ballot(n, rank, view), epoch))
+        elif what == "frozen":
+            self._take_later(word[1], moves.FrozenHeard(word[1]))
+        elif member is not None and what == "beat":
+            self._next_of[member] = int(word[1])
+        elif member is not None and what == "landed?":
+            self._say(["beat", self.machine.next], [self.notes[member]])
+        elif member is not None and what == "bye":
+            self._leaving.add(member)
+        elif member is not None and what == "leave":
+            self._lost(member, "has left")
+        if member is not None and member in self.notes:
+            self._step(moves.LandedHeard(self.machine.record.view, member, self.notes[member].landed))
+
+    def _look_for_lost(self, now: float) -> None:
+        waiting = [n for n in sorted(self._began) if n in self._messages]
+        late = bool(waiting) and now - self._began[waiting[0]] > self._patience(self._rounds)
+        for member in list(self.notes):
+            wires = [self.notes[member], *self.lanes.get(member, [])]
+            why = next((w.gone for w in wires if w.gone), "")
+            if why and (member not in self._leaving or waiting):
+                self._lost(member, why)
+            elif not why and now - max(w.heard_at for w in wires) > (limit := self._dead if member in self._next_of else self._meeting):
+                self._lost(member, f"silent for {limit:g} s")
+            elif late and self._next_of.get(member, 0) <= waiting[0]:
+                self._lost(member, f"no progress for {now - self._began[waiting[0]]:.0f} s")
+
+    def _lost(self, member: Member, why: str) -> None:
+        if member not in self.machine.lost and member in self.machine.record.members:
+            log.warning("%s is lost: %s", self._labels(member.slot), why)
+            self._step(moves.PeerLost(member))
+
+    def _refused(self, member: Member, why: str) -> None:
+        """What a peer sends is damaged: nothing of it is taken, and it is taken for lost."""
+        self._lost(member, why)
+
+    def _forgive(self, now: float) -> None:
+        for wire in self._wires():
+            wire.heard_at = now
+        self._began = dict.fromkeys(self._began, now)
+
+    def _wires(self) -> list[Wire]:
+        return [*self.notes.values(), *self.siblings.values(), *(w for wires in self.lanes.values() for w in wires)]
+
+
+SHORT = 4 << 20
+"""Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that waits for it."""
+
+_ACTIONS: dict[type, Callable[[Driver, Any], None]] = {
+    moves.Send: Driver._send,
+    moves.CastVote: Driver._cast,
+    moves.Deliver: Driver._deliver,
+    moves.Free: Driver._free,
+    moves.SealAllowed: Driver._seal,
+    moves.Freeze: Driver._freeze,
+    moves.PostReport: Driver._report,
+    moves.ProposeRecord: Driver._propose,
+    moves.TooFew: Driver._too_few,
+    moves.Adopted: Driver._adopted,
+    moves.Expelled: Driver._gone,
+}

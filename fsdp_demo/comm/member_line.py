@@ -1,0 +1,176 @@
+"""A line whose islands come and go: every exchange on it is a numbered message under the membership protocol.
+
+What is called is the same as on a `Line` of fixed members, and so are the bytes. What comes back may be of fewer islands: `slots` says of
+which, and `rank`, `size` and `names` follow it, message by message. A loss raises nothing: the call takes longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost
+from .collectives import Arrived
+from .driver import Driver
+from .epochs import Member
+from .header import HEADER, Header, room
+from .held import Due, Message
+from .link import Link
+from .peers import TCP_SHARE, Line, Vectors, Weigh, streams
+
+log = logging.getLogger("fsdp_demo")
+
+
+class MemberLine(Line):
+    """The ranks that hold the same shard on every island that lives.
+
+    Args:
+        driver: moves the messages. me: this island.
+        names: of the islands, by slot.
+        timeout, link, share: as for `Line`.
+
+    Attributes:
+        slots: the islands of the last message. begun: until then the loss of an island ends the start.
+    """
+
+    elastic = True
+
+    def __init__(
+        self, driver: Driver, me: Member, names: Mapping[int, str], timeout: float, link: Link | None = None, share: int = 1, first: int = 0
+    ):
+        super().__init__(None, 0, 0, [], timeout, link, share)
+        self._driver, self._me, self._names, self._next = driver, me, dict(names), first
+        self._lanes = 1
+        self._set([m.slot for m in driver.machine.record.members])
+
+    def _set(self, slots: Sequence[int]) -> None:
+        self.slots = tuple(slots)
+        self.rank, self.size = self.slots.index(self._me.slot), len(self.slots)
+        self.names = [self._names.get(s, f"island{s}") for s in slots]
+
+    @property
+    def slot(self) -> int:
+        """See `Line`."""
+        return self._me.slot
+
+    def label(self, j: int) -> str:
+        """How errors name the j-th island of the last message."""
+        return self.label_of(self.slots[j])
+
+    def label_of(self, slot: int) -> str:
+        """See `Line`."""
+        return f"island {slot} ({self._names.get(slot, f'island{slot}')})"
+
+    # ---- messages --------------------------------------------------------------------------------------------------------
+
+    def swap(self, header: Header, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False) -> Any:
+        """A message of which each island gets another part has no settlement when one is lost."""
+        raise NotImplementedError("islands that come and go exchange whole messages: gather, gather_any, exchange, mean, hand_out")
+
+    def gather(self, header: Header, data: Tensor, setup: bool = False) -> tuple[list[Header], list[Tensor]]:
+        """See `Line`."""
+        headers, bodies, _ = self._run(header, data, setup=setup)
+        return headers, bodies
+
+    def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
+        """See `Line`; one message."""
+        return self._run(header, data, longest=longest, setup=True)[1]
+
+    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> Arrived:
+        """See `Line`."""
+        headers, bodies, means = self._run(header, body, vectors, weigh)
+        return Arrived(headers, bodies, means, slots=self.slots)
+
+    def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
+        """See `Line`."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return self._run(header, nothing, vectors, lambda headers: [[1.0] * len(headers)] * len(vectors))[2]
+
+    def hand_out(self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]) -> Tensor:
+        """See `Line`. Where any rank needs it, all are sent it."""
+        if not any(needs):
+            return torch.empty(0, dtype=torch.uint8)
+        mine = data if data is not None else torch.zeros(1, dtype=torch.uint8)
+        return self._run(header, mine, longest=max(size, 1), setup=True)[1][donor]
+
+    def _run(
+        self,
+        header: Header,
+        data: Tensor,
+        vectors: Vectors = (),
+        weigh: Weigh = lambda headers: [],
+        longest: int | None = None,
+        setup: bool = False,
+    ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
+        body = room(data.numel())
+        body[HEADER.size :] = data
+        message = Message(self._next, self._me, header, body, vectors, weigh, longest, self._lanes)
+        self._next += 1
+        self._driver.launch(message)
+        due = self._finished(message)
+        out = message.result(due)
+        before, names = self.slots, [m.slot for m in due.contributors]
+        self._set(names)
+        if not self.begun and self.slots != before:
+            lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
+            raise PeerLost(f"{lost} was lost while the islands came together")
+        self._count(message.sent, message.received, setup)
+        return out
+
+    def _finished(self, message: Message) -> Due:
+        """Do what the message asks for, until it is complete."""
+        while True:
+            task = message.tasks.get()
+            if isinstance(task, Due):
+                return task
+            if isinstance(task, BaseException):
+                raise task
+            task()
+
+    def _count(self, sent: int, received: int, setup: bool) -> None:
+        if setup:
+            self.meter.setup_bytes += sent
+            return
+        self.meter.count(sent, received)
+        if self.link is not None:
+            rate = self.link.bits_per_second
+            wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
+            time.sleep(self.link.rtt + wire)
+
+    # ---- connections -----------------------------------------------------------------------------------------------------
+
+    def widen(self, connect: Callable[[int], Any]) -> None:
+        """See `Line`; connect(k) gives wires by member."""
+        if self.size == 1:
+            return
+        seen = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.all_gather(torch.zeros(1, dtype=torch.uint8))
+            seen.append(time.perf_counter() - start)
+        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
+        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+        count = streams(rtt)
+        for k in range(1, count):
+            self._driver.widen(connect(k))
+        self._lanes = count
+        if count > 1:
+            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The slots of the islands that are members now."""
+        return tuple(m.slot for m in self._driver.machine.record.members)
+
+    def wait_stable(self, seconds: float) -> bool:
+        """Wait until all members have delivered what this rank has; only then may it be sealed in a checkpoint."""
+        return self._driver.wait_stable(self._next, seconds)
+
+    def release(self) -> None:
+        """Close the connections; the others hear that this island has finished, or that it leaves."""
+        self._driver.close("bye" if self.ending else "leave", 5.0)

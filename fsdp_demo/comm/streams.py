@@ -1,0 +1,158 @@
+"""Pieces of messages on the connections to the other islands: cut into megabytes, dealt to the connections, put together again.
+
+Room is made only for what this rank waits for. The first megabyte of a piece holds its header; room for the rest is made when that has been
+read and its length is as it must be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import Mismatch, WireError
+from .epochs import Member, Piece
+from .frames import LARGEST
+from .header import HEADER, Header, check_body, open_head
+from .held import Message
+from .hub import Hub
+from .wire import Piece as Moving
+from .wire import Wire
+
+SLOTS = 128
+"""Islands that a run can have at most: pieces are numbered by the slot they are of."""
+
+SMALL = 1 << 16  # bytes of a piece that is copied out of the room of its first megabyte
+
+
+class Stream:
+    """A piece that comes from a peer.
+
+    Attributes:
+        message, piece: what it is. sender: who sends it. contributors: of the message, when it was asked for.
+        data: header and body, when all is here. header: as it was read.
+    """
+
+    def __init__(self, message: Message, piece: Piece, sender: Member, contributors: tuple[Member, ...]):
+        self.message, self.piece, self.sender, self.contributors = message, piece, sender, contributors
+        self.data = torch.empty(LARGEST, dtype=torch.uint8)
+        self.header: Header | None = None
+        self.moving: deque[Moving] = deque()
+        self._crc = 0
+
+    def open(self, label: str) -> int:
+        """Read the header in the first megabyte; bytes in all. Raises as `open_head`."""
+        length = int(HEADER.unpack(bytes(self.data[: HEADER.size].tolist()))[7])
+        limit = self.message.limit(self.piece.what, self.piece.of, self.contributors)
+        loose = self.message.longest is not None and self.piece.what == "body"
+        if loose and not 0 < length <= limit:
+            raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
+        expected = self.message.expected(self.piece.what)
+        self.header, self._crc = open_head(self.data, expected, length if loose else limit, label)
+        return HEADER.size + length
+
+    def check(self, label: str) -> None:
+        """Compare the body with its checksum. Raises WireError."""
+        assert self.header is not None
+        check_body(self.data[HEADER.size :], self._crc, self.header, label)
+
+
+class Streams:
+    """All pieces that one rank waits for.
+
+    Args:
+        lanes: the connections for messages to each peer. refused: called with a peer and a reason, when what it sends is damaged.
+        labels: how errors name an island, by slot.
+    """
+
+    def __init__(
+        self, hub: Hub, lanes: Mapping[Member, Sequence[Wire]], refused: Callable[[Member, str], None], labels: Callable[[int], str] = str
+    ):
+        self._hub, self._lanes, self._refused, self._labels = hub, lanes, refused, labels
+        self._waiting: dict[tuple[int, Piece], Stream] = {}
+
+    def send(self, message: Message, piece: Piece, data: Tensor, to: Member) -> None:
+        """Hand a piece to the connections to one peer."""
+        wires, touched = self._lanes[to][: message.lanes], []
+        with self._hub.changed:
+            for i, part in enumerate(data.split(LARGEST)):
+                wire = wires[i % len(wires)]
+                wire.post_send(Moving(self._hub, part), _number(message.n, piece))
+                touched += [wire] if i < len(wires) else []
+        for wire in touched:
+            self._hub.nudge(wire)
+
+    def expect(self, message: Message, piece: Piece, sender: Member, contributors: tuple[Member, ...]) -> None:
+        """Make room for the first megabyte of a piece, unless it is waited for already."""
+        if (message.n, piece) in self._waiting or sender not in self._lanes:
+            return
+        stream = self._waiting[message.n, piece] = Stream(message, piece, sender, contributors)
+        self._post(stream, [stream.data], 0)
+
+    def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
+        wires, number = self._lanes[stream.sender][: stream.message.lanes], _number(stream.message.n, stream.piece)
+        for i, room in enumerate(rooms, first):
+            wire, moving = wires[i % len(wires)], Moving(self._hub, room)
+            with self._hub.changed:
+                wire.post_recv(moving, number)
+                idle = not (wire.gone or wire.stuck)
+            stream.moving.append(moving)
+            if not idle:
+                self._hub.nudge(wire)
+
+    def done(self) -> Iterator[Stream]:
+        """The pieces that have come whole since it was last asked."""
+        for key, stream in list(self._waiting.items()):
+            if self._waiting.get(key) is not stream:  # a refusal has ended all
+                continue
+            while stream.moving and stream.moving[0].is_completed():
+                error = stream.moving.popleft().error
+                if error is not None:
+                    del self._waiting[key]
+                    if isinstance(error, WireError):
+                        self._refused(stream.sender, str(error))
+                    break
+                if stream.header is None and not self._opened(key, stream):
+                    break
+            else:
+                if stream.header is not None and not stream.moving:
+                    del self._waiting[key]
+                    yield stream
+
+    def _opened(self, key: tuple[int, Piece], stream: Stream) -> bool:
+        """Read the header and make room for the rest; False if it is refused."""
+        try:
+            size = stream.open(self._labels(stream.piece.of.slot))
+        except Mismatch as error:  # the sender does something else: no other members would help
+            del self._waiting[key]
+            stream.message.tasks.put(error)
+            return False
+        except WireError as error:
+            del self._waiting[key]
+            self._refused(stream.sender, str(error))
+            return False
+        first = stream.data[:size]
+        if size <= LARGEST:
+            stream.data = first.clone() if size <= SMALL else first
+            return True
+        stream.data = torch.empty(size, dtype=torch.uint8)
+        stream.data[:LARGEST] = first
+        self._post(stream, stream.data[LARGEST:].split(LARGEST), 1)
+        return True
+
+    def forget(self, n: int) -> None:
+        """Wait for nothing of a message any more."""
+        for key in [key for key in self._waiting if key[0] == n]:
+            del self._waiting[key]
+
+    def clear(self) -> None:
+        """Wait for nothing."""
+        self._waiting.clear()
+
+
+def _number(n: int, piece: Piece) -> int:
+    """The number of a piece on its connections, from 1: of the 2 x SLOTS + 1 pieces that a message can have here."""
+    of = {"body": piece.of.slot, "part": SLOTS + piece.of.slot, "share": 2 * SLOTS}[piece.what]
+    return (n * (2 * SLOTS + 1) + of) % (2**32 - 1) + 1
