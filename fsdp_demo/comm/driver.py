@@ -34,6 +34,9 @@ from .wire import Wire
 log = logging.getLogger("fsdp_demo")
 
 BEAT = 0.5  # seconds
+SOON = 0.03
+"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it has seen is seen here, too, by then."""
+
 STOPPED = 2.0
 """Seconds between two turns of this thread after which the process itself must have been stopped: the others are not to blame then."""
 
@@ -87,6 +90,7 @@ class Driver:
         self._next_of: dict[Member, int] = {}
         self._began: dict[int, float] = {}
         self._rounds: deque[float] = deque(maxlen=50)
+        self._soon: deque[tuple[float, Callable[[], None]]] = deque()
         self._beat_at = self._turned = time.monotonic()
         self._closed, self._failed = False, ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)))
@@ -139,7 +143,7 @@ class Driver:
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._hub.drive(BEAT / 2, self._has_work)
+                self._hub.drive(SOON / 2 if self._soon else BEAT / 2, self._has_work)
                 self._turn()
         except BaseException as error:
             if not self._closed:
@@ -163,6 +167,8 @@ class Driver:
         if stopped:
             self._forgive(now)
         self._look_for_lost(now)
+        while self._soon and self._soon[0][0] <= now:
+            self._soon.popleft()[1]()
         if now - self._beat_at >= BEAT:
             self._beat_at = now
             self._beat()
@@ -331,7 +337,8 @@ class Driver:
 
     def _freeze(self, action: moves.Freeze) -> None:
         self._streams.clear()
-        self._say(["frozen", action.view], [*self.notes.values(), *self.siblings.values()])
+        lost = [m.slot for m in self.machine.lost]
+        self._say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
 
     def _report(self, action: moves.PostReport) -> None:
         record = self.machine.record
@@ -401,7 +408,8 @@ class Driver:
             n, rank, view, epoch = word[1:]
             self._take_later(epoch, moves.Voted(Ballot(n, rank, view), epoch))
         elif what == "frozen":
-            self._take_later(word[1], moves.FrozenHeard(word[1]))
+            view, lost = int(word[1]), set(word[2])
+            self._soon.append((time.monotonic() + SOON, lambda: self._freeze_too(view, lost)))
         elif member is not None and what == "beat":
             self._next_of[member] = int(word[1])
         elif member is not None and what == "landed?":
@@ -412,6 +420,15 @@ class Driver:
             self._lost(member, "has left")
         if member is not None and member in self.notes:
             self._step(moves.LandedHeard(self.machine.record.view, member, self.notes[member].landed))
+
+    def _freeze_too(self, view: int, lost: set[int]) -> None:
+        """Another rank has frozen this view and does not hear `lost`: who is half silent here, too, is lost at once. So nobody waits for
+        a report that will not come."""
+        now = time.monotonic()
+        for member, wire in list(self.notes.items()):
+            if member.slot in lost and now - wire.heard_at > 4 * BEAT and view == self.machine.record.view:
+                self._lost(member, "silent here, too")
+        self._take_later(view, moves.FrozenHeard(view))
 
     def _look_for_lost(self, now: float) -> None:
         waiting = [n for n in sorted(self._began) if n in self._messages]
