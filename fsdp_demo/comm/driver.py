@@ -113,9 +113,7 @@ class Driver:
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
-        for m, wire in lanes.items():
-            wire.renew(self.machine.record.view)
-            self.lanes[m].append(wire)
+        self._post(lambda: self._widen(lanes))
 
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
@@ -239,6 +237,15 @@ class Driver:
         self._messages[message.n], self._began[message.n] = message, time.monotonic()
         self._step(moves.Launched(message.n, message.kind))
         self._await(message)
+
+    def _widen(self, lanes: Mapping[Member, Wire]) -> None:
+        for m, wire in lanes.items():
+            if m not in self.lanes:  # lost meanwhile
+                wire.close(0)
+                continue
+            with self._hub.changed:
+                wire.renew(self.machine.record.view)
+            self.lanes[m].append(wire)
 
     def _await(self, message: Message) -> None:
         """Make room for what this rank lacks of a message, as it is settled."""
