@@ -91,6 +91,7 @@ class Driver:
         self._began: dict[int, float] = {}
         self._rounds: deque[float] = deque(maxlen=50)
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
+        self._ended: dict[Member, float] = {}
         self._beat_at = self._turned = time.monotonic()
         self._closed, self._failed = False, ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)))
@@ -362,6 +363,7 @@ class Driver:
         record = action.record
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
+            self._ended.pop(member, None)
             for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
                 wire.close(0)
         self._adopt_connections(record)
@@ -444,7 +446,11 @@ class Driver:
             wires = [self.notes[member], *self.lanes.get(member, [])]
             why = next((w.gone for w in wires if w.gone), "")
             if why and (member not in self._leaving or waiting):
-                self._lost(member, why)
+                if member not in self._ended:  # its "bye" may come on another connection than the end
+                    self._ended[member] = now + SOON
+                    self._soon.append((now + SOON, lambda: None))
+                elif now >= self._ended[member]:
+                    self._lost(member, why)
             elif not why and now - max(w.heard_at for w in wires) > (limit := self._dead if member in self._next_of else self._meeting):
                 self._lost(member, f"silent for {limit:g} s")
             elif late and self._next_of.get(member, 0) <= waiting[0]:

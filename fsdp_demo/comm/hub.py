@@ -204,6 +204,7 @@ class Hub:
             self._driven = True
         try:
             for wire in list(self.wires):
+                wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain
                 wire.close(linger)
             self._context.term()
         finally:
