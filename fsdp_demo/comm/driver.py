@@ -80,6 +80,7 @@ class Driver:
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
         self._messages: dict[int, Message] = {}
+        self._last: Message | None = None
         self._streams = Streams(hub, self.lanes, self._refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
         self._ready: dict[tuple[int, Piece], tuple[int, tuple[Member, ...]]] = {}
@@ -106,7 +107,10 @@ class Driver:
 
     def launch(self, message: Message) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
+        self._last = message
         self._post(lambda: self._launch(message))
+        if self._failed:  # before it was posted: nobody does it any more
+            message.tasks.put(PeerLost(self._failed))
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
@@ -148,6 +152,7 @@ class Driver:
             if not self._closed:
                 log.exception("membership: the thread has failed")
             self._fail(f"the membership thread has failed: {error!r:.200}")
+            self._hub.close(0)  # so that the others hear of it at once
 
     def _has_work(self) -> bool:
         return bool(self._work)
@@ -224,7 +229,7 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         self._failed, self._closed = self._failed or reason, True
-        for message in self._messages.values():
+        for message in [*self._messages.values(), *([self._last] if self._last else [])]:  # the last may wait in `_work`
             message.tasks.put(PeerLost(reason))
         with self.changed:
             self.changed.notify_all()
