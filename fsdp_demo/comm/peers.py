@@ -24,6 +24,7 @@ from torch import Tensor
 from ..errors import PeerLost, WireError
 from .collectives import Arrived, reduce
 from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
+from .joining import Desk, Following
 from .link import Link
 from .meter import Meter
 from .transport import Transport
@@ -55,6 +56,7 @@ class Line:
     Attributes:
         more: further groups of the same ranks, each with connections of its own (`widen`).
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
+        desk, following: where islands may join a run under way, this one as a donor or as a newcomer (`joining.py`).
     """
 
     def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
@@ -64,6 +66,8 @@ class Line:
         self.meter = Meter()
         self.digest, self.ending = 0, False
         self.alike = self.something = False
+        self.desk: Desk | None = None
+        self.following: Following | None = None
         self._tag = 0
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
