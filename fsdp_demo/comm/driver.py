@@ -109,10 +109,25 @@ class Driver:
     def launch(self, message: Message) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
         self._post(lambda: self._launch(message))
+        if self._failed:  # nobody does it any more
+            message.tasks.put(PeerLost(self._failed))
+
+    def busy(self, who: Member) -> str:
+        """Why a newcomer cannot come in now; empty if it can. In the driver's thread."""
+        if self.machine.state != "running":
+            return "the members change at the moment"
+        if who.slot in [m.slot for m in self.machine.record.members]:
+            return f"island {who.slot} is a member: its end was not noticed yet"
+        return ""
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
         self._post(job)
+
+    def joined(self, then: Callable[[], None]) -> None:
+        """Tell the others that this rank follows nobody any more, and run `then` in the driver's thread."""
+        self._post(lambda: self._say(["joined"], self.notes.values()))
+        self._post(then)
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
@@ -350,7 +365,8 @@ class Driver:
             if word[:1] == ["follow"] and guest is not None:
                 guest.asked = True
             elif word[:1] == ["ready"] and guest is not None and guest.following and self.machine.rank == 0:
-                if self.machine.record.members[0] == self.machine.me and all(m.slot != guest.member.slot for m in self.machine.record.members):
+                members = self.machine.record.members
+                if members[0] == self.machine.me and guest.member.slot not in [m.slot for m in members]:
                     self._step(moves.JoinPlanned(guest.member))
         newest = max((w.record for w in self._wires()), default=0)
         if newest > self.machine.record.epoch:
@@ -480,10 +496,16 @@ class Driver:
             why = next((w.gone for w in wires if w.gone), "")
             if why and (member not in self._leaving or waiting):
                 self._lost(member, why)
-            elif not why and now - max(w.heard_at for w in wires) > (limit := self._dead if member in self._next_of else self._meeting):
+            elif not why and now - max(w.heard_at for w in wires) > (limit := self._silence(member)):
                 self._lost(member, f"silent for {limit:g} s")
             elif late and self._next_of.get(member, 0) <= waiting[0]:
                 self._lost(member, f"no progress for {now - self._began[waiting[0]]:.0f} s")
+
+    def _silence(self, member: Member) -> float:
+        """Seconds that a member may be silent: longer until it was heard first."""
+        if member in self._next_of:
+            return self._dead
+        return self._meeting if member.incarnation == 0 else 3 * self._dead
 
     def _lost(self, member: Member, why: str) -> None:
         if member not in self.machine.lost and member in self.machine.record.members:

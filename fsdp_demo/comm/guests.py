@@ -33,7 +33,7 @@ from .zeromq import bound, bracketed
 log = logging.getLogger("fsdp_demo")
 
 LEAST = 64 << 20
-"""Bytes that may wait for a newcomer in any case; else as many as its snapshot has. A link that is slower than that cannot be joined over."""
+"""Bytes that may wait for a newcomer in any case; else as many as its snapshot has. A link that is slower cannot be joined over."""
 
 WIRES = ("notes", "ticks", "messages")
 """Connections of a guest, but for its lanes."""
@@ -195,8 +195,10 @@ class Counter:
     """`joining.Desk` of one line: what the donor's training hands out.
 
     Args:
-        guests: of this rank. do: runs a job in the driver's thread. submit: runs a job in the courier's thread, after all that is under way.
-        next: the number of the next message of the line.
+        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the next message of the line.
+
+    Attributes:
+        submit: runs a job in the courier's thread, after all that is under way.
     """
 
     def __init__(self, guests: Guests, do: Callable[[Callable[[], None]], None], next_message: Callable[[], int]):
@@ -257,7 +259,7 @@ def knock(context: Any, keys: Any, host: str, port: int, request: dict[str, Any]
         made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
         if keys is not None:
             keys.connect(made)
-        made.connect(f"tcp://{bracketed(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])}:{port}")
+        made.connect(f"tcp://{bracketed(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))}:{port}")
         made.send(json.dumps(request).encode())
         if not made.poll(1e3 * seconds):
             return None

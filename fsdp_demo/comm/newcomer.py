@@ -236,6 +236,15 @@ class Follow:
         self._become(self._record)
         log.info("goes on from step %d, and takes part from message %d on", step, self.base)
 
+    def over(self) -> None:
+        """This island takes part from here on, and follows no more. In the driver's thread."""
+        for k in ("ticks", "messages"):
+            self._donor.wires[k].close(0)
+
+    def close(self) -> None:
+        """End before it took part."""
+        self._hub.close(0)
+
     def _say(self, text: str) -> None:
         wire = self._donor.wires["notes"]
         with self._hub.changed:
