@@ -50,10 +50,12 @@ def store(args: argparse.Namespace) -> int:
 
 def _store(args: argparse.Namespace) -> Any:
     """The store that `--bind` asks for."""
-    from .launch.durable_store import FILE, SCHEME, DurableStore
+    from .comm.stores import FILE, SCHEME
     from .launch.store import serve
 
     if args.bind.startswith(SCHEME):
+        from .launch.durable_store import DurableStore
+
         return DurableStore(args.bind, args.file or FILE, os.environ.get("ISLAND_TOKEN", ""))
     if args.file:
         raise ValueError(f"--file {args.file}: this store keeps nothing in a file; take --bind {SCHEME}{args.bind}")

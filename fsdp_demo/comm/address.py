@@ -43,6 +43,8 @@ class Endpoint(NamedTuple):
 
     Attributes:
         scheme: one of `SCHEMES`. host: without brackets. password, database: of redis.
+
+    As text it is what `split_endpoint` reads, without the password.
     """
 
     scheme: str
@@ -50,6 +52,10 @@ class Endpoint(NamedTuple):
     port: int
     password: str = ""
     database: int = 0
+
+    def __str__(self) -> str:
+        place = join_address(self.host, self.port)
+        return f"{self.scheme}://{place}" + f"/{self.database}" * bool(self.database) if self.scheme else place
 
 
 def split_endpoint(text: str) -> Endpoint:

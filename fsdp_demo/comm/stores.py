@@ -15,6 +15,12 @@ LARGEST = 1 << 16
 LONGEST = 512
 """Bytes of a key."""
 
+SCHEME = "zmq://"
+"""How the endpoint of a durable store begins."""
+
+FILE = "fsdp_demo_store.sqlite"
+"""The file of a durable store where none is named: in the folder where it is started, so that it is found again there."""
+
 SALT = "the store"
 """What the keys of a connection to the store are derived with, beside the token (`curve.Keys`): one store serves several runs."""
 

@@ -17,14 +17,10 @@ from typing import Any
 from ..comm.address import split_address
 from ..comm.curve import Keys
 from ..comm.store_wire import LARGEST_MESSAGE, Answer, Question, Status, read_question
-from ..comm.stores import SALT
+from ..comm.stores import FILE, SALT, SCHEME
 from ..errors import WireError
 from .records import KEYS, MEMORY, ROOM, Records
 from .store import cure, reached_at, resolved
-
-SCHEME = "zmq://"
-FILE = "fsdp_demo_store.sqlite"
-"""The file where none is named: in the folder where the store is started, so that it is found again there."""
 
 TOGETHER = 256  # questions that share one commit at most
 WAITING = 8  # questions of one connection that wait in the library at most
