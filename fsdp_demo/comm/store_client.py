@@ -171,11 +171,15 @@ def connect(endpoint: str, limit: float, deadline: float, patience: float, secre
 
 def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> BoundedStore:
     """A store of another kind than torch's, which has answered."""
+    store: BoundedStore
     if place.scheme == "redis":
-        from .store_redis import RedisStore as Store
+        from .store_redis import RedisStore
+
+        store = RedisStore(endpoint, secret)
     else:
-        from .store_zeromq import ZeroMQStore as Store
-    store: BoundedStore = Store(endpoint, secret)
+        from .store_zeromq import ZeroMQStore
+
+        store = ZeroMQStore(endpoint, secret)
     store.within(seconds).identity()
     return store
 

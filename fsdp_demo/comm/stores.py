@@ -34,7 +34,7 @@ class Identity(NamedTuple):
 
     Attributes:
         name: made at random with the store's file: a store that was lost and started empty has another one.
-        generation: how often the file was opened, from 1.
+        generation: how often the file was opened, from 1; 0 where the store does not count it.
     """
 
     name: str
