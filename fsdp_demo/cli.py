@@ -53,13 +53,14 @@ def _store(args: argparse.Namespace) -> Any:
     from .comm.stores import FILE, SCHEME
     from .launch.store import serve
 
+    token = os.environ.get("ISLAND_TOKEN", "")
     if args.bind.startswith(SCHEME):
         from .launch.durable_store import DurableStore
 
-        return DurableStore(args.bind, args.file or FILE, os.environ.get("ISLAND_TOKEN", ""))
+        return DurableStore(args.bind, args.file or FILE, token)
     if args.file:
         raise ValueError(f"--file {args.file}: this store keeps nothing in a file; take --bind {SCHEME}{args.bind}")
-    return serve(args.bind)
+    return serve(args.bind, token)
 
 
 def rehearse(args: argparse.Namespace) -> int:

@@ -180,7 +180,11 @@ def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> Bou
         from .store_zeromq import ZeroMQStore
 
         store = ZeroMQStore(endpoint, secret)
-    store.within(seconds).identity()
+    try:
+        store.within(seconds).identity()
+    except BaseException:
+        store.close()
+        raise
     return store
 
 

@@ -168,7 +168,7 @@ class Client:
 
     def _answer(self, question: bytes, end: float, seconds: float) -> Answer:
         """Ask until there is an answer."""
-        patience, why = FIRST, "it hangs, or another program listens there"
+        patience, why = FIRST, "" if self.known else " (it hangs, or another program listens there)"
         while (left := end - time.monotonic()) > 0:
             if self._connection is None:
                 self._connection = Connection(self._context, self._address, self._token)
@@ -179,13 +179,13 @@ class Client:
                 return answer
             ended, self._connection = self._connection, None
             ended.close()
-            why = ended.gone or why
+            why = f" ({ended.gone})" if ended.gone else why
             self._recognise(ended)
             if ended.gone:
                 time.sleep(max(min(AGAIN, end - time.monotonic()), 0.0))
             else:
                 patience = min(2 * patience, RARELY)
-        raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s ({why})")
+        raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s{why}")
 
     def _recognise(self, connection: Connection) -> None:
         """Give up where the tokens cannot be the same."""

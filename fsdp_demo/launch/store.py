@@ -54,11 +54,12 @@ class Served:
         signal.sigwait(signals)
 
 
-def serve(bind: str) -> Served:
+def serve(bind: str, token: str = "") -> Served:
     """Serve a store on exactly one address.
 
     Args:
         bind: `ADDR:PORT`; ADDR is an address or name of this machine (`0.0.0.0` or `[::]`: all), PORT 0 picks a free one.
+        token: ISLAND_TOKEN, of which this store knows nothing: a warning.
 
     Raises:
         ValueError: the text is no address, the name is unknown, or the address cannot be listened on.
@@ -77,7 +78,7 @@ def serve(bind: str) -> Served:
     # The server's own client connects to the host given here; the descriptor belongs to the server from now on.
     own = ("::1" if address.version == 6 else "127.0.0.1") if address.is_unspecified else host
     server = TCPStore(own, port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
-    return Served(server, host, port, reached_at(address, port), _warnings(address))
+    return Served(server, host, port, reached_at(address, port), _warnings(address) + _useless(token))
 
 
 def resolved(bind: str, name: str, port: int) -> tuple[socket.AddressFamily, Any]:
@@ -130,6 +131,11 @@ def _warnings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[s
         cure = "bind to a private address (a VPN such as WireGuard gives one) or close the port to everybody else"
         return (f"{address} is a PUBLIC address. {no_passwords}: whoever reaches it can read, change and end the run; {cure}",)
     return ()
+
+
+def _useless(token: str) -> tuple[str, ...]:
+    said = "ISLAND_TOKEN is set, but this store lets everybody in who reaches it: --bind zmq://ADDR:PORT asks for the token"
+    return (said,) if token else ()
 
 
 def reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:

@@ -393,6 +393,7 @@ def test_a_short_token_and_an_open_door_are_told(monkeypatch: pytest.MonkeyPatch
         store = DurableStore("zmq://0.0.0.0:0", ":memory:", token)
         store.serve_while(lambda: False)  # closes it
         assert len(store.warnings) == warned and "keeps nothing" in store.warnings[-1] and "0.0.0.0" not in store.endpoint
+    assert "ISLAND_TOKEN is set, but this store lets everybody in" in serve("127.0.0.1:0", "a token").warnings[0]
     monkeypatch.setenv("ISLAND_TOKEN", "short")
     assert cli.main(["store", "--bind", "zmq://127.0.0.1:0", "--file", ":memory:"]) == 2
     assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
