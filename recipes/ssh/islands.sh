@@ -47,12 +47,11 @@ file() { echo "/tmp/fsdp-demo-$RUN-$1.pid"; }
 start() { # start HOST NAME COMMAND: in the background
     ssh -o BatchMode=yes "$1" "cd $FOLDER && echo \$\$ >$(file "$2") && exec $3" </dev/null &
 }
-stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f $(file "$2")" </dev/null || true; }
+stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f $(file "$2")*" </dev/null || true; }
 stop_islands() { for rank in "${!hosts[@]}"; do stop "${hosts[rank]}" "$rank"; done; }
 trap stop_islands INT TERM
 finish() {
     stop "${hosts[0]}" store
-    ssh -o BatchMode=yes "${hosts[0]}" "rm -f $(file store).sqlite*" </dev/null || true
     for rank in "${!hosts[@]}"; do ssh -o BatchMode=yes "${hosts[rank]}" "rm -f $(file "$rank")" </dev/null || true; done
 }
 trap finish EXIT
