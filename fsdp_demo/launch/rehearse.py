@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..comm.link import Link
+from ..comm.stores import FILE, SCHEME
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .console import Console, Splitter
@@ -206,14 +207,16 @@ class Supervisor:
 
     def start_store(self) -> str:
         port_file = self.folder / "port"
-        words = ["store", "--bind", f"{LOCALHOST}:0", "--port-file", str(port_file), "--quiet"]
+        durable = os.environ.get("ISLAND_TRANSPORT", "").strip() == "zeromq"
+        scheme, kept = (SCHEME, ["--file", str(self.folder / FILE)]) if durable else ("", [])
+        words = ["store", "--bind", f"{scheme}{LOCALHOST}:0", *kept, "--port-file", str(port_file), "--quiet"]
         self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", *words])
         deadline = time.monotonic() + 120
         while not port_file.exists() and not self.signals:
             if self.store.poll() is not None or time.monotonic() > deadline:
                 raise ValueError(f"the store did not start (status {self.store.poll()}); its error is above")
             time.sleep(0.05)
-        return f"{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
+        return f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
 
     def start_islands(self, endpoint: str) -> None:
         if self.signals:

@@ -23,19 +23,23 @@ class Relay:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address, self.port = self._server.getsockname()
         self.forth = self.back = 0
-        self._open = threading.Event()
+        self._open, self._back = threading.Event(), threading.Event()
         self._open.set()
+        self._back.set()
         self._ends: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def hold(self) -> None:
-        """Pass on nothing more, and close nothing: a dead cable."""
-        self._open.clear()
+    def hold(self, forth: bool = True) -> None:
+        """Pass on nothing more, and close nothing: a dead cable; dead in one direction where what goes to the target still passes."""
+        self._back.clear()
+        if forth:
+            self._open.clear()
 
     def let_go(self) -> None:
         """Pass on again."""
         self._open.set()
+        self._back.set()
 
     def cut(self, reset: bool = False) -> None:
         """End all connections, and take no more."""
@@ -45,7 +49,7 @@ class Relay:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self._shut(end)
-        self._open.set()
+        self.let_go()
 
     def close(self) -> None:
         """End, with all threads."""
@@ -67,7 +71,7 @@ class Relay:
     def _pass(self, source: socket.socket, target: socket.socket, forth: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                self._open.wait()
+                (self._open if forth else self._back).wait()
                 target.sendall(data)
                 if forth:
                     self.forth += len(data)
