@@ -157,7 +157,7 @@ class Topology:
             return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
         try:
             store = self._connect()
-            if self.elastic and store.peek(f"{self._prefix}/record/0"):
+            if self.newcomer:
                 return self._come_later(store, position, link)
             infos = self._meet(store, position)
         except StoreSilent as error:
@@ -188,6 +188,15 @@ class Topology:
         """Whether islands may come and go."""
         return self.kind == "islands" and self.transport == "zeromq"
 
+    @property
+    def newcomer(self) -> bool:
+        """Whether the others train already: this island joins them, and what it holds on its disk is of no use.
+
+        Raises:
+            ValueError, PeerLost: see `prefix`.
+        """
+        return self.elastic and attempts.join(self).taken.late
+
     def _come_later(self, store: Asker, position: Position, link: Link | None) -> tuple[Line | None, int]:
         """`join` of an island that comes when the run is under way."""
         from .meet import newcomer_line
@@ -209,7 +218,7 @@ class Topology:
         names = [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
         names[self.island] = self.name
         meeting, place = self._place(store, position, lanes, names)
-        return newcomer_line(meeting, place, attempts.join(self).life, self._own_store, link, self.dead), lanes
+        return newcomer_line(meeting, place, attempts.join(self).taken.life, self._own_store, link, self.dead), lanes
 
     def _own_store(self) -> Asker:
         """A connection of its own, below the keys of this meeting."""
