@@ -29,7 +29,7 @@ VARIABLES = {
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
-    "ISLAND_TOKEN": "the run's secret, the same on all islands, for a transport that authenticates",
+    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that authenticate",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",

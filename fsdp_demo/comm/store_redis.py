@@ -51,10 +51,12 @@ if kind == 'check' then
   end
   return {'done', '1'}
 end
+local now, answer = redis.call('GET', key), ''
+if kind == 'add' and ARGV[4] == '0' and tonumber(now or '') then return {'done', now} end
+if kind == 'compare' and ARGV[4] == '' and ARGV[5] == '' and now then return {'done', now} end
 local before = redis.call('HMGET', client, 'number', 'answer')
 if before[1] and tonumber(before[1]) == number then return {'done', before[2]} end
 if before[1] and tonumber(before[1]) > number then return {'late'} end
-local now, answer = redis.call('GET', key), ''
 if kind == 'set' then
   redis.call('SET', key, ARGV[4])
 elseif kind == 'add' then

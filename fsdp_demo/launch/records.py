@@ -19,7 +19,7 @@ KEYS = 100_000
 """Keys that a store holds: a run makes some hundred."""
 
 ROOM = 512 << 20
-"""Bytes of the file."""
+"""Bytes of the file; half as many where there is none, since the process that serves may not take more memory than that."""
 
 CLIENTS = 1 << 16
 """Clients whose last question is remembered, and changes for which an answer is."""
@@ -71,6 +71,7 @@ class Records:
             raise ValueError(f"--file {self._file}: is no store's file, or one of another release; take another file")
         if [("ok",)] != self._sql.execute("PRAGMA quick_check").fetchall():
             raise sqlite3.DatabaseError("it is damaged")
+        room = min(room, ROOM // 2) if str(self._file) == MEMORY else room
         (page,) = self._sql.execute("PRAGMA page_size").fetchone()
         self._sql.execute(f"PRAGMA max_page_count={room // page}")
         self._sql.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA application_id={_MARK};PRAGMA user_version={_FORM};COMMIT;")
