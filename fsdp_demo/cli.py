@@ -63,6 +63,17 @@ def _store(args: argparse.Namespace) -> Any:
     return serve(args.bind, token)
 
 
+def status(args: argparse.Namespace) -> int:
+    """Say who the members of a run are and how far they are; 1 if nobody answers."""
+    from .comm.look import members, text
+    from .comm.topology import Topology
+
+    topology = Topology.from_env({"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", **os.environ, "ISLAND_RANK": "0"})
+    found = members(topology.open_store(10.0), topology.run, topology.token)
+    print(json.dumps(found, indent=2) if args.json else text(found))
+    return 0 if any(not one.get("silent") for one in found["members"]) else 1
+
+
 def rehearse(args: argparse.Namespace) -> int:
     """Run N islands on this machine and return the worst exit status."""
     from .comm.link import Link, parse_rate, parse_rtt
@@ -173,6 +184,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--restarts", type=int, default=0, metavar="N", help="start an island that saved and left, or was killed, again")
     sub.add_argument("--resume-args", default="", metavar="ARGS", help="added to the script's arguments then")
     sub.set_defaults(run_command=rehearse)
+
+    sub = commands.add_parser("status", help="say which islands take part in a run, and how far they are (ISLAND_ENDPOINT, ISLAND_RUN)")
+    sub.add_argument("--json", action="store_true", help="print one object")
+    sub.set_defaults(run_command=status)
 
     sub = commands.add_parser("presets", help="list the published methods, or show one")
     sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")

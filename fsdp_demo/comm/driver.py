@@ -95,7 +95,8 @@ class Driver:
         self._rounds: deque[float] = deque(maxlen=50)
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
         self._beat_at = self._turned = time.monotonic()
-        self._closed, self._failed = False, ""
+        self._closed = self._left = False
+        self._failed = ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)))
         if machine.record.epoch == 0 and machine.rank == 0:
             self._desk.begin(machine.record)
@@ -120,9 +121,34 @@ class Driver:
             return f"island {who.slot} is a member: its end was not noticed yet"
         return ""
 
+    def status(self) -> dict[str, Any]:
+        """How this rank stands, for `look.py`. In the driver's thread."""
+        now, guest = time.monotonic(), self.guests.guest if self.guests is not None else None
+        heard = {str(m.slot): round(now - wire.heard_at, 2) for m, wire in self.notes.items()}
+        joining = guest.name if guest is not None and not guest.moved else ""
+        rank = self.machine
+        return {"launched": rank.next, "delivered": rank.landed, "state": rank.state, "heard": heard, "joining": joining}
+
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
         self._post(job)
+
+    def leave(self) -> None:
+        """Tell the others at once that this island goes on no more; they settle what is open without waiting for a timer."""
+
+        def job() -> None:
+            self._say(["leave"], self.notes.values())
+            self._step(moves.Leave())
+            with self.changed:
+                self._left = True
+                self.changed.notify_all()
+
+        self._post(job)
+
+    def expel(self, why: str) -> None:
+        """End this island: what it holds is not what the others hold."""
+        log.error("this island has gone wrong: %s", why)
+        self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
         """Tell the others that this rank follows nobody any more, and run `then` in the driver's thread."""
@@ -140,9 +166,9 @@ class Driver:
         end = time.monotonic() + seconds
         self._post(lambda: self._say(["landed?"], self.notes.values()))
         with self.changed:
-            while self.stable < below and not self._closed and (left := end - time.monotonic()) > 0:
+            while self.stable < below and not (self._closed or self._left) and (left := end - time.monotonic()) > 0:
                 self.changed.wait(min(left, 0.5))
-            return self.stable >= below
+            return self.stable >= below or self._closed or self._left
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The connections close."""

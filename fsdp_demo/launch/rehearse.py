@@ -177,6 +177,7 @@ class Supervisor:
         self.stop_at: float | None = None  # SIGTERM is due then
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
         self.store_lost, self.started = False, time.monotonic()
+        self.elastic = os.environ.get("ISLAND_TRANSPORT", "").strip() == "zeromq"  # the others train on when an island is lost
 
     def on_signal(self, number: int, frame: object) -> None:
         self.signals.append(number)
@@ -207,8 +208,7 @@ class Supervisor:
 
     def start_store(self) -> str:
         port_file = self.folder / "port"
-        durable = os.environ.get("ISLAND_TRANSPORT", "").strip() == "zeromq"
-        scheme, kept = (SCHEME, ["--file", str(self.folder / FILE)]) if durable else ("", [])
+        scheme, kept = (SCHEME, ["--file", str(self.folder / FILE)]) if self.elastic else ("", [])
         words = ["store", "--bind", f"{scheme}{LOCALHOST}:0", *kept, "--port-file", str(port_file), "--quiet"]
         self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", *words])
         deadline = time.monotonic() + 120
@@ -273,6 +273,8 @@ class Supervisor:
         self.console.note(f"{island.name} ended with status {island.status} after {now - self.started:.0f} s")
         # Its launcher is gone; ranks that it left behind are told to end now (and save).
         send(self.strays(), signal.SIGTERM)
+        if self.elastic and island.status != DECIDE:
+            return
         if self.stop_at is None and any(other.status is None for other in self.islands):
             self.stop_at = now + self.plan.grace
             self.console.note(f"the others have {self.plan.grace:g} s to notice, save and end by themselves")
