@@ -83,6 +83,7 @@ class Driver:
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
         self._messages: dict[int, Message] = {}
+        self._last: Message | None = None
         self._streams = Streams(hub, self.lanes, self._refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
         self._ready: dict[tuple[int, Piece], tuple[int, tuple[Member, ...]]] = {}
@@ -94,6 +95,7 @@ class Driver:
         self._began: dict[int, float] = {}
         self._rounds: deque[float] = deque(maxlen=50)
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
+        self._ended: dict[Member, float] = {}
         self._beat_at = self._turned = time.monotonic()
         self._closed = self._left = False
         self._failed = ""
@@ -109,8 +111,9 @@ class Driver:
 
     def launch(self, message: Message) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
+        self._last = message
         self._post(lambda: self._launch(message))
-        if self._failed:  # nobody does it any more
+        if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
 
     def busy(self, who: Member) -> str:
@@ -157,9 +160,7 @@ class Driver:
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
-        for m, wire in lanes.items():
-            wire.renew(self.machine.record.view)
-            self.lanes[m].append(wire)
+        self._post(lambda: self._widen(lanes))
 
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
@@ -193,6 +194,7 @@ class Driver:
             if not self._closed:
                 log.exception("membership: the thread has failed")
             self._fail(f"the membership thread has failed: {error!r:.200}")
+            self._hub.close(0)  # so that the others hear of it at once
 
     def _has_work(self) -> bool:
         return bool(self._work)
@@ -274,7 +276,7 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         self._failed, self._closed = self._failed or reason, True
-        for message in self._messages.values():
+        for message in [*self._messages.values(), *([self._last] if self._last else [])]:  # the last may wait in `_work`
             message.tasks.put(PeerLost(reason))
         with self.changed:
             self.changed.notify_all()
@@ -288,6 +290,15 @@ class Driver:
         self._messages[message.n], self._began[message.n] = message, time.monotonic()
         self._step(moves.Launched(message.n, message.kind))
         self._await(message)
+
+    def _widen(self, lanes: Mapping[Member, Wire]) -> None:
+        for m, wire in lanes.items():
+            if m not in self.lanes:  # lost meanwhile
+                wire.close(0)
+                continue
+            with self._hub.changed:
+                wire.renew(self.machine.record.view)
+            self.lanes[m].append(wire)
 
     def _await(self, message: Message) -> None:
         """Make room for what this rank lacks of a message, as it is settled."""
@@ -437,6 +448,7 @@ class Driver:
         record = action.record
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
+            self._ended.pop(member, None)
             for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
                 wire.close(0)
         self._adopt_connections(record)
@@ -521,7 +533,11 @@ class Driver:
             wires = [self.notes[member], *self.lanes.get(member, [])]
             why = next((w.gone for w in wires if w.gone), "")
             if why and (member not in self._leaving or waiting):
-                self._lost(member, why)
+                if member not in self._ended:  # its "bye" may come on another connection than the end
+                    self._ended[member] = now + SOON
+                    self._soon.append((now + SOON, lambda: None))
+                elif now >= self._ended[member]:
+                    self._lost(member, why)
             elif not why and now - max(w.heard_at for w in wires) > (limit := self._silence(member)):
                 self._lost(member, f"silent for {limit:g} s")
             elif late and self._next_of.get(member, 0) <= waiting[0]:
