@@ -98,6 +98,7 @@ class Driver:
         self._ended: dict[Member, float] = {}
         self._beat_at = self._turned = time.monotonic()
         self._closed = self._left = False
+        self._frozen_at = 0.0
         self._failed = ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
         self._desk.epoch = machine.record.epoch
@@ -216,6 +217,8 @@ class Driver:
         if stopped:
             self._forgive(now)
         self._look_for_lost(now)
+        if self.machine.state == "frozen" and now - self._frozen_at > self._dead + self._meeting:
+            self._fail(f"a change of members has not come to an end within {self._dead + self._meeting:g} s")
         while self._soon and self._soon[0][0] <= now:
             self._soon.popleft()[1]()
         if now - self._beat_at >= BEAT:
@@ -431,6 +434,7 @@ class Driver:
                 log.info("epoch %d: %s joins, from message %d on", record.epoch, self._labels(member.slot), base)
 
     def _freeze(self, action: moves.Freeze) -> None:
+        self._frozen_at = time.monotonic()
         self._streams.clear()
         lost = [m.slot for m in self.machine.lost]
         self._say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
