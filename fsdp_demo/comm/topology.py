@@ -192,6 +192,11 @@ class Topology:
 
         return open_group
 
+    def under_way(self) -> bool:
+        """Whether this island comes to a run that the others are training already, and so joins it as a newcomer (`Line.following`). What
+        islands ask each other before `attach` is not asked then: nobody would answer."""
+        return False
+
     @property
     def question(self) -> float:
         """Seconds that one question to the store may take."""
