@@ -192,9 +192,9 @@ class Topology:
         """Whether islands may come and go."""
         return self.kind == "islands" and self.transport == "zeromq"
 
-    @property
-    def newcomer(self) -> bool:
-        """Whether the others train already: this island joins them, and what it holds on its disk is of no use.
+    def under_way(self) -> bool:
+        """Whether this island comes to a run that the others are training already, and so joins it as a newcomer (`Line.following`). What
+        islands ask each other before `attach` is not asked then: nobody would answer.
 
         Raises:
             ValueError, PeerLost: see `prefix`.
@@ -301,7 +301,7 @@ class Topology:
         attempt = attempts.join(self, store).prefix
         if epoch and store.peek(f"{attempt}/finished"):
             store.set(f"{attempt}/finished", "")  # by an exchange of this process, which now has another one
-        self._late = self.newcomer and not epoch
+        self._late = self.under_way() and not epoch
         epoch = int(store.peek(f"{attempt}/begun") or 0) if self._late else epoch
         self._prefix = f"{attempt}/{epoch}"
         _epochs[self.endpoint, self.run] = epoch + 1
