@@ -23,6 +23,7 @@ from ..errors import PeerLost, WireError
 from . import moves
 from .change import ChangeDesk
 from .epochs import Ballot, Member, Piece, Record, needed
+from .guests import Guests
 from .held import Due, Message
 from .hub import Hub
 from .membership import Rank
@@ -52,6 +53,7 @@ class Driver:
         labels: how errors and logs name an island, by slot.
         dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
         patience: seconds without progress, given how long the last messages took.
+        guests: newcomers, if they can come in here.
         expelled: called in this thread when the others went on without this island; must not return to training.
 
     Attributes:
@@ -72,11 +74,12 @@ class Driver:
         meeting: float,
         patience: Callable[[Sequence[float]], float],
         expelled: Callable[[Record], None],
+        guests: Guests | None = None,
     ):
         self._hub, self.machine, self._labels, self._patience = hub, machine, labels, patience
         self._dead, self._meeting = dead, meeting
         self.notes, self.lanes, self.siblings = dict(notes), {m: list(w) for m, w in lanes.items()}, dict(siblings)
-        self._expelled = expelled
+        self._expelled, self.guests = expelled, guests
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
         self._messages: dict[int, Message] = {}
@@ -106,10 +109,25 @@ class Driver:
     def launch(self, message: Message) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
         self._post(lambda: self._launch(message))
+        if self._failed:  # nobody does it any more
+            message.tasks.put(PeerLost(self._failed))
+
+    def busy(self, who: Member) -> str:
+        """Why a newcomer cannot come in now; empty if it can. In the driver's thread."""
+        if self.machine.state != "running":
+            return "the members change at the moment"
+        if who.slot in [m.slot for m in self.machine.record.members]:
+            return f"island {who.slot} is a member: its end was not noticed yet"
+        return ""
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
         self._post(job)
+
+    def joined(self, then: Callable[[], None]) -> None:
+        """Tell the others that this rank follows nobody any more, and run `then` in the driver's thread."""
+        self._post(lambda: self._say(["joined"], self.notes.values()))
+        self._post(then)
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
@@ -164,6 +182,8 @@ class Driver:
             self._read_notes(wire, None)
         for stream in self._streams.done():
             self._arrived(stream)
+        if self.guests is not None:
+            self._serve_guest(self.guests)
         if stopped:
             self._forgive(now)
         self._look_for_lost(now)
@@ -193,6 +213,7 @@ class Driver:
                 return
             if epoch == now + 1:
                 self._step(event)
+                self._let_move_in()
                 if self.machine.state == "frozen":
                     self._desk.again(epoch)
                 self._release_early()
@@ -220,6 +241,8 @@ class Driver:
 
     def _end(self, word: str) -> None:
         self._say([word], self.notes.values())
+        if self.guests is not None:
+            self.guests.close()
         self._closed = True
         self._fail("the connections were closed")
 
@@ -335,6 +358,39 @@ class Driver:
 
     # ---- a change of members ---------------------------------------------------------------------------------------------
 
+    def _serve_guest(self, guests: Guests) -> None:
+        """Listen to who wants to join. The first line of the donor plans it when the newcomer is near."""
+        for word in guests.look():
+            guest = guests.guest
+            if word[:1] == ["follow"] and guest is not None:
+                guest.asked = True
+            elif word[:1] == ["ready"] and guest is not None and guest.following and self.machine.rank == 0:
+                members = self.machine.record.members
+                if members[0] == self.machine.me and guest.member.slot not in [m.slot for m in members]:
+                    self._step(moves.JoinPlanned(guest.member))
+        newest = max((w.record for w in self._wires()), default=0)
+        if newest > self.machine.record.epoch:
+            self._fetch(self.machine.record.epoch + 1)
+
+    def _let_move_in(self) -> None:
+        """Who is a member now and has no connection here yet: the guest, or somebody who has not reached this rank and is lost."""
+        record = self.machine.record
+        for member in record.members:
+            if member == self.machine.me or member in self.notes or self.machine.state not in ("running", "frozen"):
+                continue
+            moved = self.guests.move_in(member) if self.guests is not None else None
+            if moved is None:
+                self._lost(member, "it is a member, but has not reached this rank")
+                continue
+            self.notes[member], self.lanes[member] = moved
+            for wire in [self.notes[member], *self.lanes[member]]:
+                wire.heard_at, wire.said = time.monotonic(), (record.epoch, self.machine.landed)
+                wire.renew(record.view)
+            self._say(["planned", record.epoch], [self.notes[member]])
+            if self.machine.rank == 0:
+                base = record.base[record.members.index(member)]
+                log.info("epoch %d: %s joins, from message %d on", record.epoch, self._labels(member.slot), base)
+
     def _freeze(self, action: moves.Freeze) -> None:
         self._streams.clear()
         lost = [m.slot for m in self.machine.lost]
@@ -414,6 +470,8 @@ class Driver:
             self._next_of[member] = int(word[1])
         elif member is not None and what == "landed?":
             self._say(["beat", self.machine.next], [self.notes[member]])
+        elif member is not None and what == "joined" and self.guests is not None:
+            self.guests.over()
         elif member is not None and what == "bye":
             self._leaving.add(member)
         elif member is not None and what == "leave":
@@ -438,10 +496,16 @@ class Driver:
             why = next((w.gone for w in wires if w.gone), "")
             if why and (member not in self._leaving or waiting):
                 self._lost(member, why)
-            elif not why and now - max(w.heard_at for w in wires) > (limit := self._dead if member in self._next_of else self._meeting):
+            elif not why and now - max(w.heard_at for w in wires) > (limit := self._silence(member)):
                 self._lost(member, f"silent for {limit:g} s")
             elif late and self._next_of.get(member, 0) <= waiting[0]:
                 self._lost(member, f"no progress for {now - self._began[waiting[0]]:.0f} s")
+
+    def _silence(self, member: Member) -> float:
+        """Seconds that a member may be silent: longer until it was heard first."""
+        if member in self._next_of:
+            return self._dead
+        return self._meeting if member.incarnation == 0 else 3 * self._dead
 
     def _lost(self, member: Member, why: str) -> None:
         if member not in self.machine.lost and member in self.machine.record.members:

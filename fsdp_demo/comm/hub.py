@@ -38,14 +38,14 @@ class Hub:
         keys: `curve.Keys`, or None.
 
     Attributes:
-        changed: lock of all that waits and is queued; told when something has moved. keys: as given.
+        changed: lock of all that waits and is queued; told when something has moved. keys: as given. context: of ZeroMQ.
     """
 
     def __init__(self, silence: float, keys: Any = None):
         self.changed = threading.Condition()
         self.wires: list[Wire] = []
         self._silence, self.keys = silence, keys
-        self._context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
+        self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
         self._near, self._far = socket.socketpair()
@@ -59,7 +59,7 @@ class Hub:
 
     def socket(self) -> Any:
         """A new socket with what all of them have in common."""
-        made = self._context.socket(zmq.PAIR)
+        made = self.context.socket(zmq.PAIR)
         made.sndhwm = made.rcvhwm = WAITING
         made.maxmsgsize = frames.LARGEST + SEALED
         made.linger = 0
@@ -77,6 +77,23 @@ class Hub:
         self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
         self._poller.register(wire.monitor, zmq.POLLIN)
         return wire
+
+    def attend(self, socket: Any, serve: Callable[[int], None]) -> None:
+        """Let `serve` read from a socket of another kind."""
+        self._owners[socket] = serve
+        self._poller.register(socket, zmq.POLLIN)
+
+    def neglect(self, socket: Any) -> None:
+        """Undo `attend`, and close the socket."""
+        if self._owners.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+            socket.close(0)
+
+    def other_socket(self, kind: int) -> Any:
+        """A socket for what is not a connection of a line."""
+        made = self.context.socket(kind)
+        made.linger, made.maxmsgsize = 0, frames.LONGEST
+        return made
 
     def forget(self, wire: Wire) -> None:
         """Wait for a connection no more."""
@@ -189,7 +206,7 @@ class Hub:
         try:
             for wire in list(self.wires):
                 wire.close(linger)
-            self._context.term()
+            self.context.term()
         finally:
             self._near.close()
             self._far.close()
@@ -198,6 +215,6 @@ class Hub:
     def __del__(self) -> None:
         with suppress(Exception):
             if not self.closed:
-                self._context.destroy(0)
+                self.context.destroy(0)
                 self._near.close()
                 self._far.close()

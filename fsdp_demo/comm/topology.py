@@ -154,6 +154,8 @@ class Topology:
             return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
         try:
             store = self._connect()
+            if self.elastic and store.peek(f"{self._prefix}/record/0"):
+                return self._come_later(store, position, link)
             infos = self._meet(store, position)
         except StoreSilent as error:
             raise self._cured(error) from None
@@ -162,8 +164,13 @@ class Topology:
         if position.copy >= lanes:
             return None, lanes
         names = [i["name"] for i in infos]
-        if self.transport == "zeromq":
-            return self._member_line(store, position, lanes, names, link), lanes
+        if self.elastic:
+            from .meet import member_line
+
+            meeting, place = self._place(store, position, lanes, names)
+            met = member_line(meeting, place, self._own_store, link, self.dead)
+            store.under(self.prefix()).compare_set("begun", "", "1")
+            return met, lanes
         open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store, names)
         line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
         try:
@@ -173,16 +180,44 @@ class Topology:
             raise
         return line, lanes
 
-    def _member_line(self, store: Asker, position: Position, lanes: int, names: Sequence[str], link: Link | None) -> Line:
-        """The line of this rank, whose islands may come and go."""
-        from .meet import Place, member_line
+    @property
+    def elastic(self) -> bool:
+        """Whether islands may come and go."""
+        return self.kind == "islands" and self.transport == "zeromq"
 
-        where = self.address or route_to(self.endpoint)
+    def _come_later(self, store: Asker, position: Position, link: Link | None) -> tuple[Line | None, int]:
+        """`join` of an island that comes when the run is under way."""
+        from .meet import newcomer_line
+
+        key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
+        mine = self._announcement(position)
+        infos = {}
+        for i in range(self.islands):
+            if store.check([first := f"{self._prefix}/join/{i}/0.0"]):
+                infos[i] = store.note(first, f"island {i}", {name: type(value) for name, value in mine.items()})
+        self._compare({i: info for i, info in infos.items() if i != self.island}, position)
+        lanes = min(info["copies"] for info in infos.values())
+        if position.copies < lanes:
+            raise ValueError(f"{self.name} holds the model in {position.copies} copies, the run goes on in {lanes}: start it with as many")
+        store.set(key.format(self.island), json.dumps(mine))
+        store.deadline = self.question
+        if position.copy >= lanes:
+            return None, lanes
+        names = [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
+        names[self.island] = self.name
+        meeting, place = self._place(store, position, lanes, names)
+        return newcomer_line(meeting, place, attempts.join(self).life, self._own_store, link, self.dead), lanes
+
+    def _own_store(self) -> Asker:
+        """A connection of its own, below the keys of this meeting."""
+        return self.open_store(self.question).under(self._prefix)
+
+    def _place(self, store: Asker, position: Position, lanes: int, names: Sequence[str]) -> tuple[Meeting, Any]:
+        from .meet import Place
+
+        where, ranks = self.address or route_to(self.endpoint), position.shards * lanes
         meeting = Meeting(store, self._prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token)
-        ranks = position.shards * lanes
-        place = Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
-        prefix = self._prefix
-        return member_line(meeting, place, lambda: self.open_store(self.question).under(prefix), link, self.dead)
+        return meeting, Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
 
     def _cured(self, error: StoreSilent) -> StoreSilent:
         """The same for who has not met the others yet, where it is an error."""
@@ -251,16 +286,23 @@ class Topology:
 
     def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
-        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
-        mine = {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
+        mine = self._announcement(position)
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
         infos = self._gather(store, {name: type(value) for name, value in mine.items()})
-        ordered = [infos[i] for i in range(self.islands)]
-        same = [i for i, other in enumerate(ordered) if other["name"] == self.name]
+        self._compare(infos, position)
+        return [infos[i] for i in range(self.islands)]
+
+    def _announcement(self, position: Position) -> dict[str, Any]:
+        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
+        return {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
+
+    def _compare(self, infos: Mapping[int, dict[str, Any]], position: Position) -> None:
+        """Raise ValueError where other islands do not fit this one."""
+        same = sorted({i for i, other in infos.items() if other["name"] == self.name} | {self.island})
         if len(same) > 1:
             raise ValueError(f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each other's files: give each its own")
-        for i, other in enumerate(ordered):
+        for i, other in sorted(infos.items()):
             if other["transport"] != self.transport:
                 both = f"ISLAND_TRANSPORT={other['transport']}, {self.name} has {self.transport}"
                 raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
@@ -269,7 +311,6 @@ class Topology:
                     f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "
                     f"{position.shards} shards x {position.copies} copies: the number of shards must agree (copies may differ)"
                 )
-        return ordered
 
     def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:
         """The announcements of all islands, as they come."""

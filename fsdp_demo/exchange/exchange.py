@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..config.schema import ExchangeConfig
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import finish, result, resume, startup, summary
+from . import finish, replay, result, resume, snapshot, startup, summary
 from .connections import Connections
 from .consensus import Council
 from .first_step import FirstStep
@@ -56,6 +57,8 @@ class Exchange(Readings):
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
             `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not. leaving: since an island
             was told to end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
+        newcomer: this island has joined a run under way: what `attach` was given of parameters, state and step was replaced by what the
+            others hold, and `step` is where they were; they answer no question that is asked between `attach` and the first step.
         showing: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -78,7 +81,7 @@ class Exchange(Readings):
         check_inner(config, shards.optimizer_names, shards.optimizers)
         shards.materialise()
         channels = expand(config, [s.name for s in shards.shards if not s.frozen])
-        self.showing = False
+        self.showing = self.newcomer = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self._follow)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
@@ -89,6 +92,7 @@ class Exchange(Readings):
             # The hooks hold the flow, the flow this queue, and that, by `_gone`, the exchange: `attach` finds it again on the optimizer.
             self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
             self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
+            self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
             self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
@@ -105,7 +109,12 @@ class Exchange(Readings):
         self._ticks.start()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
-        """Agree on the run, bring parameters and state together, make the channels' state."""
+        """Agree on the run, bring parameters and state together, make the channels' state. Where the run is under way, take it over."""
+        self.newcomer = replay.newcomer(self._flow)
+        if self.newcomer:
+            replay.join(self._flow, model, start.facts)
+            self._first.joined(later=True)
+            return
         donor, goes_on = startup.come_together(self._flow, start, model)
         if start.state is not None:
             self.load_state_dict(start.state if isinstance(start.state, dict) else start.state.state_for(self))
