@@ -5,7 +5,8 @@
 
 Islands are processes that train a small model on the Python library's sources (`chaos_island.py`), joined by ISLAND_TRANSPORT=zeromq over
 TCP relays of this process. Events come at random moments, and some on purpose in a change of members, in a join or in a save
-(`chaos_events.py` has the kinds). An island that ends by a signal or with status 75 is started again. Then the same steps are run once more without events.
+(`chaos_events.py` has the kinds). An island that ends by a signal or with status 75 is started again. Then the same steps are run once more
+without events.
 
 Printed are, by kind: how many events, after how many those that were not hit went on, the longest time between two of their steps, the
 seconds from the end of the cause until a lost victim counts in a round again. And of the whole run: payloads that were made again with
@@ -145,7 +146,7 @@ def evaluate(told: Report, calm: Report | None) -> Report:
     """The numbers of a storm, and of an undisturbed run beside it."""
     tape = Tape(told["facts"], told["lives"], told["ends"])
     struck = [e for e in told["events"] if not e["skipped"]]
-    ends = [e["struck"] for e in struck[1:]] + [tape.ends]
+    ends = [*(e["struck"] for e in struck[1:]), tape.ends][: len(struck)]
     for event, until in zip(struck, ends, strict=True):
         event |= {"stall_s": stall_of(tape, event, until), "rejoin_s": returned(tape, event), "failed": survived(tape, event, struck)}
     rejoins = [t for e in struck for t in e["rejoin_s"]]

@@ -109,44 +109,50 @@ class Facts:
 
 def relayed(slot: int, port: int) -> None:
     """From now on every connection to another island goes to a relay of the parent."""
+    from fsdp_demo.comm import newcomer
     from fsdp_demo.comm.wire import Wire
 
-    dial = Wire.dial
+    def relay(host: str, at: int) -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=10.0) as door:
+            door.sendall(json.dumps({"from": slot, "host": host, "port": at}).encode() + b"\n")
+            return int(door.makefile("rb").readline())
 
-    def through(self: Any, where: str) -> None:
+    dial, knock = Wire.dial, newcomer.knock
+
+    def dial_relay(self: Any, where: str) -> None:
         host, _, at = where.removeprefix("tcp://").rpartition(":")
-        if slot_of(host) not in (slot, -1):
-            with socket.create_connection(("127.0.0.1", port), timeout=10.0) as door:
-                door.sendall(json.dumps({"from": slot, "host": host, "port": int(at)}).encode() + b"\n")
-                where = f"tcp://127.0.0.1:{int(door.makefile('rb').readline())}"
-        dial(self, where)
+        far = slot_of(host) not in (slot, -1)
+        dial(self, f"tcp://127.0.0.1:{relay(host, int(at))}" if far else where)
 
-    Wire.dial = through
+    def knock_at_relay(context: Any, keys: Any, host: str, at: int, *words: Any) -> Any:
+        return knock(context, keys, "127.0.0.1", relay(host, at), *words)
+
+    Wire.dial, newcomer.knock = dial_relay, knock_at_relay
 
 
 def noted(facts: Facts) -> None:
-    """From now on each payload that the islands have agreed on is written down: number, step, who counts, whether it was made again."""
+    """From now on each payload that this island has agreed on with the others is written down: number, step, who counts, whether it was
+    settled in a change of members, and made again."""
     from fsdp_demo.comm.member_line import MemberLine
 
     run, finished = MemberLine._run, MemberLine._finished
-    last: dict[int, Any] = {}
+    settled: dict[int, Any] = {}
 
-    def settled(self: Any, message: Any) -> Any:
+    def finish(self: Any, message: Any) -> Any:
         view, due = self._driver.machine.record.view, finished(self, message)
-        last[id(self)] = message.n, due.attempt != view and due.attempt > 0, self._driver.machine.record
+        settled[id(self)] = message.n, message.kind != "gather" and due.attempt > view, self._driver.machine.record.view != view
         return due
 
-    def exchanged(self: Any, header: Any, *words: Any, **named: Any) -> Any:
-        view = self._driver.machine.record.view
+    def exchange(self: Any, header: Any, *words: Any, **named: Any) -> Any:
+        settled.pop(id(self), None)
         out = run(self, header, *words, **named)
-        if header.kind == PAYLOAD:
-            n, again, record = last[id(self)]
+        if header.kind == PAYLOAD and id(self) in settled:  # else a newcomer was told what others have agreed on
+            n, again, changed = settled[id(self)]
             counted = [s for s, h in zip(self.slots, out[0], strict=True) if h.weight > 0 and not h.flags & (NOT_FINITE | SKIPPED)]
-            change = {"again": again, "epoch": record.epoch, "changed": record.view != view}
-            facts.tell("message", n=n, step=header.step, slots=list(self.slots), counted=counted, **change)
+            facts.tell("message", n=n, step=header.step, slots=list(self.slots), counted=counted, again=again, changed=changed)
         return out
 
-    MemberLine._finished, MemberLine._run = settled, exchanged
+    MemberLine._finished, MemberLine._run = finish, exchange
 
 
 def ordered(folder: Path, name: str) -> str | None:
@@ -232,8 +238,9 @@ class Training:
         self.optimizer.zero_grad()
         line: Any = exchange._line
         waited = exchange.metrics()["seconds_waiting"] - before
-        members = {"epoch": line._driver.machine.record.epoch, "members": list(line.alive)} if line.elastic else {}
-        self.facts.tell("step", step=exchange.step, loss=loss.item(), tokens=ROWS * LENGTH, stall=waited, **members)
+        epoch = line._driver.machine.record.epoch if line.elastic and line._driver is not None else -1
+        told = {"loss": loss.item(), "tokens": ROWS * LENGTH, "stall": waited, "epoch": epoch, "members": list(line.alive)}
+        self.facts.tell("step", step=exchange.step, **told)
         if exchange.step % self.args.look_every == 0:
             self.look()
         if self.args.save_every and exchange.step % self.args.save_every == 0:
