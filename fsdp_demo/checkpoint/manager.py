@@ -274,6 +274,11 @@ class Checkpoints(Shelf):
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
         self.ranks.from_first(self.adopt)
+        if self.topology.newcomer:
+            if self.topology.rank == 0:
+                log.info("%s: the others train already: what is in %s is left as it is", self.topology.name, self.root)
+            self._fence.take(self.ranks)
+            return None
         held = self.held()
         if held and not resume:
             steps = sorted({h.step for h in held})

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -84,15 +84,22 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
     known = os.getpid(), topology.endpoint, topology.run, topology.island
     with _lock:
         if known not in _pulses:
-            number, life = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
-            _pulses[known] = Pulse(topology, f"{topology.run}/{number}", beats=topology.rank == 0, store=store)
-            _pulses[known].life = life
+            place = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
+            _pulses[known] = Pulse(topology, place, beats=topology.rank == 0, store=store)
         elif topology.world > 1 and topology.rank == 0:  # who joins later than rank 0 reads it there
-            _from_first(topology, lambda: (int(_pulses[known].prefix.rpartition("/")[2]), _pulses[known].life))
+            _from_first(topology, lambda: _pulses[known].taken)
         return _pulses[known]
 
 
-def _from_first(topology: Place, decide: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+class Taken(NamedTuple):
+    """A place in an attempt: its number, how often the place was taken before in it, and whether the others train already."""
+
+    number: int
+    life: int = 0
+    late: bool = False
+
+
+def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
     """What `decide` gives on rank 0, on all ranks of the island, through the store of their own world; an error there is raised on all."""
     if topology.world == 1:
         return decide()
@@ -102,29 +109,28 @@ def _from_first(topology: Place, decide: Callable[[], tuple[int, int]]) -> tuple
     if topology.rank:
         return _told(own, key, topology.timeout + 60)
     try:
-        number, life = decide()
+        taken = decide()
     except (ValueError, PeerLost) as error:
-        own.set(key, json.dumps([-1, 0, isinstance(error, PeerLost), str(error)]))
+        own.set(key, json.dumps([[-1, 0, False], isinstance(error, PeerLost), str(error)]))
         raise
-    own.set(key, json.dumps([number, life, False, ""]))
-    return number, life
+    own.set(key, json.dumps([taken, False, ""]))
+    return taken
 
 
-def _told(own: Asker, key: str, seconds: float) -> tuple[int, int]:
+def _told(own: Asker, key: str, seconds: float) -> Taken:
     end = time.monotonic() + seconds
     while not own.check([key]):
         if time.monotonic() > end:
             raise PeerLost(f"rank 0 of this island did not say within {seconds:g} s which attempt of the run it joins: it may have died")
         time.sleep(0.05)
-    number, life, lost, text = own.note(key, "rank 0")
-    if number < 0:
+    place, lost, text = own.note(key, "rank 0")
+    if place[0] < 0:
         raise PeerLost(text) if lost else ValueError(text)
-    return int(number), int(life)
+    return Taken(*place)
 
 
-def _take(topology: Place, store: Asker) -> tuple[int, int]:
-    """Take this island's place in the attempt that has not ended, opening one if needed: its number, and how often this place was taken
-    before in it."""
+def _take(topology: Place, store: Asker) -> Taken:
+    """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
     once = f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the store {t.endpoint}"
     while True:
@@ -140,13 +146,13 @@ def _take(topology: Place, store: Asker) -> tuple[int, int]:
         before = at.compare_set(f"slot/{t.island}", "", me)
         if before == me:
             at.add(f"beat/{t.island}", 1)
-            return int(text), 0
+            return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
         if _live(at, [t.island]):
             raise ValueError(f"{once}, which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands")
         others = [j for j in range(t.islands) if j != t.island]
         if t.elastic and at.peek("begun") and _live(at, others) and at.compare_set(f"slot/{t.island}", before, me) == me:
             at.add(f"beat/{t.island}", 1)
-            return int(text), at.add(f"life/{t.island}", 1)
+            return Taken(int(text), at.add(f"life/{t.island}", 1), True)
         log.info("island %d was started before and is gone: attempt %s of run %r has ended", t.island, text, t.run)
         at.compare_set("ended", "", str(t.island))
 
@@ -171,16 +177,17 @@ class Pulse:
 
     Attributes:
         prefix: `run/attempt`, which stands before every key.
-        deadline: seconds that a caller should wait for a job. life: how often this island's place was taken before in this attempt.
+        deadline: seconds that a caller should wait for a job. taken: this island's place in the attempt.
     """
 
-    def __init__(self, topology: Place, prefix: str, beats: bool = False, store: Asker | None = None):
-        self.prefix, self.deadline = prefix, min(topology.question, PATIENCE)
+    def __init__(self, topology: Place, taken: Taken, beats: bool = False, store: Asker | None = None):
+        self.taken, self.deadline = taken, min(topology.question, PATIENCE)
+        self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._each: list[Job] = [lambda at: at.add(f"beat/{topology.island}", 1)] if beats else []
         self._at = None if store is None else Asker(store.store, topology.endpoint, topology.question).under(prefix)
-        self._pause, self.silent, self.life = BEAT, False, 0
+        self._pause, self.silent = BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a daemon thread inside torch when the interpreter ends can abort the process

@@ -83,6 +83,7 @@ class Driver:
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
         self._messages: dict[int, Message] = {}
+        self._last: Message | None = None
         self._streams = Streams(hub, self.lanes, self._refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
         self._ready: dict[tuple[int, Piece], tuple[int, tuple[Member, ...]]] = {}
@@ -94,8 +95,10 @@ class Driver:
         self._began: dict[int, float] = {}
         self._rounds: deque[float] = deque(maxlen=50)
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
+        self._ended: dict[Member, float] = {}
         self._beat_at = self._turned = time.monotonic()
-        self._closed, self._failed = False, ""
+        self._closed = self._left = False
+        self._failed = ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)))
         if machine.record.epoch == 0 and machine.rank == 0:
             self._desk.begin(machine.record)
@@ -108,8 +111,9 @@ class Driver:
 
     def launch(self, message: Message) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
+        self._last = message
         self._post(lambda: self._launch(message))
-        if self._failed:  # nobody does it any more
+        if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
 
     def busy(self, who: Member) -> str:
@@ -120,9 +124,34 @@ class Driver:
             return f"island {who.slot} is a member: its end was not noticed yet"
         return ""
 
+    def status(self) -> dict[str, Any]:
+        """How this rank stands, for `look.py`. In the driver's thread."""
+        now, guest = time.monotonic(), self.guests.guest if self.guests is not None else None
+        heard = {str(m.slot): round(now - wire.heard_at, 2) for m, wire in self.notes.items()}
+        joining = guest.name if guest is not None and not guest.moved else ""
+        rank = self.machine
+        return {"launched": rank.next, "delivered": rank.landed, "state": rank.state, "heard": heard, "joining": joining}
+
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
         self._post(job)
+
+    def leave(self) -> None:
+        """Tell the others at once that this island goes on no more; they settle what is open without waiting for a timer."""
+
+        def job() -> None:
+            self._say(["leave"], self.notes.values())
+            self._step(moves.Leave())
+            with self.changed:
+                self._left = True
+                self.changed.notify_all()
+
+        self._post(job)
+
+    def expel(self, why: str) -> None:
+        """End this island: what it holds is not what the others hold."""
+        log.error("this island has gone wrong: %s", why)
+        self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
         """Tell the others that this rank follows nobody any more, and run `then` in the driver's thread."""
@@ -131,18 +160,16 @@ class Driver:
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
-        for m, wire in lanes.items():
-            wire.renew(self.machine.record.view)
-            self.lanes[m].append(wire)
+        self._post(lambda: self._widen(lanes))
 
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
         end = time.monotonic() + seconds
         self._post(lambda: self._say(["landed?"], self.notes.values()))
         with self.changed:
-            while self.stable < below and not self._closed and (left := end - time.monotonic()) > 0:
+            while self.stable < below and not (self._closed or self._left) and (left := end - time.monotonic()) > 0:
                 self.changed.wait(min(left, 0.5))
-            return self.stable >= below
+            return self.stable >= below or self._closed or self._left
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The connections close."""
@@ -167,6 +194,7 @@ class Driver:
             if not self._closed:
                 log.exception("membership: the thread has failed")
             self._fail(f"the membership thread has failed: {error!r:.200}")
+            self._hub.close(0)  # so that the others hear of it at once
 
     def _has_work(self) -> bool:
         return bool(self._work)
@@ -248,7 +276,7 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         self._failed, self._closed = self._failed or reason, True
-        for message in self._messages.values():
+        for message in [*self._messages.values(), *([self._last] if self._last else [])]:  # the last may wait in `_work`
             message.tasks.put(PeerLost(reason))
         with self.changed:
             self.changed.notify_all()
@@ -262,6 +290,15 @@ class Driver:
         self._messages[message.n], self._began[message.n] = message, time.monotonic()
         self._step(moves.Launched(message.n, message.kind))
         self._await(message)
+
+    def _widen(self, lanes: Mapping[Member, Wire]) -> None:
+        for m, wire in lanes.items():
+            if m not in self.lanes:  # lost meanwhile
+                wire.close(0)
+                continue
+            with self._hub.changed:
+                wire.renew(self.machine.record.view)
+            self.lanes[m].append(wire)
 
     def _await(self, message: Message) -> None:
         """Make room for what this rank lacks of a message, as it is settled."""
@@ -411,6 +448,7 @@ class Driver:
         record = action.record
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
+            self._ended.pop(member, None)
             for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
                 wire.close(0)
         self._adopt_connections(record)
@@ -495,7 +533,11 @@ class Driver:
             wires = [self.notes[member], *self.lanes.get(member, [])]
             why = next((w.gone for w in wires if w.gone), "")
             if why and (member not in self._leaving or waiting):
-                self._lost(member, why)
+                if member not in self._ended:  # its "bye" may come on another connection than the end
+                    self._ended[member] = now + SOON
+                    self._soon.append((now + SOON, lambda: None))
+                elif now >= self._ended[member]:
+                    self._lost(member, why)
             elif not why and now - max(w.heard_at for w in wires) > (limit := self._silence(member)):
                 self._lost(member, f"silent for {limit:g} s")
             elif late and self._next_of.get(member, 0) <= waiting[0]:

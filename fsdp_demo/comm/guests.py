@@ -79,7 +79,7 @@ class Guests:
     Args:
         hub: of all connections. prefix: keys of the run. me, line: this rank. address: where others reach it, "" if nobody can.
         lanes: asked for the number of connections for messages.
-        refused: asked whether a newcomer may come in now; the reason, "" if it may.
+        refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how this rank stands, for `look.py`.
 
     Attributes:
         guest: who is there.
@@ -87,10 +87,18 @@ class Guests:
     """
 
     def __init__(
-        self, hub: Hub, prefix: str, me: Member, line: int, address: str, lanes: Callable[[], int], refused: Callable[[Member], str]
+        self,
+        hub: Hub,
+        prefix: str,
+        me: Member,
+        line: int,
+        address: str,
+        lanes: Callable[[], int],
+        refused: Callable[[Member], str],
+        status: Callable[[], dict[str, Any]] = dict,
     ):
         self._hub, self._prefix, self._me, self._line, self._address = hub, prefix, me, line, address
-        self._lanes, self._refused = lanes, refused
+        self._lanes, self._refused, self._status = lanes, refused, status
         self.guest: Guest | None = None
         self.endpoint = ("", 0)
         self._door: Any = None
@@ -113,9 +121,11 @@ class Guests:
     def _answer(self, data: bytes) -> dict[str, Any]:
         try:
             found = json.loads(data)
+            if found.get("ask") == "status":
+                return self._status()
             who, line, name = Member(int(found["slot"]), int(found["life"])), int(found["line"]), str(found["name"])[:200]
             run = str(found["run"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return {"refused": f"a request that cannot be read ({error!r:.80}): use one release everywhere"}
         if run != self._prefix or line != self._line:
             return {"refused": f"this is line {self._line} of run {self._prefix}, not line {line} of {run}"}

@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import zmq
@@ -54,6 +54,7 @@ class Hub:
         self._poller.register(self._far.fileno(), zmq.POLLIN)
         self._owners[self._far.fileno()] = self._woken
         self._driven = self.closed = False
+        self._claims = 0  # threads that wait for `alone`
 
     # ---- connections ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class Hub:
                 return
             if self.closed:
                 raise RuntimeError("the connections were closed")
-            if self._driven:
+            if self._driven or self._claims:
                 self.changed.wait(seconds)
                 return
             self._driven = True
@@ -142,7 +143,7 @@ class Hub:
         with self.changed:
             if self.closed:
                 return
-            if self._driven:
+            if self._driven or self._claims:
                 self._wake()
                 return
             self._driven = True
@@ -153,6 +154,21 @@ class Hub:
         finally:
             self._leave()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody drives within: for what touches sockets while another thread may drive, as when connections are added."""
+        with self.changed:
+            self._claims += 1
+            self._wake()
+            while self._driven:
+                self.changed.wait(1.0)
+            self._claims -= 1
+            self._driven = True
+        try:
+            yield
+        finally:
+            self._leave()
+
     def tell(self) -> None:
         """Let all who wait look again."""
         with self.changed:
@@ -160,7 +176,7 @@ class Hub:
             self._wake()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # it is full, or closed: who posts late finds nobody
             self._near.send(b"\0")
 
     def _woken(self, _: int) -> None:
@@ -205,6 +221,7 @@ class Hub:
             self._driven = True
         try:
             for wire in list(self.wires):
+                wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain
                 wire.close(linger)
             self.context.term()
         finally:

@@ -162,6 +162,7 @@ class Starter:
             meeting.address,
             lambda: max((len(w) for w in driver[0].lanes.values()), default=1) if driver else 1,
             lambda who: driver[0].busy(who) if driver else "it starts",
+            lambda: driver[0].status() if driver else {"silent": True},
         )
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         lanes = {m: wires for m, wires in lanes.items() if m in record.members}
@@ -203,6 +204,6 @@ def patience(rounds: Sequence[float], meeting: float) -> float:
 def expelled(place: Place, record: Record) -> None:
     """The others went on without this island: end at once, and write nothing (K5). A supervisor starts it again, as a newcomer."""
     left = ", ".join(place.names.get(m.slot, str(m.slot)) for m in record.members)
-    log.error("%s was expelled in epoch %d: %s went on without it; nothing is saved", place.names[place.slot], record.epoch, left)
+    log.error("%s ends in epoch %d (of %s) and saves nothing: the others go on without it", place.names[place.slot], record.epoch, left)
     tell_launcher(place.process, SAVED)
     leave(SAVED)

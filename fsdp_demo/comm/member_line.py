@@ -221,6 +221,21 @@ class MemberLine(Line):
         """The slots of the islands that are members now."""
         return self.slots if self._driver is None else tuple(m.slot for m in self._driver.machine.record.members)
 
+    @property
+    def epoch(self) -> int:
+        """See `Line`."""
+        return 0 if self._driver is None else self._driver.machine.record.epoch
+
+    def leave(self) -> None:
+        """See `Line`."""
+        if self._driver is not None:
+            self._driver.leave()
+
+    def expel(self, why: str) -> None:
+        """See `Line`."""
+        assert self._driver is not None, "who follows has sent nothing"
+        self._driver.expel(why)
+
     def wait_stable(self, seconds: float) -> bool:
         """Wait until all members have delivered what this rank has; only then may it be sealed in a checkpoint."""
         return self._driver is None or self._follow is not None or self._driver.wait_stable(self._next, seconds)

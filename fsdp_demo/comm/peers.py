@@ -254,6 +254,18 @@ class Line:
         """The numbers of the islands that take part."""
         return tuple(range(self.size))
 
+    @property
+    def epoch(self) -> int:
+        """How often the members have changed."""
+        return 0
+
+    def leave(self) -> None:
+        """Tell the others that this island goes on no more."""
+
+    def expel(self, why: str) -> None:
+        """This island has gone wrong and comes back as a newcomer: end its process, and save nothing. Only where islands come and go."""
+        raise PeerLost(why)
+
     def wait_stable(self, seconds: float) -> bool:
         """Wait until all islands have what this one has; True at once where members are fixed."""
         return True

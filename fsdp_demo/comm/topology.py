@@ -59,7 +59,8 @@ class Topology:
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
         dead: seconds of silence after which an island is lost, where islands may come and go.
-        transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports that know one.
+        transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores that
+            know one. password: of a redis at `endpoint`.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -85,6 +86,7 @@ class Topology:
     dead: float = 10.0
     transport: str = next(iter(TRANSPORTS))
     token: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
     _store: Asker | None = field(default=None, repr=False)
     _prefix: str = field(default="", repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
@@ -109,9 +111,10 @@ class Topology:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
-        endpoint = environment.endpoint(env)
-        common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": environment.transport(env), "token": env.get("ISLAND_TOKEN", "")}
-        return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
+        place, transport = environment.endpoint(env), environment.transport(env)
+        environment.refuse_gloo(place, transport)
+        common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": transport, "token": env.get("ISLAND_TOKEN", "")}
+        return cls("islands", island, islands, endpoint=str(place), password=place.password, rank=rank, world=world, **common)
 
     @classmethod
     def from_mesh(cls, mesh: Any, replicate: str = "", timeout: float = 600.0) -> Topology:
@@ -154,7 +157,7 @@ class Topology:
             return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
         try:
             store = self._connect()
-            if self.elastic and store.peek(f"{self._prefix}/record/0"):
+            if self.newcomer:
                 return self._come_later(store, position, link)
             infos = self._meet(store, position)
         except StoreSilent as error:
@@ -185,6 +188,15 @@ class Topology:
         """Whether islands may come and go."""
         return self.kind == "islands" and self.transport == "zeromq"
 
+    @property
+    def newcomer(self) -> bool:
+        """Whether the others train already: this island joins them, and what it holds on its disk is of no use.
+
+        Raises:
+            ValueError, PeerLost: see `prefix`.
+        """
+        return self.elastic and attempts.join(self).taken.late
+
     def _come_later(self, store: Asker, position: Position, link: Link | None) -> tuple[Line | None, int]:
         """`join` of an island that comes when the run is under way."""
         from .meet import newcomer_line
@@ -206,7 +218,7 @@ class Topology:
         names = [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
         names[self.island] = self.name
         meeting, place = self._place(store, position, lanes, names)
-        return newcomer_line(meeting, place, attempts.join(self).life, self._own_store, link, self.dead), lanes
+        return newcomer_line(meeting, place, attempts.join(self).taken.life, self._own_store, link, self.dead), lanes
 
     def _own_store(self) -> Asker:
         """A connection of its own, below the keys of this meeting."""
@@ -221,10 +233,10 @@ class Topology:
 
     def _cured(self, error: StoreSilent) -> StoreSilent:
         """The same for who has not met the others yet, where it is an error."""
-        if "fsdp-demo store" in str(error):
+        if "ISLAND_ENDPOINT=" in str(error):
             return error
         return StoreSilent(
-            f"{error}: see whether `fsdp-demo store` still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
+            f"{error}: see whether the store still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
             "then start all islands again"
         )
 
@@ -258,7 +270,9 @@ class Topology:
         """
         if self.kind == "mesh":
             return Asker(dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question)
-        return connect(self.endpoint, self.timeout if limit is None else limit, self.question, self.timeout)
+        limit = self.timeout if limit is None else limit
+        secret = self.password if self.endpoint.startswith("redis:") else self.token
+        return connect(self.endpoint, limit, self.question, self.timeout, secret)
 
     def prefix(self) -> str:
         """What keys in the store begin with: the run, and for islands the attempt, which is agreed at the first call (`attempts.join`).

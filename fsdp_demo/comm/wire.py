@@ -121,7 +121,8 @@ class Wire:
         heapq.heappush(self._queue, (rank, self._order, frame, piece))
 
     def renew(self, epoch: int) -> None:
-        """Another epoch on the same connection. What is under way of the one before ends; what comes of it later is dropped."""
+        """Another epoch on the same connection. What is under way of the one before ends; what comes of it later is dropped. The same epoch
+        again changes nothing: what came early of it, from a peer that had begun before, is kept."""
         if epoch == self.inbox.epoch:
             return
         error = RuntimeError(f"epoch {epoch} has begun")
@@ -169,8 +170,8 @@ class Wire:
         return self._head is not None
 
     def wants(self) -> int:
-        """What of the socket the driver should wait for."""
-        if self.socket.closed:
+        """What of the socket the driver should wait for: nothing until it is known who may greet."""
+        if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
         return int(zmq.POLLIN * (not self.stuck and not self.gone and not full) | zmq.POLLOUT * bool(self._queue or self._hello))

@@ -101,18 +101,20 @@ class ZeroMQ:
         m, end = self._meeting, time.monotonic() + self._meeting.timeout
         bound: dict[int, tuple[Wire, str]] = {}
         if m.address:
-            bound = {j: self._bind(m.address) for j in range(m.size) if j != m.rank}
+            with self._hub.alone():
+                bound = {j: self._bind(m.address) for j in range(m.size) if j != m.rank}
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(k, {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""}, end)
         wires: dict[int, Wire] = {}
-        for j, note in notes.items():
-            if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
-                wires[j] = bound[j][0]
-            else:
-                if j in bound:
-                    bound.pop(j)[0].close(0)
-                wires[j] = self._connect(note, j)
-            wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
+        with self._hub.alone():
+            for j, note in notes.items():
+                if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
+                    wires[j] = bound[j][0]
+                else:
+                    if j in bound:
+                        bound.pop(j)[0].close(0)
+                    wires[j] = self._connect(note, j)
+                wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
         self._meet(wires, end)
         return wires
 
@@ -161,7 +163,9 @@ class ZeroMQ:
             for j in missing:
                 if wires[j].gone:
                     raise PeerLost(f"{m.label(j)} could not be connected: {wires[j].gone}")
-                wires[j].dial_again()
+            with self._hub.alone():
+                for j in missing:
+                    wires[j].dial_again()
             if time.monotonic() > end:
                 why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
                 who = ", ".join(m.label(j) for j in missing)

@@ -24,6 +24,7 @@ from ..comm.presence import Presence
 from ..comm.topology import Topology
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
+from ..errors import PeerLost
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
 from ..status import leave
@@ -182,9 +183,17 @@ class Exchange(Readings):
     def leave(self, stopped: bool) -> None:
         """Tell the other islands that this one goes on no more, before it saves (`guard` and the Trainer call it). Nothing is applied.
 
+        Where islands come and go the others train on, and this one may join them again.
+
         Args:
             stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds.
         """
+        line = self._line
+        if line is not None and line.elastic:
+            others = len(line.alive) > 1
+            line.leave()
+            if others:
+                return
         self._presence.tell_stop(self.step)
         if stopped:
             self._presence.wait_for_stops(self.topology.stop_timeout)
@@ -291,7 +300,10 @@ class Exchange(Readings):
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
         seen = self._mailbox.watch
         loss = None if math.isnan(seen.loss) else seen.loss
-        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
+        found = {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
+        if (line := self._line) is not None and line.elastic:
+            found |= {"alive": len(line.alive), "participating": line.size, "epoch": line.epoch}
+        return found
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
@@ -311,10 +323,17 @@ class Exchange(Readings):
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.
 
-        What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
-        references to the live state: save them before the next step.
+        What is in flight is waited for and saved with it. Where islands come and go it waits until all of them have what this one has: a
+        checkpoint must not hold what the others may settle otherwise. Belongs to this shard of this replica: save one per rank. Tensors
+        are references to the live state: save them before the next step.
+
+        Raises:
+            PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
-        return resume.state(self._flow).to_tree()
+        state = resume.state(self._flow).to_tree()
+        if (line := self._line) is not None and not line.wait_stable(line.timeout):
+            raise PeerLost(f"not all islands have what this one would save at step {self.step}, after {line.timeout:g} s: not saved")
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit.

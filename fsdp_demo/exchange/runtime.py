@@ -86,7 +86,7 @@ class Flow:
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.ticks = shards.ticks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
-        self.notes = Notes()
+        self.notes = Notes(topology.elastic)
         self.drift: float | None = None
         self.begun = -1
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
@@ -302,7 +302,7 @@ class Flow:
         was told to end. Returns whether an island that joins asks for this one's state, on all lines.
 
         The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
-        alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
+        alone = self.notes.leaves(self.topology.islands) and (self.notes.goes or not self.mailbox.flights)
         desk = None if self.line is None else self.line.desk
         unasked = self.line is not None and (desk is None or not desk.wanted or self.mailbox.converted)
         here = (self.mailbox.watch.stop, alone, alone and self.notes.told, unasked)

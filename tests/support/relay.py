@@ -6,6 +6,8 @@ import contextlib
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
@@ -16,6 +18,8 @@ class Relay:
     Attributes:
         address, port: where it listens.
         forth, back: bytes that it has passed on to the target, and from it.
+        change: what becomes of bytes that pass; (data, forth) -> data.
+        wait: seconds that every piece of at most 64 KiB takes.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1"):
@@ -23,19 +27,24 @@ class Relay:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address, self.port = self._server.getsockname()
         self.forth = self.back = 0
-        self._open = threading.Event()
-        self._open.set()
+        self._open = {True: threading.Event(), False: threading.Event()}  # forth, back
+        self.let_go()
+        self.change: Callable[[bytes, bool], bytes] = lambda data, forth: data
+        self.wait = 0.0
         self._ends: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def hold(self) -> None:
-        """Pass on nothing more, and close nothing: a dead cable."""
-        self._open.clear()
+    def hold(self, forth: bool = True, back: bool = True) -> None:
+        """Pass on nothing more, and close nothing: a dead cable. Or one way only."""
+        for event, held in ((self._open[True], forth), (self._open[False], back)):
+            if held:
+                event.clear()
 
     def let_go(self) -> None:
         """Pass on again."""
-        self._open.set()
+        for event in self._open.values():
+            event.set()
 
     def cut(self, reset: bool = False) -> None:
         """End all connections, and take no more."""
@@ -45,7 +54,7 @@ class Relay:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self._shut(end)
-        self._open.set()
+        self.let_go()
 
     def close(self) -> None:
         """End, with all threads."""
@@ -67,8 +76,10 @@ class Relay:
     def _pass(self, source: socket.socket, target: socket.socket, forth: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                self._open.wait()
-                target.sendall(data)
+                self._open[forth].wait()
+                if self.wait:
+                    time.sleep(self.wait)
+                target.sendall(self.change(data, forth))
                 if forth:
                     self.forth += len(data)
                 else:

@@ -1,0 +1,133 @@
+"""Links between islands that are cut, silent in one or both directions, slow, reset, or that change bytes: who goes on, and who does not.
+
+Threads as islands (tests/support/elastic.py), with a TCP relay on each of their connections; and processes that are stopped and woken.
+Nobody hangs, and never do two halves go on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo import PeerLost
+from fsdp_demo.comm.store_client import Asker
+
+from ..support.elastic import Islands, agree, exchanged
+from ..support.relay import Relay
+
+
+class Network(Asker):
+    """A store in memory that leads every connection of two islands through a relay of its own.
+
+    Attributes:
+        relays: (lower slot, higher slot): all relays between the two; the lower listens, so `forth` is towards it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dist.HashStore(), "the test", 5.0)
+        self.relays: dict[tuple[int, int], list[Relay]] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        where = (self.prefix + key).split("/")
+        if where[:2] == ["line", "line"] and where[-2] == "at":
+            note, own = json.loads(value), int(where[-1])
+            for other, port in note["ports"].items():
+                if int(other) > own:
+                    relay = Relay(port)
+                    with self._lock:
+                        self.relays.setdefault((own, int(other)), []).append(relay)
+                    note["ports"][other] = relay.port
+            value = json.dumps(note)
+        super().set(key, value)
+
+    def between(self, *slots: int) -> list[Relay]:
+        """The relays of all pairs of which exactly one is among `slots`."""
+        return [relay for pair, found in self.relays.items() if len(set(pair) & set(slots)) == 1 for relay in found]
+
+    def hold(self, sender: int, receiver: int) -> None:
+        """Nothing more gets from one island to the other."""
+        for relay in self.relays[min(sender, receiver), max(sender, receiver)]:
+            relay.hold(forth=sender > receiver, back=sender < receiver)
+
+    def close(self) -> None:
+        for relay in [relay for found in self.relays.values() for relay in found]:
+            relay.close()
+
+
+def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
+    """run() in a process of its own."""
+    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
+
+
+def through(
+    islands: int, fault: Callable[[Network], None], at: int = 3, count: int = 9, dead: float = 2.0, ranks: int = 1
+) -> tuple[Islands, list[int], list[Any]]:
+    """Islands that exchange `count` messages; before message `at` of the lowest slot something happens to the network.
+
+    Returns:
+        The islands, the slots of those that went on to the end, and what they have.
+    """
+    network = Network()
+    here, done = Islands(islands, ranks, dead=dead, store=network), threading.Event()
+
+    def fn(line: Any) -> Any:
+        out = []
+        for n in range(count):
+            if n == at and (line.slot, line._driver.machine.rank) == (0, 0):
+                fault(network)
+                done.set()
+            if n == at:
+                done.wait(20)
+            out.append(exchanged(line, n))
+        return out
+
+    results = here.run(fn)
+    network.close()
+    on = sorted({slot for (slot, _), found in results.items() if not isinstance(found, BaseException)})
+    gone = [found for found in results.values() if isinstance(found, BaseException)]
+    assert all(isinstance(error, PeerLost) for error in gone), gone
+    return here, on, [results[who] for who in sorted(results) if who[0] in on]
+
+
+def cut(network: Network, *slots: int, reset: bool = False) -> None:
+    for relay in network.between(*slots):
+        relay.cut(reset)
+
+
+def dead_cable(network: Network, *slots: int) -> None:
+    for relay in network.between(*slots):
+        relay.hold()
+
+
+FAULTS = {
+    # name: (what happens, islands that go on). In a tie those with the lowest slot.
+    "one of three is cut": (lambda net: cut(net, 1), [0, 2]),
+    "one of three is reset": (lambda net: cut(net, 0, reset=True), [1, 2]),
+    "two of four are cut": (lambda net: cut(net, 0, 1), [0, 1]),
+    "one of two is cut": (lambda net: cut(net, 0), None),
+    "one of three is silent": (lambda net: dead_cable(net, 0), [1, 2]),
+    "one of three is not heard": (lambda net: [net.hold(0, 1), net.hold(0, 2)], [1, 2]),
+    "one of three hears nobody": (lambda net: [net.hold(1, 0), net.hold(2, 0)], [1, 2]),
+    "one link of three is silent": (lambda net: net.hold(1, 2), [0, 1]),
+}
+COUNTS = {"two of four are cut": 4, "one of two is cut": 2}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_who_goes_on(run_ranks, fault: str) -> None:
+    happens, expected = FAULTS[fault]
+
+    def run() -> None:
+        here, on, found = through(COUNTS.get(fault, 3), happens)
+        slots = agree(found)
+        assert slots[-1] == tuple(on), "those that go on are those that count"
+        assert on == expected if expected is not None else len(on) == 1
+        assert sorted(slot for slot, _ in here.expelled) == [s for s in range(here.count) if s not in on]
+
+    alone(run_ranks, run)

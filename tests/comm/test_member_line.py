@@ -1,0 +1,149 @@
+"""Islands that come and go: one is killed at each piece that it sends, and the others go on with the same bits.
+
+Threads as islands, real connections over loopback, a store in memory (tests/support/elastic.py). Vectors hold whole numbers, so that the
+mean of exactly these islands is known bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdp_demo import PeerLost
+from fsdp_demo.comm import member_line, streams
+
+from ..support.cases import named
+from ..support.elastic import Islands, agree, exchanged, talk
+
+ALL = (0, 1, 2)
+
+
+def alone(run_ranks: Any, run: Callable[[], Any], timeout: float = 120) -> Any:
+    """run() in a process of its own: threads and sockets end with it."""
+    return run_ranks(lambda me: run(), 1, 1, timeout=timeout)[0]
+
+
+def killed_at(frames: range, victim: int, count: int = 6, islands: int = 3, scale: int = 1) -> list[list[tuple[int, ...]]]:
+    """For each of the pieces that a victim hands over, one run in which it is killed there; whose contributions each message had."""
+    found = []
+    left = tuple(s for s in range(islands) if s != victim)
+    for k in frames:
+        with named(f"island {victim} dies at piece {k}"):
+            run = Islands(islands)
+            run.kill_at_frame(k, (victim, 0))
+            run.run(talk(count, scale))
+            slots = agree(run.survivors(victim))
+            assert slots[-1] == left and all(of in (tuple(range(islands)), left) for of in slots), slots
+            assert isinstance(run.results[victim, 0], PeerLost)
+            found.append(slots)
+    return found
+
+
+def test_nothing_happens_and_all_messages_are_of_all(run_ranks) -> None:
+    def run() -> None:
+        for islands, ranks, token in ((3, 1, ""), (2, 2, "a secret of these tests")):
+            all_of = Islands(islands, ranks, token=token)
+            all_of.run(talk(8))
+            assert agree(all_of.survivors()) == [tuple(range(islands))] * 8
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_at_each_piece(run_ranks, victim: int) -> None:
+    """Pieces of the victim: 2 of a gather; of an exchange 2 bodies, 2 shares, 2 parts; 2 of a text of any length; 6 of a mean."""
+    found = alone(run_ranks, lambda: killed_at(range(16), victim))
+    # who dies before its first piece is in nothing; who dies after all pieces of a message can be in it, and is in no later one
+    assert found[0] == [tuple(s for s in ALL if s != victim)] * 6
+    assert any(slots[0] == ALL for slots in found)
+
+
+@pytest.mark.parametrize("frames", [range(2, 46, 9)])
+def test_killed_within_a_long_message_dealt_to_several_connections(run_ranks, frames: range) -> None:
+    def run() -> None:
+        streams.LARGEST, streams.SMALL = 4096, 256
+        member_line.streams = lambda rtt: 3
+        killed_at(frames, 2, 4)
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later(run_ranks, rank: int) -> None:
+    """A line decides nothing for itself: both lines of an island have the same contributors for each message."""
+
+    def run() -> None:
+        for k in (0, 1, 3, 5):
+            with named(f"piece {k}"):
+                two = Islands(3, 2, dead=4.0)
+                two.kill_at_frame(k, (1, rank))
+
+                def fn(line: Any, two: Islands = two) -> Any:
+                    try:
+                        return talk(5)(line)
+                    except PeerLost:
+                        time.sleep(0.3)
+                        two.kill(1, 1 - rank)
+                        raise
+
+                two.run(fn)
+                found = two.survivors(1)
+                slots = agree(found[0::2])
+                assert slots == agree(found[1::2]) and slots[-1] == (0, 2)
+                assert two.expelled in ([], [(1, 1 - rank)])
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("moment", ["_freeze", "_report", "_propose", "_adopted"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_second_one_is_killed_in_the_change(run_ranks, moment: str, after: bool) -> None:
+    def run() -> None:
+        for second in (0, 2):
+            with named(f"island {second}"):
+                four = Islands(4)
+                four.kill_at_frame(3, (3, 0))
+                four.kill_in(moment, (second, 0), after=after)
+                four.run(talk(6))
+                slots = agree(four.survivors(3, second))
+                # who proposes or not is a race: then the second one lives
+                assert slots[-1] == tuple(s for s in range(4) if s not in (3, second)), slots
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("islands", [3, 4])
+def test_two_are_killed_at_once(run_ranks, islands: int) -> None:
+    def run() -> None:
+        for k in (0, 2, 5):
+            with named(f"piece {k}"):
+                four = Islands(islands)
+                four.kill_at_frame(k, (0, 0), (2, 0))
+                four.run(talk(6))
+                slots = agree(four.survivors(0, 2))
+                assert slots[-1] == tuple(s for s in range(islands) if s not in (0, 2))
+
+    alone(run_ranks, run)
+
+
+def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
+    def run() -> None:
+        one = Islands(1)
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            line._driver.do(lambda: 1 / 0)
+            while line._driver._thread.is_alive():
+                time.sleep(0.01)
+            for _ in range(2):
+                with pytest.raises(PeerLost, match="the membership thread has failed: ZeroDivisionError"):
+                    exchanged(line, 1)
+            assert not line.wait_stable(5.0)
+
+        one.run(fn)
+        one.survivors()
+
+    alone(run_ranks, run)
