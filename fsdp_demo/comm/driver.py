@@ -68,7 +68,7 @@ class Driver:
         notes: Mapping[Member, Wire],
         lanes: Mapping[Member, Sequence[Wire]],
         siblings: Mapping[int, Wire],
-        desk: Callable[[Callable[[Event], None]], ChangeDesk],
+        desk: Callable[[Callable[[Event], None], Callable[[str], None]], ChangeDesk],
         labels: Callable[[int], str],
         dead: float,
         meeting: float,
@@ -99,7 +99,8 @@ class Driver:
         self._beat_at = self._turned = time.monotonic()
         self._closed = self._left = False
         self._failed = ""
-        self._desk = desk(lambda event: self._post(lambda: self._take(event)))
+        self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
+        self._desk.epoch = machine.record.epoch
         if machine.record.epoch == 0 and machine.rank == 0:
             self._desk.begin(machine.record)
         self._adopt_connections(machine.record)
@@ -224,6 +225,7 @@ class Driver:
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)
         said = (self.machine.record.epoch, self.machine.landed)
+        self._desk.epoch = said[0]
         for wire in self._wires():
             wire.said = said
         for action in actions:

@@ -13,10 +13,11 @@ import hashlib
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -35,6 +36,9 @@ log = logging.getLogger("fsdp_demo")
 LEAST = 64 << 20
 """Bytes that may wait for a newcomer in any case; else as many as its snapshot has. A link that is slower cannot be joined over."""
 
+TO_CONNECT = 30.0
+"""Seconds that somebody who was let in has to connect."""
+
 WIRES = ("notes", "ticks", "messages")
 """Connections of a guest, but for its lanes."""
 
@@ -44,7 +48,8 @@ class Guest:
     """A newcomer that is not a member yet.
 
     Attributes:
-        asked: it wants a snapshot from this rank. following: it has it. moved: it is a member. limit: notes that may wait for it.
+        asked: it wants a snapshot from this rank. following: it has it. moved: it is a member. since: when it
+            knocked. limit: notes that may wait for it.
     """
 
     member: Member
@@ -54,6 +59,7 @@ class Guest:
     asked: bool = False
     following: bool = False
     moved: bool = False
+    since: float = field(default_factory=time.monotonic)
     limit: int = LEAST // spool.LONGEST
 
     @property
@@ -157,6 +163,9 @@ class Guests:
             return []
         if why := next((w.gone for w in guest.every if w.gone), ""):
             self.drop(why)
+            return []
+        if time.monotonic() - guest.since > TO_CONNECT and not all(w.met for w in guest.every):
+            self.drop(f"it was let in, and has not connected within {TO_CONNECT:g} s")
             return []
         if guest.following and sum(w.waiting for w in guest.wires.values()) > guest.limit:
             self.drop("it reads more slowly than messages come: the link is too slow to join over")

@@ -173,7 +173,7 @@ class Starter:
                 notes,
                 lanes,
                 self._siblings,
-                lambda tell: ChangeDesk(self._open_store, place.ranks, self._dead, tell),
+                lambda tell, failed: ChangeDesk(self._open_store, place.ranks, self._dead, meeting.timeout, tell, failed),
                 place.label,
                 self._dead,
                 meeting.timeout,

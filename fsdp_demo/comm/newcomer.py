@@ -60,6 +60,11 @@ def reach(
         PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
+    key = f"in/{me.slot}.{me.incarnation}"
+    while line and not at.peek(key):  # two islands that come at once would each be let in on some lines only
+        if time.monotonic() > end:
+            raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
+        time.sleep(AGAIN / 5)
     while time.monotonic() < end:
         record = newest(at)
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
@@ -67,10 +72,11 @@ def reach(
         if record is not None and not missing and all(m.slot != me.slot for m in record.members):
             found = [reached[m] for m in members]
             _meet(hub, found, labels, end)
+            at.set(key, "1")
             return found
         if not missing:
             why = f"{name} is a member still: the others have not noticed that it was lost"
-        for m in missing:
+        for m in missing:  # in the order of slots, and no further than one lets in: nobody waits for the other in a circle
             request = {"run": prefix, "slot": me.slot, "life": me.incarnation, "line": line, "name": name}
             answer = _ask(hub, at, m, line, request)
             if "ports" in answer:
@@ -79,8 +85,8 @@ def reach(
                 raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
             else:
                 why = f"{labels(m.slot)}: {answer['later']}"
-        if [m for m in members if m not in reached] or not members or why:
-            time.sleep(AGAIN)
+                break
+        time.sleep(AGAIN / 5)
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
 
 
