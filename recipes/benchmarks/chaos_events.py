@@ -94,8 +94,8 @@ class Storm:
             else:
                 event.skipped = f"within {patience:g} s there was no island that it might hit"
                 self._say(f"{event.kind}: {event.skipped}")
-                if not any(self._alive(slot) for slot in range(self.lab.islands)):
-                    raise RuntimeError("no island is left")
+                if not any(self.lab.training(slot) for slot in range(self.lab.islands)):
+                    raise RuntimeError("nobody trains any more")
 
     def wait(self, until: float) -> None:
         """Look on, and do what is due."""
@@ -114,9 +114,6 @@ class Storm:
         time.sleep(0.02)
 
     # ---- whom -------------------------------------------------------------------------------------------------------------
-
-    def _alive(self, slot: int) -> bool:
-        return self.lab.now[slot].status is None
 
     def _choose(self, event: Event, patience: float) -> list[int]:
         """The victim, when the event may come; one that takes an island out leaves another that trains."""

@@ -11,6 +11,10 @@ from typing import Any
 
 Fact = dict[str, Any]
 
+LAST = 8
+"""Messages and steps at the end of a life that was lost, which count only where nobody else tells of them: an island may have acted on a
+message that the others then settled without it. That state is thrown away with it."""
+
 
 @dataclass
 class Round:
@@ -44,24 +48,35 @@ class Tape:
         self.ends = self.ends or max((f["time"] for f in self.facts), default=0.0)
         self.steps: dict[tuple[int, int], list[Fact]] = defaultdict(list)  # of the first rank, by slot and life
         tokens: dict[tuple[int, int, int], int] = {}
-        found: dict[int, Round] = {}
+        self.lost = {(f["slot"], f["life"]) for f in self.lives if f["status"] not in (None, 0)}
         for f in self.facts:
             if f["what"] == "step":
                 tokens[f["slot"], f["rank"], f["step"]] = f["tokens"]  # once, though two lives may have taken it
                 if f["rank"] == 0:
                     self.steps[f["slot"], f["life"]].append(f)
-            elif f["what"] == "message" and f["rank"] == 0:
-                self._add(found, f)
+        found: dict[int, Round] = {}
+        messages = [f for f in self.facts if f["what"] == "message" and f["rank"] == 0]
+        for f in [*self._firm(messages, "n"), *self._firm(messages, "n", last=True)]:
+            self._add(found, f)
         self.rounds = [found[n] for n in sorted(found)]
         self.tokens: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by slot: (step, tokens of a rank)
         for (slot, _, step), count in tokens.items():
             self.tokens[slot].append((step, count))
 
-    @staticmethod
-    def _add(found: dict[int, Round], f: Fact) -> None:
+    def _firm(self, facts: Sequence[Fact], key: str, last: bool = False) -> list[Fact]:
+        """What lives have told that went on for a while after it; or, `last`, only the others, where nobody else tells of it."""
+        ends: dict[tuple[int, int], int] = {}
+        for f in facts:
+            ends[f["slot"], f["life"]] = max(ends.get((f["slot"], f["life"]), 0), f[key])
+        shaky = [(f["slot"], f["life"]) in self.lost and f[key] > ends[f["slot"], f["life"]] - LAST for f in facts]
+        firm = [f for f, s in zip(facts, shaky, strict=True) if not s]
+        known = {f[key] for f in firm}
+        return [f for f, s in zip(facts, shaky, strict=True) if s and f[key] not in known] if last else firm
+
+    def _add(self, found: dict[int, Round], f: Fact) -> None:
         slots, counted = tuple(f["slots"]), tuple(f["counted"])
         r = found.setdefault(f["n"], Round(f["n"], f["step"], f["time"], slots, counted))
-        r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step)
+        r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step) and (f["slot"], f["life"]) not in self.lost
         r.first, r.told = min(r.first, f["time"]), r.told + 1
         r.again, r.changed = r.again or f["again"], r.changed or f["changed"]
 
@@ -98,9 +113,8 @@ class Tape:
     def mismatches(self) -> list[str]:
         """Steps at which digests differ, and messages of which islands tell different sets."""
         by_step: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
-        for f in self.facts:
-            if f["what"] == "look" and f["digest"]:
-                by_step[f["rank"], f["step"]][f["slot"]] = f["digest"]
+        for f in self._firm([f for f in self.facts if f["what"] == "look" and f["digest"]], "step"):
+            by_step[f["rank"], f["step"]][f["slot"]] = f["digest"]
         out = [f"step {step}, rank {rank}: {seen}" for (rank, step), seen in sorted(by_step.items()) if len(set(seen.values())) > 1]
         return out + [f"message {r.number}: islands tell different sets" for r in self.rounds if r.unlike]
 
