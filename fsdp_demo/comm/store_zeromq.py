@@ -224,6 +224,7 @@ class Client:
     def __del__(self) -> None:
         with suppress(Exception):
             if os.getpid() == self._pid and not self._context.closed:
+                self._drop()  # garbage together with this: the context does not know its socket any more, and would wait for it for ever
                 self._context.destroy(0)
 
 
