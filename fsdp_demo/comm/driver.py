@@ -358,8 +358,10 @@ class Driver:
         elif (data := message.tensor(piece)) is not None:
             self._hand_over(message, piece, data, action.to)
         else:
-            contributors = self.machine.record.settlement(action.n).contributors
-            message.tasks.put(lambda: self._average(message, contributors, piece, action.to, view))
+            if piece not in message.making:  # else a change has come meanwhile: once is enough, and goes to whom this view names
+                contributors = self.machine.record.settlement(action.n).contributors
+                message.tasks.put(lambda: self._average(message, contributors, piece))
+            message.making[piece] = (view, action.to)
 
     def _cut(self, message: Message, contributors: tuple[Member, ...], piece: Piece, view: int) -> None:
         made = message.cut(contributors, piece.attempt)
@@ -372,9 +374,15 @@ class Driver:
 
         self._post(send)
 
-    def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece, to: tuple[Member, ...], view: int) -> None:
+    def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece) -> None:
         made = message.average(contributors, piece.attempt)
-        self._post(lambda: self._hand_over(message, piece, made, to) if view == self.machine.record.view else None)
+
+        def send() -> None:
+            view, to = message.making.pop(piece)
+            if view == self.machine.record.view:
+                self._hand_over(message, piece, made, to)
+
+        self._post(send)
 
     def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member]) -> None:
         for member in to:
