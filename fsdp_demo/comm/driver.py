@@ -415,6 +415,7 @@ class Driver:
         for word in guests.look():
             guest = guests.guest
             if word[:1] == ["follow"] and guest is not None:
+                guest.brings = {str(name): str(mark) for name, mark in word[1].items()}
                 guest.asked = True
             elif word[:1] == ["ready"] and guest is not None and guest.following and self.machine.rank == 0:
                 members = self.machine.record.members

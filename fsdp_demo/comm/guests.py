@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Guest:
     """A newcomer that is not a member yet.
 
     Attributes:
-        asked: it wants a snapshot from this rank. following: it has it. moved: it is a member. since: when it
+        asked: it wants a snapshot from this rank. brings: see `Desk`. following: it has it. moved: it is a member. since: when it
             knocked. limit: notes that may wait for it.
     """
 
@@ -57,6 +57,7 @@ class Guest:
     wires: dict[str, Wire]
     lanes: list[Wire]
     asked: bool = False
+    brings: dict[str, str] = field(default_factory=dict)
     following: bool = False
     moved: bool = False
     since: float = field(default_factory=time.monotonic)
@@ -230,6 +231,12 @@ class Counter:
         """See `Desk`."""
         guest = self._guests.guest
         return guest is not None and guest.asked and self._for is not guest
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """See `Desk`."""
+        guest = self._guests.guest
+        return {} if guest is None else guest.brings
 
     @property
     def follows(self) -> bool:
