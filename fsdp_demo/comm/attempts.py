@@ -4,9 +4,9 @@ Keys of a run in the store:
 
     <run>/attempt             number of the attempt that islands join now
     <run>/<n>/slot/<island>   who plays this island in attempt n: compare_set, the first wins
-    <run>/<n>/begun           islands have come together: who takes a place anew joins them, where islands may come and go
+    <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them, where islands may come and go
     <run>/<n>/life/<island>   how often its place was taken anew
-    <run>/<n>/beat/<island>   counts up every second while that process lives
+    <run>/<n>/beat/<island>   counts up every second while that process lives; where islands may come and go, until they have met
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
 
@@ -55,6 +55,7 @@ class Place(Protocol):
     world: int
     timeout: float
     islands: int
+    token: str
 
     @property
     def elastic(self) -> bool:
@@ -147,18 +148,22 @@ def _take(topology: Place, store: Asker) -> Taken:
         if before == me:
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
-        if _live(at, [t.island]):
+        if _live(t, at, [t.island]):
             raise ValueError(f"{once}, which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands")
         others = [j for j in range(t.islands) if j != t.island]
-        if t.elastic and at.peek("begun") and _live(at, others) and at.compare_set(f"slot/{t.island}", before, me) == me:
+        if t.elastic and at.peek("begun") and _live(t, at, others) and at.compare_set(f"slot/{t.island}", before, me) == me:
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), at.add(f"life/{t.island}", 1), True)
         log.info("island %d was started before and is gone: attempt %s of run %r has ended", t.island, text, t.run)
         at.compare_set("ended", "", str(t.island))
 
 
-def _live(at: Asker, islands: Sequence[int]) -> bool:
-    """Whether the beat of any of these islands moves."""
+def _live(topology: Place, at: Asker, islands: Sequence[int]) -> bool:
+    """Whether any of these islands lives: its door answers, or, before they have come together, its beat moves."""
+    if topology.elastic and (meeting := at.peek("begun")):
+        from .look import answers  # it needs ZeroMQ
+
+        return answers(at.under(meeting), islands, topology.token)
     first, end = [at.add(f"beat/{i}", 0) for i in islands], time.monotonic() + BEATS * BEAT
     while time.monotonic() < end and not at.peek("ended"):
         time.sleep(BEAT / 5)
@@ -185,12 +190,17 @@ class Pulse:
         self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
-        self._each: list[Job] = [lambda at: at.add(f"beat/{topology.island}", 1)] if beats else []
+        self._beat: Job = lambda at: at.add(f"beat/{topology.island}", 1)
+        self._each: list[Job] = [self._beat] if beats else []
         self._at = None if store is None else Asker(store.store, topology.endpoint, topology.question).under(prefix)
         self._pause, self.silent = BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a daemon thread inside torch when the interpreter ends can abort the process
+
+    def quiet(self) -> None:
+        """Beat no more: from now on islands hear each other."""
+        self._each = [job for job in self._each if job is not self._beat]
 
     def every(self, job: Job) -> None:
         """Do `job` once a second from now on."""

@@ -28,6 +28,10 @@ log = logging.getLogger("fsdp_demo")
 LOOK = 0.05
 """Seconds between two looks into the store while a change is on."""
 
+MINORITY = 2.0
+"""Seconds for which reports of less than half of the islands are held back: who is cut off from most of the others sees it a moment
+before or after them, and must not be the first to write a record."""
+
 
 class ChangeDesk:
     """Serves one rank's driver.
@@ -101,7 +105,7 @@ class ChangeDesk:
     # ---- in the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        silent, job = 0.0, None
+        silent, job, said = 0.0, None, ""
         while True:
             try:
                 if job is None:
@@ -124,8 +128,9 @@ class ChangeDesk:
                     return
                 time.sleep(1.0)
             except ValueError as error:
-                log.error("membership: %s", error)
-                job = None
+                if str(error) != said:  # it is looked at again and again
+                    log.error("membership: %s", error)
+                job, said = None, str(error)
 
     def _opened(self) -> Asker:
         """A connection to a store that knows what this rank knows."""
@@ -155,15 +160,16 @@ class ChangeDesk:
             watched.epoch += 1
             self._seen(text)
             return
-        new = False
         for member in watched.members:
             for rank in range(self._ranks):
                 key = _report_key(watched.view, member, rank)
-                if key not in watched.found and (text := at.peek(key)):
-                    watched.found[key], new = read_report(text), True
+                if key not in watched.found and key not in watched.damaged and (text := at.peek(key)):
+                    watched.take(key, text)
         waited = time.monotonic() > watched.until and not watched.waited
-        watched.waited |= waited
-        if new or waited:
+        watched.waited, watched.new = watched.waited or waited, watched.new or waited
+        few = 2 * len({r.member for r in watched.found.values()}) < len(watched.members)
+        if watched.new and not (few and time.monotonic() < watched.since + MINORITY):
+            watched.new = False
             self._tell(moves.ReportsSeen(tuple(watched.found.values()), watched.waited))
 
 
@@ -173,7 +179,17 @@ class Watched:
     def __init__(self, view: int, members: tuple[Member, ...], epoch: int, until: float):
         self.view, self.members, self.epoch, self.until = view, members, epoch, until
         self.found: dict[str, Report] = {}
-        self.waited = False
+        self.since = time.monotonic()
+        self.waited = self.new = False
+        self.damaged: set[str] = set()
+
+    def take(self, key: str, text: str) -> None:
+        """A report; one that cannot be read is as one that does not come."""
+        try:
+            self.found[key], self.new = read_report(text), True
+        except ValueError as error:
+            log.error("membership: %s", error)
+            self.damaged.add(key)
 
 
 def _report_key(view: int, member: Member, rank: int) -> str:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class Driver:
         self._ended: dict[Member, float] = {}
         self._beat_at = self._turned = time.monotonic()
         self._closed = self._left = False
+        self._frozen_at = 0.0
         self._failed = ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
         self._desk.epoch = machine.record.epoch
@@ -216,6 +218,8 @@ class Driver:
         if stopped:
             self._forgive(now)
         self._look_for_lost(now)
+        if self.machine.state == "frozen" and now - self._frozen_at > self._dead + self._meeting:
+            self._fail(f"a change of members has not come to an end within {self._dead + self._meeting:g} s")
         while self._soon and self._soon[0][0] <= now:
             self._soon.popleft()[1]()
         if now - self._beat_at >= BEAT:
@@ -339,6 +343,7 @@ class Driver:
             return
         message.keep(piece, stream.data, stream.header)
         message.received += stream.data.numel()
+        self._next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
         wire = self.notes.get(stream.sender)
         epoch = max([w.record for w in self.lanes[stream.sender]], default=0)
         landed = wire.landed if wire else 0
@@ -431,6 +436,7 @@ class Driver:
                 log.info("epoch %d: %s joins, from message %d on", record.epoch, self._labels(member.slot), base)
 
     def _freeze(self, action: moves.Freeze) -> None:
+        self._frozen_at = time.monotonic()
         self._streams.clear()
         lost = [m.slot for m in self.machine.lost]
         self._say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
@@ -522,15 +528,24 @@ class Driver:
     def _freeze_too(self, view: int, lost: set[int]) -> None:
         """Another rank has frozen this view and does not hear `lost`: who is half silent here, too, is lost at once. So nobody waits for
         a report that will not come."""
-        now = time.monotonic()
-        for member, wire in list(self.notes.items()):
-            if member.slot in lost and now - wire.heard_at > 4 * BEAT and view == self.machine.record.view:
-                self._lost(member, "silent here, too")
+        quiet = self._quiet(time.monotonic())
+        if view == self.machine.record.view:
+            self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
         self._take_later(view, moves.FrozenHeard(view))
+
+    def _quiet(self, now: float) -> list[Member]:
+        """Peers that have missed several beats."""
+        limit = min(4 * BEAT, self._dead / 2)
+        return [m for m in self.notes if m in self._next_of and now - self._heard_at(m) > limit]
+
+    def _heard_at(self, member: Member) -> float:
+        return max(w.heard_at for w in [self.notes[member], *self.lanes.get(member, [])])
 
     def _look_for_lost(self, now: float) -> None:
         waiting = [n for n in sorted(self._began) if n in self._messages]
         late = bool(waiting) and now - self._began[waiting[0]] > self._patience(self._rounds)
+        lost: dict[Member, str] = {}
+        silent = False
         for member in list(self.notes):
             wires = [self.notes[member], *self.lanes.get(member, [])]
             why = next((w.gone for w in wires if w.gone), "")
@@ -539,11 +554,14 @@ class Driver:
                     self._ended[member] = now + SOON
                     self._soon.append((now + SOON, lambda: None))
                 elif now >= self._ended[member]:
-                    self._lost(member, why)
-            elif not why and now - max(w.heard_at for w in wires) > (limit := self._silence(member)):
-                self._lost(member, f"silent for {limit:g} s")
+                    lost[member] = why
+            elif not why and now - self._heard_at(member) > (limit := self._silence(member)):
+                lost[member], silent = f"silent for {limit:g} s", True
             elif late and self._next_of.get(member, 0) <= waiting[0]:
-                self._lost(member, f"no progress for {now - self._began[waiting[0]]:.0f} s")
+                lost[member] = f"no progress for {now - self._began[waiting[0]]:.0f} s"
+        if silent:  # who has fallen silent with it would otherwise stand in the report as heard
+            lost = {**{m: "silent, too" for m in self._quiet(now)}, **lost}
+        self._lose(lost)
 
     def _silence(self, member: Member) -> float:
         """Seconds that a member may be silent: longer until it was heard first."""
@@ -552,9 +570,16 @@ class Driver:
         return self._meeting if member.incarnation == 0 else 3 * self._dead
 
     def _lost(self, member: Member, why: str) -> None:
-        if member not in self.machine.lost and member in self.machine.record.members:
-            log.warning("%s is lost: %s", self._labels(member.slot), why)
-            self._step(moves.PeerLost(member))
+        self._lose({member: why})
+
+    def _lose(self, found: Mapping[Member, str]) -> None:
+        """These peers are lost. One report names them all: it is written once in a view."""
+        lost = [m for m in found if m not in self.machine.lost and m in self.machine.record.members]
+        for member in lost:
+            log.warning("%s is lost: %s", self._labels(member.slot), found[member])
+        if lost:
+            self.machine = replace(self.machine, lost=self.machine.lost | set(lost[:-1]))
+            self._step(moves.PeerLost(lost[-1]))
 
     def _refused(self, member: Member, why: str) -> None:
         """What a peer sends is damaged: nothing of it is taken, and it is taken for lost."""

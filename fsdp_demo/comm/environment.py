@@ -25,6 +25,7 @@ VARIABLES = {
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
     "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
+    "ISLAND_MIN": "islands that must be left to train on when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
@@ -62,6 +63,18 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     value = number(env, "ISLAND_STOP", 10.0)
     if not 0 <= value <= LONGEST:
         raise ValueError(f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}")
+    return value
+
+
+def least(env: Mapping[str, str], islands: int) -> int:
+    """ISLAND_MIN, default 1.
+
+    Raises:
+        ValueError: it is no whole number, or out of range.
+    """
+    value = whole(env, "ISLAND_MIN", 1)
+    if not 1 <= value <= islands:
+        raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})")
     return value
 
 

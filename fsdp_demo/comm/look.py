@@ -5,6 +5,7 @@ Nothing of it disturbs the run: a door answers in the driver's thread, and the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .address import split_address
@@ -32,12 +33,12 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {"run": run, "attempt": attempt, "state": "nobody has met", "epoch": None, "members": []}
     if not attempt:
         return found
-    prefix = f"{run}/{attempt}/0"
+    above = store.under(f"{run}/{attempt}")
+    prefix = f"{run}/{attempt}/{above.peek('begun') or 0}"
     at = store.under(prefix)
     record = newest(at)
     if record is None:
         return found
-    above = store.under(f"{run}/{attempt}")
     found["state"] = "finished" if above.peek("finished") else "left" if above.peek("ended") else "members"
     found["epoch"] = record.epoch
     keys, context = Keys(token, prefix) if token else None, zmq.Context()
@@ -53,6 +54,24 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
     finally:
         context.destroy(0)
     return found
+
+
+def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
+    """Whether any of these islands of a run (`at`: below its keys) answers at the door of its first line."""
+    import zmq
+
+    from .curve import Keys
+
+    record = newest(at)
+    keys, context = Keys(token, at.prefix.rstrip("/")) if token else None, zmq.Context()
+    try:
+        for member in record.members if record is not None else ():
+            door = at.peek(f"door/{member.slot}.{member.incarnation}.0") if member.slot in slots else ""
+            if door and knock(context, keys, *split_address(door), {"ask": "status"}, 3.0) is not None:
+                return True
+        return False
+    finally:
+        context.destroy(0)
 
 
 def text(found: dict[str, Any]) -> str:

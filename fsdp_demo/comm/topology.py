@@ -58,7 +58,7 @@ class Topology:
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
-        dead: seconds of silence after which an island is lost, where islands may come and go.
+        dead, least: where islands may come and go, seconds of silence after which one is lost, and how many must be left to train on.
         transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores that
             know one. password: of a redis at `endpoint`.
         rank, world: this rank inside the island and the island's size.
@@ -84,11 +84,13 @@ class Topology:
     line_group: Any = None
     stop_timeout: float = 10.0
     dead: float = 10.0
+    least: int = 1
     transport: str = next(iter(TRANSPORTS))
     token: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
     _store: Asker | None = field(default=None, repr=False)
     _prefix: str = field(default="", repr=False)
+    _late: bool = field(default=False, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
 
     @classmethod
@@ -112,6 +114,7 @@ class Topology:
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
         place, transport = environment.endpoint(env), environment.transport(env)
+        common["least"] = environment.least(env, islands)
         environment.refuse_gloo(place, transport)
         common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": transport, "token": env.get("ISLAND_TOKEN", "")}
         return cls("islands", island, islands, endpoint=str(place), password=place.password, rank=rank, world=world, **common)
@@ -157,7 +160,7 @@ class Topology:
             return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
         try:
             store = self._connect()
-            if self.newcomer:
+            if self._late:
                 return self._come_later(store, position, link)
             infos = self._meet(store, position)
         except StoreSilent as error:
@@ -171,8 +174,9 @@ class Topology:
             from .meet import member_line
 
             meeting, place = self._place(store, position, lanes, names)
-            met = member_line(meeting, place, self._own_store, link, self.dead)
-            store.under(self.prefix()).compare_set("begun", "", "1")
+            met = member_line(meeting, place, self._own_store, link, self.dead, self.least)
+            store.under(self.prefix()).set("begun", self._prefix.rpartition("/")[2])
+            attempts.join(self).quiet()
             return met, lanes
         open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store, names)
         line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
@@ -188,9 +192,9 @@ class Topology:
         """Whether islands may come and go."""
         return self.kind == "islands" and self.transport == "zeromq"
 
-    @property
-    def newcomer(self) -> bool:
-        """Whether the others train already: this island joins them, and what it holds on its disk is of no use.
+    def under_way(self) -> bool:
+        """Whether this island comes to a run that the others are training already, and so joins it as a newcomer (`Line.following`). What
+        islands ask each other before `attach` is not asked then: nobody would answer.
 
         Raises:
             ValueError, PeerLost: see `prefix`.
@@ -218,7 +222,10 @@ class Topology:
         names = [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
         names[self.island] = self.name
         meeting, place = self._place(store, position, lanes, names)
-        return newcomer_line(meeting, place, attempts.join(self).taken.life, self._own_store, link, self.dead), lanes
+        pulse = attempts.join(self)
+        met = newcomer_line(meeting, place, pulse.taken.life, self._own_store, link, self.dead, self.least)
+        pulse.quiet()
+        return met, lanes
 
     def _own_store(self) -> Asker:
         """A connection of its own, below the keys of this meeting."""
@@ -294,8 +301,10 @@ class Topology:
         attempt = attempts.join(self, store).prefix
         if epoch and store.peek(f"{attempt}/finished"):
             store.set(f"{attempt}/finished", "")  # by an exchange of this process, which now has another one
+        self._late = self.under_way() and not epoch
+        epoch = int(store.peek(f"{attempt}/begun") or 0) if self._late else epoch
         self._prefix = f"{attempt}/{epoch}"
-        _epochs[self.endpoint, self.run] += 1
+        _epochs[self.endpoint, self.run] = epoch + 1
         return store
 
     def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:

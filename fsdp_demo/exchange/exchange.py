@@ -104,7 +104,7 @@ class Exchange(Readings):
                 warn_of_outside(shards, model, topology.name)
         except BaseException as error:  # Ctrl-C while waiting for peers, too
             self._close()
-            if isinstance(error, PeerLost) and topology.newcomer:
+            if isinstance(error, PeerLost) and topology.under_way():
                 tell_launcher(topology.rank, SAVED)  # to be started again
             raise
         self._presence.start()

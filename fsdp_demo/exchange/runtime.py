@@ -66,6 +66,7 @@ class Flow:
             again.
         unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
         ahead: called ahead of a step until it is None: what is to be done ahead of the first one (`first_step.py`).
+        tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was told.
         handing: called at the end of a step in which an island that joins asks for this one's state (`snapshot.py`).
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
@@ -92,6 +93,8 @@ class Flow:
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.raises_stopped = True
         self.ahead: Callable[[], None] | None = None
+        self.tells: Callable[[], dict[str, Any]] = dict
+        self.told: dict[str, Any] = {}
         self.handing: Callable[[], None] | None = None
         self._rates: list[list[dict[str, Any]]] | None = None  # of the step under way, where an island follows
 

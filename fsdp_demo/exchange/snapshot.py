@@ -87,7 +87,7 @@ def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mappi
     Args:
         tensors: of the snapshot; none on a copy beyond the lanes, which has no line and so is not `following`.
     """
-    flow.step, flow.begun = stand.step, -1
+    flow.step, flow.begun, flow.told = stand.step, -1, stand.host
     _give_rest(flow, model, tensors.get("rest"))
     _give_parameters(flow, stand, tensors)
     for c in flow.channels:

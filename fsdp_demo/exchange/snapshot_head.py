@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..channels.channel import ActiveChannel
@@ -37,7 +37,8 @@ class Stand:
         step: optimizer steps done.
         applied, last: see `Mailbox`. loss: see `Watch`; None where unknown.
         flights: what is under way, oldest first.
-        counts: of each optimizer state the numbers in it (`snapshot.numbers`); None where states are not handed on.
+        counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
+        host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Stand:
     loss: float | None
     flights: list[Open]
     counts: list[dict[str, float]] | None
+    host: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, flow: Flow, counts: list[dict[str, float]] | None) -> Stand:
@@ -55,7 +57,8 @@ class Stand:
             Open(f.step, list(f.members), {name: "".join("01"[p] for p in out.present or []) for name, out in f.parts.items()})
             for f in mailbox.flights
         ]
-        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), None if math.isnan(loss) else loss, flights, counts)
+        known = None if math.isnan(loss) else loss
+        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, flow.tells())
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""
@@ -71,7 +74,7 @@ class Stand:
             counts = tree["counts"]
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
-            return cls(whole(tree["step"]), marks[0], marks[1], loss, flights, counts)
+            return cls(whole(tree["step"]), marks[0], marks[1], loss, flights, counts, dict(tree["host"]))
         except _BROKEN as error:
             raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 

@@ -130,14 +130,17 @@ class Joining(Topology):
         self.fed, self.lanes = fed, lanes
         return self
 
+    def under_way(self) -> bool:
+        return True
+
     def join(self, position: Any) -> tuple[Line | None, int]:
         assert (self.fed is not None) == (position.copy < self.lanes)
         return (None if self.fed is None else Follower(self.fed, self.islands)), self.lanes
 
 
-def topology(fed: Fed | None, islands: int = 2, lanes: int = 1, **fields: Any) -> Joining:
+def topology(fed: Fed | None, islands: int = 2, lanes: int = 1, kind: str = "mesh", **fields: Any) -> Joining:
     """Of the last of `islands` islands, as a newcomer."""
-    return Joining("mesh", islands - 1, islands, "newcomer", **fields).follow(fed, lanes)
+    return Joining(kind, islands - 1, islands, "newcomer", **fields).follow(fed, lanes)
 
 
 def stand(flow: Any) -> dict[str, Any]:
