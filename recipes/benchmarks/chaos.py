@@ -79,6 +79,9 @@ def storm(args: argparse.Namespace, folder: Path, events: Sequence[Event]) -> Re
         trouble = str(error)
         _say(f"the storm ends early: {trouble}")
         weather.tick()
+    except BaseException:  # Ctrl-C
+        lab.close()
+        raise
     return _closed(lab, events, trouble)
 
 
@@ -91,6 +94,9 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
     except RuntimeError as error:
         trouble = str(error)
         _say(f"the undisturbed run: {trouble}")
+    except BaseException:
+        lab.close()
+        raise
     return _closed(lab, [], trouble)
 
 
