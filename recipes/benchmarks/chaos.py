@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from chaos_events import KINDS, Event, Storm, plan  # noqa: E402
-from chaos_facts import Tape, at_tokens, returned, stall_of, survived, unexpected  # noqa: E402
+from chaos_facts import Tape, at_tokens, returned, stalls, survived, unexpected  # noqa: E402
 from chaos_lab import Lab  # noqa: E402
 from chaos_picture import picture_of, svg  # noqa: E402
 from report import table  # noqa: E402
@@ -79,6 +79,9 @@ def storm(args: argparse.Namespace, folder: Path, events: Sequence[Event]) -> Re
         trouble = str(error)
         _say(f"the storm ends early: {trouble}")
         weather.tick()
+    except BaseException:  # Ctrl-C
+        lab.close()
+        raise
     return _closed(lab, events, trouble)
 
 
@@ -91,6 +94,9 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
     except RuntimeError as error:
         trouble = str(error)
         _say(f"the undisturbed run: {trouble}")
+    except BaseException:
+        lab.close()
+        raise
     return _closed(lab, [], trouble)
 
 
@@ -146,9 +152,8 @@ def evaluate(told: Report, calm: Report | None) -> Report:
     """The numbers of a storm, and of an undisturbed run beside it."""
     tape = Tape(told["facts"], told["lives"], told["ends"])
     struck = [e for e in told["events"] if not e["skipped"]]
-    ends = [*(e["struck"] for e in struck[1:]), tape.ends][: len(struck)]
-    for event, until in zip(struck, ends, strict=True):
-        event |= {"stall_s": stall_of(tape, event, until), "rejoin_s": returned(tape, event), "failed": survived(tape, event, struck)}
+    for event, stall in zip(struck, stalls(tape, struck), strict=True):
+        event |= {"stall_s": stall, "rejoin_s": returned(tape, event, struck), "failed": survived(tape, event, struck)}
     rejoins = [t for e in struck for t in e["rejoin_s"]]
     mismatches, losses, tokens = tape.mismatches(), tape.losses(), tape.committed()
     out: Report = {

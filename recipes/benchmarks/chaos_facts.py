@@ -84,11 +84,11 @@ class Tape:
 
     def gaps(self) -> Iterable[tuple[int, int, float, float]]:
         """(slot, life, from, to) of each two steps that follow each other; of a life that still ran at the end, its last one, too."""
+        still = {(f["slot"], f["life"]) for f in self.lives if f["status"] is None}
+        still -= {(f["slot"], f["life"]) for f in self.facts if f["what"] in ("end", "finishing")}
         for (slot, life), steps in self.steps.items():
             times = [f["time"] for f in steps]
-            over = next((f for f in self.lives if (f["slot"], f["life"]) == (slot, life)), None)
-            told = any(f["what"] in ("end", "finishing") and (f["slot"], f["life"]) == (slot, life) for f in self.facts)
-            if over is not None and over["status"] is None and not told:
+            if (slot, life) in still:
                 times.append(self.ends)
             for a, b in zip(times, times[1:], strict=False):
                 yield slot, life, a, b
@@ -166,46 +166,74 @@ def at_tokens(curve: Sequence[tuple[int, float]], tokens: float) -> float | None
 # ---- events --------------------------------------------------------------------------------------------------------------------
 
 
-def stall_of(tape: Tape, event: Fact, until: float) -> float:
-    """The longest time between two steps of an island that was not hit and lived on, from the event to the next one."""
-    lived_on = {(slot, event["lives"][str(slot)]) for slot in event["others"]}
-    found = [b - a for slot, life, a, b in tape.gaps() if (slot, life) in lived_on and b > event["struck"] and a < until]
-    return max(found, default=0.0)
+STOOD = ("stop", "kill_rank", "kill_island")
+"""Kinds whose victim cannot step by our doing: its own time does not count."""
+
+LINKS = ("cut", "cut_off", "one_way", "damage")
+"""Kinds that hurt a link: either side of it may be left out, and of two islands the one with the lower number goes on."""
+
+
+def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
+    """For each event the longest time between two steps of an island that lived on. It belongs to the last event that came before it or
+    right after its beginning."""
+    out, struck = [0.0] * len(events), [e["struck"] for e in events]
+    for slot, life, a, b in tape.gaps():
+        at = bisect.bisect_right(struck, a + max(0.5, 0.1 * (b - a))) - 1
+        if at < 0 or b < struck[at]:
+            continue
+        event = events[at]
+        if event["lives"][str(slot)] == life and not (slot in event["victims"] and event["kind"] in STOOD):
+            out[at] = max(out[at], b - a)
+    return out
 
 
 def survived(tape: Tape, event: Fact, events: Sequence[Fact]) -> str:
-    """Empty where those that were not hit went on; else who did not. Of a link's two ends at least one must."""
+    """Empty where those that were not hit went on; else who did not. Where a link was hurt one island may be left out, whichever."""
     went, why = 0, []
-    for slot in [*event["others"], *event["victims"]]:
-        life = event["lives"][str(slot)]
-        over = next((f for f in tape.lives if (f["slot"], f["life"]) == (slot, life)), None)
-        ended = over["ended"] if over is not None and over["status"] not in (None, 0) else None
+    for slot in sorted({*event["others"], *event["victims"]}):
+        over, life = _life(tape, event, slot), event["lives"][str(slot)]
         went_on = any(f["time"] > event["struck"] + 0.2 for f in tape.steps[slot, life]) or (over is not None and over["status"] == 0)
         went += went_on
-        if slot in event["victims"]:
+        if slot in event["victims"] and event["kind"] not in LINKS:
             continue
-        hit = [e for e in events if e is not event and slot in e["victims"] and e["lives"][str(slot)] == life]
-        if ended is not None and not [e for e in hit if e["struck"] <= ended]:
-            late = [e for e in events if e["struck"] > event["struck"] and e["struck"] < ended]
-            why += [] if late else [f"island {slot} ended, too, with status {over['status'] if over else '?'}"]
-        elif ended is None and not went_on:
+        if _lost_by(tape, event, events, slot):
+            why.append(f"island {slot} ended, too, with status {over['status'] if over else '?'}")
+        elif not went_on and (over is None or over["status"] is None):
             why.append(f"island {slot} stands still")
-    return "; ".join(why) or ("" if went else "nobody goes on")
+    may = 1 if event["kind"] in LINKS else 0
+    return "; ".join(why) if len(why) > may else "" if went else "nobody goes on"
 
 
-def returned(tape: Tape, event: Fact) -> list[float]:
-    """Seconds until a victim that was lost counts again in a message, from the end of the cause; infinite where it did not come back."""
+def returned(tape: Tape, event: Fact, events: Sequence[Fact]) -> list[float]:
+    """Seconds until an island that was lost counts again in a message, from the end of the cause; infinite where it did not come back."""
     out = []
-    for slot in event["victims"]:
-        life = event["lives"][str(slot)]
-        over = next((f for f in tape.lives if (f["slot"], f["life"]) == (slot, life)), None)
-        if over is None or over["status"] is None or over["status"] == 0:
+    for slot in sorted({*event["others"], *event["victims"]}):
+        if not _lost_by(tape, event, events, slot):
             continue
-        starts = [f for f in tape.facts if f["what"] == "attached" and f["slot"] == slot and f["life"] > life]
+        life = event["lives"][str(slot)]
         told = [f["time"] for f in tape.facts if f["what"] == "message" and f["slot"] == slot and f["life"] > life and slot in f["counted"]]
         cause = min(max(event["struck"], event["over"] or 0.0), tape.ends)
-        out.append(min(told) - cause if starts and told else float("inf"))
+        out.append(max(min(told) - cause, 0.0) if told else float("inf"))
     return out
+
+
+def _life(tape: Tape, event: Fact, slot: int) -> Fact | None:
+    """The life that an island had when an event came."""
+    life = event["lives"][str(slot)]
+    return next((f for f in tape.lives if (f["slot"], f["life"]) == (slot, life)), None)
+
+
+def _lost_by(tape: Tape, event: Fact, events: Sequence[Fact], slot: int) -> bool:
+    """Whether an island's life ended by this event: after it, and after no other that hit it, or hurt a link, in the same life."""
+    over = _life(tape, event, slot)
+    if over is None or over["status"] in (None, 0) or over["ended"] < event["struck"]:
+        return False
+    life, later = over["life"], [e for e in events if event["struck"] < e["struck"] <= over["ended"]]
+    same = [e for e in later if e["lives"][str(slot)] == life]
+    if slot in event["victims"]:
+        return not any(slot in e["victims"] for e in same)
+    hit = [e for e in events if slot in e["victims"] and e["lives"][str(slot)] == life and e["struck"] <= over["ended"]]
+    return not hit and not any(e["kind"] in LINKS for e in same)
 
 
 def unexpected(lives: Sequence[Fact]) -> list[str]:

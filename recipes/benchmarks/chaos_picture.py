@@ -45,14 +45,18 @@ def _spans(tape: Tape, slot: int, first: float) -> list[list[Any]]:
         elif b > a:
             out.append([state, a - first, b - first])
 
-    lives = [f for f in tape.lives if f["slot"] == slot]
-    for f, following in zip(lives, [*lives[1:], None], strict=True):
-        times, ended = [s["time"] for s in tape.steps[slot, f["life"]]], f["ended"] or tape.ends
-        add("joining", f["began"], times[0] if times else ended)
+    told = {(f["life"], f["what"]): f["time"] for f in tape.facts if f["slot"] == slot and f["what"] in ("start", "finishing")}
+    last = first
+    for life in [f for f in tape.lives if f["slot"] == slot]:
+        times = [s["time"] for s in tape.steps[slot, life["life"]]]
+        ended = told.get((life["life"], "finishing"), life["ended"] or tape.ends)
+        begun = min(told.get((life["life"], "start"), ended), ended)
+        add("dead", last, begun)
+        add("joining", begun, times[0] if times else ended)
         for a, b in zip(times, [*times[1:], ended], strict=True):
             add("stalled" if b - a > STALL else "training", a, b)
-        if f["status"] != 0:
-            add("dead", ended, following["began"] if following else tape.ends)
+        last = ended if life["status"] != 0 else tape.ends
+    add("dead", last, tape.ends)
     return out
 
 
@@ -80,14 +84,16 @@ def svg(data: dict[str, Any]) -> str:
             where = f'x="{x(a):.1f}" y="{y + 3}" width="{max(x(b) - x(a), 0.3):.2f}" height="{LANE - 6}"'
             out.append(f'<rect {where} fill="{COLOURS[state]}"/>')
     order = {slot: n for n, (slot, _) in enumerate(lanes)}
+    right = 0.0
     for event in data["events"]:
         rows = [order[str(slot)] for slot in event["victims"]] or range(len(lanes))
         for n in rows:
             y = TOP + LANE * n
             out.append(f'<line x1="{x(event["time"]):.1f}" y1="{y}" x2="{x(event["time"]):.1f}" y2="{y + LANE}" stroke="#b03030"/>')
-        turned = f'transform="translate({x(event["time"]) + 3:.1f} {bottom + 8}) rotate(50)"'
+        right = max(x(event["time"]) + 3, right + 11)  # of the name before it
+        turned = f'transform="translate({right:.1f} {bottom + 8}) rotate(50)"'
         out.append(f'<text font-size="9" {turned}>{event["kind"]}</text>')
-    return "\n".join([*out, *_loss(data["loss"], x, bottom + 56, LOSS - 16), *_axis(seconds, x, height - 22), "</svg>"]) + "\n"
+    return "\n".join([*out, *_loss(data["loss"], x, bottom + 56, LOSS - 26), *_axis(seconds, x, height - 22), "</svg>"]) + "\n"
 
 
 def _loss(curve: Sequence[Sequence[float]], x: Any, top: float, height: float) -> list[str]:
