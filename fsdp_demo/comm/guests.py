@@ -185,7 +185,8 @@ class Guests:
         """The guest is not waited for any more."""
         guest, self.guest = self.guest, None
         if guest is not None:
-            log.warning("%s does not join: %s", guest.name, why)
+            if not guest.moved:
+                log.warning("%s does not join: %s", guest.name, why)
             for wire in guest.every if not guest.moved else [guest.wires["ticks"], guest.wires["messages"]]:
                 wire.close(0)
 
@@ -197,10 +198,11 @@ class Guests:
         guest.moved = True
         return guest.wires["notes"], guest.lanes
 
-    def over(self) -> None:
+    def over(self, member: Member) -> None:
         """The newcomer needs nothing more of what it follows."""
-        guest, self.guest = self.guest, None
-        if guest is not None:
+        guest = self.guest
+        if guest is not None and guest.member == member:
+            self.guest = None
             for k in ("ticks", "messages"):
                 guest.wires[k].close(60.0)
 
