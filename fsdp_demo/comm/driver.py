@@ -481,13 +481,13 @@ class Driver:
             try:
                 word = json.loads(wire.notes.popleft())
                 self._hear(word, member)
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+            except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
                 if member is not None:
                     self._refused(member, f"a note that cannot be read ({error!r:.80})")
 
     def _hear(self, word: list[Any], member: Member | None) -> None:
         what = word[0]
-        if what == "vote":
+        if what == "vote" and member is None:
             n, rank, view, epoch = word[1:]
             self._take_later(epoch, moves.Voted(Ballot(n, rank, view), epoch))
         elif what == "frozen":
