@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Guest:
     """A newcomer that is not a member yet.
 
     Attributes:
-        asked: it wants a snapshot from this rank. following: it has it. moved: it is a member. since: when it
+        asked: it wants a snapshot from this rank. brings: see `Desk`. following: it has it. moved: it is a member. since: when it
             knocked. limit: notes that may wait for it.
     """
 
@@ -57,6 +57,7 @@ class Guest:
     wires: dict[str, Wire]
     lanes: list[Wire]
     asked: bool = False
+    brings: dict[str, str] = field(default_factory=dict)
     following: bool = False
     moved: bool = False
     since: float = field(default_factory=time.monotonic)
@@ -184,7 +185,8 @@ class Guests:
         """The guest is not waited for any more."""
         guest, self.guest = self.guest, None
         if guest is not None:
-            log.warning("%s does not join: %s", guest.name, why)
+            if not guest.moved:
+                log.warning("%s does not join: %s", guest.name, why)
             for wire in guest.every if not guest.moved else [guest.wires["ticks"], guest.wires["messages"]]:
                 wire.close(0)
 
@@ -196,10 +198,11 @@ class Guests:
         guest.moved = True
         return guest.wires["notes"], guest.lanes
 
-    def over(self) -> None:
+    def over(self, member: Member) -> None:
         """The newcomer needs nothing more of what it follows."""
-        guest, self.guest = self.guest, None
-        if guest is not None:
+        guest = self.guest
+        if guest is not None and guest.member == member:
+            self.guest = None
             for k in ("ticks", "messages"):
                 guest.wires[k].close(60.0)
 
@@ -230,6 +233,12 @@ class Counter:
         """See `Desk`."""
         guest = self._guests.guest
         return guest is not None and guest.asked and self._for is not guest
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """See `Desk`."""
+        guest = self._guests.guest
+        return {} if guest is None else guest.brings
 
     @property
     def follows(self) -> bool:

@@ -42,6 +42,7 @@ class Message:
         kind: for the membership machine: gather without vectors, else mixed.
         tasks: what the thread that waits is to do: a calculation, `Due`, or an error to raise.
         bodies, headers: of each contributor, with the header before the body. shares, parts: by whose they are, and attempt.
+        making: parts of the mean that are being calculated, with the view in which they are to be sent, and to whom.
         sent, received: bytes so far, headers counted.
     """
 
@@ -66,6 +67,7 @@ class Message:
         self.headers: dict[Member, Header] = {me: self.header}
         self.shares: dict[tuple[Member, int], Tensor] = {}
         self.parts: dict[tuple[Member, int], Tensor] = {}
+        self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
         self.sent = self.received = 0
         self.weighed = False
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -204,6 +204,11 @@ class Desk(Protocol):
         ...
 
     @property
+    def brings(self) -> Mapping[str, str]:
+        """What the newcomer's rank has said in its first call of `Following.head`: asked when a snapshot is taken."""
+        ...
+
+    @property
     def follows(self) -> bool:
         """Somebody has a snapshot and wants ticks. Asked on the first rank of the island only."""
         ...
@@ -233,9 +238,13 @@ class Following(Protocol):
         """The others know from which message on this island takes part. Asked on the first rank of the island only."""
         ...
 
-    def head(self, longest: int, seconds: float) -> Tensor | None:
+    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
         """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many seconds, ask again. The first call asks the
-        others for one."""
+        others for one.
+
+        Args:
+            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is the same there. Told to `Desk.brings`.
+        """
         ...
 
     def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:

@@ -16,6 +16,7 @@ from .guests import Guests
 from .link import Link
 from .member_line import MemberLine
 from .membership import entered
+from .signs import Signs
 from .store_client import Asker
 from .transport import Meeting
 
@@ -166,18 +167,16 @@ class Starter:
         )
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         lanes = {m: wires for m, wires in lanes.items() if m in record.members}
+        signs = Signs(
+            self._hub, notes, lanes, self._siblings, self._dead, meeting.timeout, lambda rounds: patience(rounds, meeting.timeout)
+        )
         driver.append(
             Driver(
                 self._hub,
                 entered(self._me, place.rank, place.ranks, record, min_continue=self._min),
-                notes,
-                lanes,
-                self._siblings,
+                signs,
                 lambda tell, failed: ChangeDesk(self._open_store, place.ranks, self._dead, meeting.timeout, tell, failed),
                 place.label,
-                self._dead,
-                meeting.timeout,
-                lambda rounds: patience(rounds, meeting.timeout),
                 lambda record: expelled(place, record),
                 guests,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..errors import PeerLost, WireError
 from . import spool
 from .collectives import Arrived
 from .epochs import Member, Record
+from .frames import LONGEST
 from .guests import WIRES, connections, greeting, knock
 from .header import WITHIN
 from .hub import Hub
@@ -153,11 +154,12 @@ class Follow:
                     self._record = read_record(self._at.get(f"record/{int(word[1])}").decode())
         return self._record is not None
 
-    def head(self, longest: int, seconds: float) -> Tensor | None:
+    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
         """See `Following`."""
         if not self._asked:
             self._asked = True
-            self._say('["follow"]')
+            word = json.dumps(["follow", dict(brings)])
+            self._say(word if len(word) <= LONGEST else '["follow", {}]')
         found = self._ticks.begin(seconds)
         if found is None:
             return None

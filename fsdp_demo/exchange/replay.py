@@ -64,7 +64,9 @@ def _following(flow: Flow) -> Following | None:
 
 def _take_snapshot(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], following: Following | None) -> None:
     island, what = flow.island, f"{flow.topology.name}: the snapshot of another island"
-    data = _poll(flow, what, None if following is None else lambda: following.head(LONGEST, SLICE))
+    _materialise(flow)
+    brings = snapshot.brings(flow, model)
+    data = _poll(flow, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings))
     stand, listed = island.together(lambda: _compared(flow, model, told, data), what)
     if island.position.copies > flow.parameters.lanes:  # copies beyond the lanes hear where it stands from the first rank
         said = island.from_first(lambda: stand and stand.to_json())
@@ -80,6 +82,16 @@ def _take_snapshot(flow: Flow, model: torch.nn.Module | None, told: Mapping[str,
 def _compared(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor | None) -> tuple[Stand | None, Listed]:
     """Where the donor stands, and what is to come; nothing on a rank without a line."""
     return (None, ()) if data is None else snapshot.expected(flow, model, told, opened(data))
+
+
+def _materialise(flow: Flow) -> None:
+    """Optimizers that make their state at their first step take one on gradients of zero: parameters and state are replaced after it."""
+    if not flow.before_step or snapshot.kept(flow):
+        return
+    trained = [None if s.frozen else True for s in flow.shards.shards]
+    flow.shards.gradients(trained)
+    flow.base_step()
+    flow.shards.gradients([want and False for want in trained])
 
 
 def _poll(flow: Flow, what: str, ask: Callable[[], T | None] | None) -> T | None:
@@ -136,10 +148,11 @@ def _take(flow: Flow, tick: Tick) -> None:
     rates.write(flow.shards, tick.rates)
     flow.notes.skipping = True
     try:
-        flow.shards.gradients([False] * len(flow.shards.shards))
+        if flow.before_step:
+            flow.shards.gradients([False] * len(flow.shards.shards))
         flow.before()
         if flow.before_step:
-            flow.base_step()
+            flow.base_step()  # an engine that keeps buffers for its gradients has them back after it
         flow.after()
         snapshot.count_step(flow)
     finally:

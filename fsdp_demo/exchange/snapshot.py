@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ActiveChannel, Outgoing
+from ..comm.digests import digest
 from ..comm.header import PAYLOAD
 from ..comm.joining import Expected, Following, Listed, Snapshot
 from . import snapshot_head
@@ -54,7 +55,9 @@ def take(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> 
     """
     for c in flow.channels:
         c.state()  # copies to the host may still be under way
-    stand = Stand.of(flow, counts(flow))
+    desk = None if flow.line is None else flow.line.desk
+    theirs = desk.brings.get("rest") if desk is not None else None
+    stand = Stand.of(flow, counts(flow), same_rest=theirs is not None and theirs == brings(flow, model).get("rest"))
     head = snapshot_head.write(flow, told, stand, states(flow))
     return Snapshot(head, {p.name: p.copy() for p in _parts(flow, model, stand)})
 
@@ -88,7 +91,7 @@ def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mappi
         tensors: of the snapshot; none on a copy beyond the lanes, which has no line and so is not `following`.
     """
     flow.step, flow.begun, flow.told = stand.step, -1, stand.host
-    _give_rest(flow, model, tensors.get("rest"))
+    _give_rest(flow, model, tensors.get("rest"), stand.same_rest)
     _give_parameters(flow, stand, tensors)
     for c in flow.channels:
         c.start()
@@ -104,13 +107,19 @@ def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mappi
     mailbox.flights = [_flight(flow, i, f, tensors, following) for i, f in enumerate(stand.flights)]
 
 
-def _give_rest(flow: Flow, model: torch.nn.Module | None, data: Tensor | None) -> None:
-    """Frozen parameters and buffers; copies get them from the first of them."""
+def brings(flow: Flow, model: torch.nn.Module | None) -> dict[str, str]:
+    """Digests of what a newcomer may hold already: frozen parameters, of an adapter's base say, and buffers."""
+    rest = _rest(flow, model) if flow.parameters.position.copy == 0 else []
+    return {"rest": digest(rest).hex()} if rest else {}
+
+
+def _give_rest(flow: Flow, model: torch.nn.Module | None, data: Tensor | None, same: bool) -> None:
+    """Frozen parameters and buffers; copies get them from the first of them. same: it has brought them itself."""
     local = _rest(flow, model)
     if not local:
         return
     sizes = [t.numel() * t.element_size() for t in local]
-    work = torch.empty(sum(sizes), dtype=torch.uint8) if data is None else data
+    work = data if data is not None else _bytes(local) if same else torch.empty(sum(sizes), dtype=torch.uint8)
     flow.island.broadcast(work)
     for t, part in zip(local, work.split(sizes), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
@@ -122,7 +131,7 @@ def _give_parameters(flow: Flow, stand: Stand, tensors: Mapping[str, Tensor]) ->
     sources = [] if _anchored(flow) else [("parameters", "parameter")]
     if stand.counts is not None:
         sources += [(f"state.{name}", f"state:{name}") for name in states(flow)]
-        for (_, state), found in zip(flow.shards.optimizer_states(), stand.counts, strict=True):
+        for (_, state), found in zip(kept(flow), stand.counts, strict=True):
             for name, value in found.items():
                 state[name] = _like(state[name], value)
     elif _moves_states(flow):
@@ -186,7 +195,7 @@ def _parts(flow: Flow, model: torch.nn.Module | None, stand: Stand) -> list[_Par
 def _of_model(flow: Flow, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
     parameters, rest = flow.parameters, _rest(flow, model)
     assert parameters.layout is not None, "a copy beyond the lanes has no line"
-    if rest and parameters.position.copy == 0:
+    if rest and parameters.position.copy == 0 and not stand.same_rest:
         yield _Part("rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest))
     if not _anchored(flow):
         yield _Part("parameters", "float32", parameters.layout.numel, partial(parameters.pack, "parameter"))
@@ -251,18 +260,23 @@ def counts(flow: Flow) -> list[dict[str, float]] | None:
     if not _moves_states(flow):
         return None
     out: list[dict[str, float]] = []
-    for p, state in flow.shards.optimizer_states():
-        rest = {k: v for k, v in state.items() if k == "step" or not isinstance(v, Tensor) or v.shape != p.shape}
+    for p, state in kept(flow):
+        rest = {k: v for k, v in state.items() if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)}
         if not all(isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1) for v in rest.values()):
             return None
         out.append({k: v.item() if isinstance(v, Tensor) else v for k, v in rest.items()})
     return out
 
 
+def kept(flow: Flow) -> list[tuple[Tensor, dict[str, Any]]]:
+    """What the inner optimizers step, with the state of each that holds anything: SGD leaves empty ones behind."""
+    return [(p, state) for p, state in flow.shards.optimizer_states() if any(v is not None for v in state.values())]
+
+
 def count_step(flow: Flow) -> None:
     """The step counters of inner optimizers that have not stepped, where their states are shared: one more step was made up for."""
     if _moves_states(flow) and not flow.before_step:
-        for _, state in flow.shards.optimizer_states():
+        for _, state in kept(flow):
             if "step" in state:
                 state["step"] = state["step"] + 1
 

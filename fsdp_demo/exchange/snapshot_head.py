@@ -38,6 +38,7 @@ class Stand:
         applied, last: see `Mailbox`. loss: see `Watch`; None where unknown.
         flights: what is under way, oldest first.
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
+        same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
     """
 
@@ -47,10 +48,11 @@ class Stand:
     loss: float | None
     flights: list[Open]
     counts: list[dict[str, float]] | None
+    same_rest: bool = False
     host: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flow: Flow, counts: list[dict[str, float]] | None) -> Stand:
+    def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
         """Of this rank."""
         mailbox, loss = flow.mailbox, flow.mailbox.watch.loss
         flights = [
@@ -58,7 +60,7 @@ class Stand:
             for f in mailbox.flights
         ]
         known = None if math.isnan(loss) else loss
-        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, flow.tells())
+        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, same_rest, flow.tells())
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""
@@ -69,12 +71,13 @@ class Stand:
         """Raises ValueError for another form."""
         try:
             flights = [Open(whole(f["step"]), [str(m) for m in f["members"]], dict(f["parts"])) for f in tree["flights"]]
-            marks = [{k: whole(v) for k, v in tree[name].items()} for name in ("applied", "last")]
+            applied, last = ({k: whole(v) for k, v in tree[name].items()} for name in ("applied", "last"))
             loss = None if tree["loss"] is None else float(tree["loss"])
             counts = tree["counts"]
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
-            return cls(whole(tree["step"]), marks[0], marks[1], loss, flights, counts, dict(tree["host"]))
+            step, host = whole(tree["step"]), dict(tree["host"])
+            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host)
         except _BROKEN as error:
             raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 

@@ -51,13 +51,13 @@ def step(model: Net, optimizer: torch.optim.Optimizer, t: int, island: int) -> N
     optimizer.zero_grad()
 
 
-def recorded(config: Any, steps: int = STEPS) -> tuple[joining.Record, list[dict[str, Any]]]:
+def recorded(config: Any, steps: int = STEPS, brings: Any = None, made: Any = made) -> tuple[joining.Record, list[dict[str, Any]]]:
     """Two islands train; what the first one's desk has seen, and where it stood after every step."""
 
     def island(i: int, topology: Any) -> Any:
         model, optimizer, schedule = made(config, i)
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, agree={"steps": 100})
-        record = joining.Record(exchange) if i == 0 else None
+        record = joining.Record(exchange, brings) if i == 0 else None
         stands = [joining.stand(exchange._flow)]
         for t in range(steps):
             exchange.note(tokens=10 + 3 * i + t, loss=float(t))
@@ -71,7 +71,9 @@ def recorded(config: Any, steps: int = STEPS) -> tuple[joining.Record, list[dict
     return threaded.values(threaded.islands(island))[0]
 
 
-def joins(config: Any, record: joining.Record, at: int, until: int | None = None) -> tuple[list[dict[str, Any]], Any, Net]:
+def joins(
+    config: Any, record: joining.Record, at: int, until: int | None = None, made: Any = made
+) -> tuple[list[dict[str, Any]], Any, Net]:
     """A newcomer joins at step `at`: where it stood after each step that it has made up for, its exchange and its model."""
     stands: list[dict[str, Any]] = []
     patch = joining.watched(lambda flow: stands.append(joining.stand(flow)))
@@ -396,6 +398,53 @@ def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, agree={"steps": 100})
         compare(config, joining.stand(exchange._flow), truth[6])
         assert exchange.council._step() == 6
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
+    """Frozen parameters and buffers: of the first digest that it names."""
+    config = preset("local_sgd", period=3)
+
+    def lora(config: Any, seed: int) -> Any:
+        model = Net(0)
+        for layer in model.layers:
+            layer.requires_grad_(False).eval()  # running statistics stay as they are
+        torch.manual_seed(seed)
+        nn.init.normal_(model.head.weight)
+        optimizer = base_optimizer(config, [p for p in model.named_parameters() if p[1].requires_grad], lr=0.01)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+    def run() -> None:
+        whole, _ = recorded(config, 3, made=lora)
+        model, optimizer, _ = lora(config, 7)
+        fed = joining.Fed(whole, 1)
+        fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), agree={"steps": 100}).detach()
+        less, truth = recorded(config, 3, fed.brought, made=lora)
+        sizes = [[p.numel() for p in record.snapshots[2][0][1:]] for record in (whole, less)]
+        assert sizes[0][1:] == sizes[1] and sizes[0][0] > 10_000
+        stands, exchange, model = joins(config, less, 1, made=lora)
+        compare(config, stands[-1], truth[3])
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None:
+    config = preset("full")
+
+    def lazy(config: Any, seed: int) -> Any:
+        model = Net(seed)
+        optimizer = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)  # a product of momenta, too
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+    def run() -> None:
+        record, truth = recorded(config, 5, made=lazy)
+        assert truth[5]["states"][0]["mu_product"] < 1
+        stands, exchange, _ = joins(config, record, 2, made=lazy)
+        for now in stands:
+            compare(config, now, truth[now["step"]])
         exchange.detach()
 
     run_ranks(run, islands=1, procs=1)

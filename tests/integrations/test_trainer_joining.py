@@ -90,7 +90,7 @@ def test_it_goes_on_as_an_island_that_walked_there(run_ranks, accumulate):
 
 
 def test_questions_of_the_start_are_not_asked_again(run_ranks):
-    """A preset whose evaluations show a mean: whether all evaluate together is heard from the donor, and at its own step it does not ask."""
+    """Evaluations that show a mean: whether all evaluate together is heard from the donor, and at its own step it does not ask."""
 
     def run(rank):
         watch = Watch(records=rank.island == 0)

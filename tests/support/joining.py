@@ -32,7 +32,8 @@ class Record:
 
     wanted = follows = True
 
-    def __init__(self, exchange: Any):
+    def __init__(self, exchange: Any, brings: dict[str, str] | None = None):
+        self.brings = brings or {}
         self.snapshots: dict[int, tuple[list[torch.Tensor], list[Future[Arrived]]]] = {}
         self.ticks: dict[int, torch.Tensor] = {}
         self.messages: list[Arrived] = []
@@ -80,7 +81,8 @@ class Fed:
         self.planned, self.waits, self.taken, self.goes_on = True, 1, 0, -1
         self.asked: list[int] = []
 
-    def head(self, longest: int, seconds: float) -> torch.Tensor | None:
+    def head(self, longest: int, seconds: float, brings: dict[str, str]) -> torch.Tensor | None:
+        self.brought = brings
         self.waits -= 1
         return None if self.waits >= 0 else self.parts[0]
 
@@ -153,7 +155,7 @@ def stand(flow: Any) -> dict[str, Any]:
         "states": states,
         "anchors": {c.channel.name: c.anchor.clone() for c in delta},
         "momenta": {c.channel.name: c.momentum.clone() for c in delta if c.momentum is not None},
-        "away": [(c.anchor - c.pack("parameter")).abs().max() for c in delta],
+        "away": [(c.anchor - c.pack("parameter")).abs().sum() for c in delta],
         "clocks": (dict(flow.applied), dict(flow.mailbox.last), [(f.step, f.members, list(f.parts)) for f in flow.mailbox.flights]),
         "accumulators": [c.accumulator.clone() for c in flow.channels if c.accumulator is not None],
         "loss": flow.mailbox.watch.loss,
