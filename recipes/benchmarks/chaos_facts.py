@@ -169,6 +169,8 @@ def at_tokens(curve: Sequence[tuple[int, float]], tokens: float) -> float | None
 STOOD = ("stop", "kill_rank", "kill_island")
 """Kinds whose victim cannot step by our doing: its own time does not count."""
 
+QUIET = ("poison", "disk_full")  # kinds that nobody has to wait for, while another event lasts
+
 LINKS = ("cut", "cut_off", "one_way", "damage")
 """Kinds that hurt a link: either side of it may be left out, and of two islands the one with the lower number goes on."""
 
@@ -181,6 +183,8 @@ def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
         at = bisect.bisect_right(struck, a + max(0.5, 0.1 * (b - a))) - 1
         if at < 0 or b < struck[at]:
             continue
+        while at > 0 and events[at]["kind"] in QUIET and events[at - 1]["over"] > struck[at]:
+            at -= 1
         event = events[at]
         if event["lives"][str(slot)] == life and not (slot in event["victims"] and event["kind"] in STOOD):
             out[at] = max(out[at], b - a)
