@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from fsdp_demo import PeerLost
 from fsdp_demo.comm import change
 from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.errors import StoreSilent
 
 from ..support.elastic import Islands, agree, exchanged
 from ..support.relay import Relay
