@@ -11,6 +11,7 @@ from fsdp_demo.checkpoint import Saved
 from . import checkpoints as folders
 from .engine_topology import topology as place
 from .refusals import refuse
+from .taking_over import advance
 from .zero_params import ZeroShards
 
 
@@ -80,6 +81,8 @@ def attach(
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
         shards.partitions.clip_again()
         raise
+    if exchange.newcomer:
+        advance(engine, exchange.step)
     if checkpoints:
         folders.follow(engine, exchange)
     return exchange

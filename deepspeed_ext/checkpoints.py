@@ -148,13 +148,19 @@ class _Followed(Folders):
 
         Without a tag all load the newest that all hold whole. A replica that sees no whole one takes over from the others: parameters and
         the exchange's shared state come from them, the engine's counters and scheduler go to their step, and what is returned is a path in
-        its own folder, where nothing is yet, and the `client_state` of one of them as far as it is plain JSON.
+        its own folder, where nothing is yet, and the `client_state` of one of them as far as it is plain JSON. A replica that has joined a
+        run under way has what the others have: nothing is loaded.
 
         Raises:
             ValueError: no checkpoint in common, one that is half-written, or of another preset, model or number of ranks per replica.
             PeerLost: replicas that did not come in time.
         """
         topology = self.exchange.topology
+        if self.exchange.newcomer:  # all that lies here is older than what the others have
+            if self.first:
+                log.info("%s has joined a run under way: no checkpoint is loaded", topology.name)
+            self._own(folder_of(root, topology))
+            return None, {}
         if self.exchange.finished:  # nobody to agree with
             return self.load_from(folder_of(root, topology), tag, options)
         choice = self._choose(root, None if tag is None else str(tag))

@@ -9,24 +9,26 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from .version import __version__
 
 USAGE_ERROR = 2
 
+_BIND_HELP = "a private address of this machine; port 0 picks a free one; zmq:// keeps what it is told in a file, and knows ISLAND_TOKEN"
 _REHEARSE_USAGE = "fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT ARGS"
 
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
     from .comm.address import join_address
-    from .launch.store import bound_memory, serve
+    from .launch.store import bound_memory
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
     signals = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        served = serve(args.bind)
+        served = _store(args)
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # whoever called main() in a process of its own goes on
         raise
@@ -40,9 +42,36 @@ def store(args: argparse.Namespace) -> int:
         part.replace(args.port_file)
     listening = join_address(served.host, served.port)
     if not args.quiet:
-        print(f"store listening on {listening}; on every island: export ISLAND_ENDPOINT={served.endpoint}", flush=True)
-    signal.sigwait(signals)
+        kept = f", keys in {served.file}" if served.file else ""
+        print(f"store listening on {listening}{kept}; on every island: export ISLAND_ENDPOINT={served.endpoint}", flush=True)
+    served.serve_until(signals)
     return 0
+
+
+def _store(args: argparse.Namespace) -> Any:
+    """The store that `--bind` asks for."""
+    from .comm.stores import FILE, SCHEME
+    from .launch.store import serve
+
+    token = os.environ.get("ISLAND_TOKEN", "")
+    if args.bind.startswith(SCHEME):
+        from .launch.durable_store import DurableStore
+
+        return DurableStore(args.bind, args.file or FILE, token)
+    if args.file:
+        raise ValueError(f"--file {args.file}: this store keeps nothing in a file; take --bind {SCHEME}{args.bind}")
+    return serve(args.bind, token)
+
+
+def status(args: argparse.Namespace) -> int:
+    """Say who the members of a run are and how far they are; 1 if nobody answers."""
+    from .comm.look import members, text
+    from .comm.topology import Topology
+
+    topology = Topology.from_env({"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", **os.environ, "ISLAND_RANK": "0"})
+    found = members(topology.open_store(10.0), topology.run, topology.token)
+    print(json.dumps(found, indent=2) if args.json else text(found))
+    return 0 if any(not one.get("silent") for one in found["members"]) else 1
 
 
 def rehearse(args: argparse.Namespace) -> int:
@@ -137,7 +166,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     sub = commands.add_parser("store", help="serve the store where islands meet, until stopped")
-    sub.add_argument("--bind", required=True, metavar="ADDR:PORT", help="a private address of this machine; port 0 picks a free one")
+    sub.add_argument("--bind", required=True, metavar="[zmq://]ADDR:PORT", help=_BIND_HELP)
+    sub.add_argument("--file", metavar="PATH", help="where a zmq:// store keeps its keys (default: fsdp_demo_store.sqlite in this folder)")
     sub.add_argument("--port-file", metavar="FILE", help="write the port into this file when the store listens")
     sub.add_argument("--quiet", action="store_true", help="do not print where it listens")
     sub.set_defaults(run_command=store)
@@ -154,6 +184,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--restarts", type=int, default=0, metavar="N", help="start an island that saved and left, or was killed, again")
     sub.add_argument("--resume-args", default="", metavar="ARGS", help="added to the script's arguments then")
     sub.set_defaults(run_command=rehearse)
+
+    sub = commands.add_parser("status", help="say which islands take part in a run, and how far they are (ISLAND_ENDPOINT, ISLAND_RUN)")
+    sub.add_argument("--json", action="store_true", help="print one object")
+    sub.set_defaults(run_command=status)
 
     sub = commands.add_parser("presets", help="list the published methods, or show one")
     sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")

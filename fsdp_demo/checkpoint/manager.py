@@ -263,8 +263,8 @@ class Checkpoints(Shelf):
                 step is common, the newest that any island holds. Give it on all islands.
 
         Returns:
-            None where no island holds any. This island may lack the step that is returned, and then takes over: see `holds`. Islands may
-            go on from unlike steps.
+            None where no island holds any, and on an island that joins a run under way. This island may lack the step that is returned,
+            and then takes over: see `holds`. Islands may go on from unlike steps.
 
         Raises:
             NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new run where an old one has left
@@ -274,6 +274,10 @@ class Checkpoints(Shelf):
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
         self.ranks.from_first(self.adopt)
+        if self.topology.under_way():  # all that this island holds is older than what the others have
+            log.info("%s: the run is under way: nothing is resumed here, the others' state comes with attach", self.topology.name)
+            self._fence.take(self.ranks)
+            return None
         held = self.held()
         if held and not resume:
             steps = sorted({h.step for h in held})

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import socket
+from typing import NamedTuple
+
+SCHEMES = ("", "zmq", "redis")
+"""What a store speaks: torch's own way, and what stands before "://" otherwise."""
+
+ENDPOINT = "host:port of the store, zmq://host:port or redis://host:port/number, as `fsdp-demo store` prints it"
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -32,10 +38,55 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class Endpoint(NamedTuple):
+    """Where a store is.
+
+    Attributes:
+        scheme: one of `SCHEMES`. host: without brackets. password, database: of redis.
+
+    As text it is what `split_endpoint` reads, without the password.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    password: str = ""
+    database: int = 0
+
+    def __str__(self) -> str:
+        place = join_address(self.host, self.port)
+        return f"{self.scheme}://{place}" + f"/{self.database}" * bool(self.database) if self.scheme else place
+
+
+def split_endpoint(text: str) -> Endpoint:
+    """`"zmq://[fd00::1]:29500"` -> `Endpoint("zmq", "fd00::1", 29500)`; redis: `redis://:password@host:port/number`.
+
+    Raises:
+        ValueError: another scheme, no host, no port within 1..65535, or what only redis has. The message holds no password.
+
+    >>> split_endpoint("redis://:secret@db:6379/2")
+    Endpoint(scheme='redis', host='db', port=6379, password='secret', database=2)
+    """
+    scheme, colon, rest = text.rpartition("://")
+    shown = f"{scheme}{colon}{rest.rpartition('@')[2]}"
+    login, at, place = rest.rpartition("@") if scheme == "redis" else ("", "", rest)
+    place, slash, number = place.partition("/") if scheme == "redis" else (place, "", "")
+    known = scheme in SCHEMES and bool(scheme) == bool(colon)
+    if not known or (at and not login.startswith(":")) or (slash and not (number.isascii() and number.isdigit())):
+        raise ValueError(f"{shown!r} must be {ENDPOINT}")
+    try:
+        host, port = split_address(place)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ValueError(f"{shown!r} must be {ENDPOINT}")
+    return Endpoint(scheme, host, port, login[1:], int(number or 0))
+
+
 def route_to(endpoint: str) -> str:
     """The local address from which packets to the endpoint leave: right where a machine has several interfaces."""
-    host, _, port = endpoint.rpartition(":")
-    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    place = split_endpoint(endpoint)
+    family, _, _, _, target = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses a route, sends nothing
         return str(probe.getsockname()[0])

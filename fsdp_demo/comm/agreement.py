@@ -56,12 +56,23 @@ def agree(line: Line, found: Mapping[str, Any]) -> bool:
     everyone = gather_json(line, dict(found))
     mine, unlike = everyone[line.rank], []
     for j, theirs in enumerate(everyone):
-        keys = [k for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k)) if mine.get(k) != theirs.get(k)]
-        keys = [k for k in keys if not (k.startswith("optimizer") and (k not in mine or k not in theirs))]
-        unlike += [f"{line.names[j]} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY]
-        hard = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY]
-        if hard:
-            raise ValueError(unequal(line, j, "; ".join(hard[:6])))
+        may, must = apart(mine, theirs, line.names[j])
+        unlike += may
+        if must:
+            raise ValueError(unequal(line, j, "; ".join(must[:6])))
+    return warned(unlike)
+
+
+def apart(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
+    """A sentence for each field in which island `name` differs where it may (`ADVISORY`), and for each where it may not."""
+    keys = [k for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k)) if mine.get(k) != theirs.get(k)]
+    keys = [k for k in keys if not (k.startswith("optimizer") and (k not in mine or k not in theirs))]
+    may = [f"{name} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY]
+    return may, [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY]
+
+
+def warned(unlike: list[str]) -> bool:
+    """Log in one line what differs and may, if anything does."""
     if unlike:
         log.warning("%s: replicas may differ in the last bit", "; ".join(unlike))
     return bool(unlike)
@@ -69,7 +80,12 @@ def agree(line: Line, found: Mapping[str, Any]) -> bool:
 
 def unequal(line: Line, j: int, what: str) -> str:
     """The sentence that this island and island j do not run the same."""
-    return f"island {j} ({line.names[j]}) runs something else than {line.names[line.rank]}: {what}"
+    return unlike_runs(j, line.names[j], line.names[line.rank], what)
+
+
+def unlike_runs(j: int, there: str, here: str, what: str) -> str:
+    """The sentence that island j, which is named `there`, does not run the same as the one named `here`."""
+    return f"island {j} ({there}) runs something else than {here}: {what}"
 
 
 def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:

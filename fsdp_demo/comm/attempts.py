@@ -4,7 +4,9 @@ Keys of a run in the store:
 
     <run>/attempt             number of the attempt that islands join now
     <run>/<n>/slot/<island>   who plays this island in attempt n: compare_set, the first wins
-    <run>/<n>/beat/<island>   counts up every second while that process lives
+    <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them, where islands may come and go
+    <run>/<n>/life/<island>   how often its place was taken anew
+    <run>/<n>/beat/<island>   counts up every second while that process lives; where islands may come and go, until they have met
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
 
@@ -22,9 +24,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -52,6 +54,13 @@ class Place(Protocol):
     rank: int
     world: int
     timeout: float
+    islands: int
+    token: str
+
+    @property
+    def elastic(self) -> bool:
+        """Whether an island that comes back joins the others while they train."""
+        ...
 
     @property
     def question(self) -> float:
@@ -76,44 +85,52 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
     known = os.getpid(), topology.endpoint, topology.run, topology.island
     with _lock:
         if known not in _pulses:
-            number = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
-            _pulses[known] = Pulse(topology, f"{topology.run}/{number}", beats=topology.rank == 0, store=store)
+            place = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
+            _pulses[known] = Pulse(topology, place, beats=topology.rank == 0, store=store)
         elif topology.world > 1 and topology.rank == 0:  # who joins later than rank 0 reads it there
-            _from_first(topology, lambda: int(_pulses[known].prefix.rpartition("/")[2]))
+            _from_first(topology, lambda: _pulses[known].taken)
         return _pulses[known]
 
 
-def _from_first(topology: Place, decide: Callable[[], int]) -> int:
+class Taken(NamedTuple):
+    """A place in an attempt: its number, how often the place was taken before in it, and whether the others train already."""
+
+    number: int
+    life: int = 0
+    late: bool = False
+
+
+def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
     """What `decide` gives on rank 0, on all ranks of the island, through the store of their own world; an error there is raised on all."""
     if topology.world == 1:
         return decide()
     own = Asker(dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout)
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's ranks may find the store of those before them
-    key = f"fsdp_demo/attempt/{life}/{topology.endpoint}/{topology.run}"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's ranks may find the store of those before them
+    key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
     if topology.rank:
         return _told(own, key, topology.timeout + 60)
     try:
-        number = decide()
+        taken = decide()
     except (ValueError, PeerLost) as error:
-        own.set(key, json.dumps([-1, isinstance(error, PeerLost), str(error)]))
+        own.set(key, json.dumps([[-1, 0, False], isinstance(error, PeerLost), str(error)]))
         raise
-    own.set(key, json.dumps([number, False, ""]))
-    return number
+    own.set(key, json.dumps([taken, False, ""]))
+    return taken
 
 
-def _told(own: Asker, key: str, seconds: float) -> int:
+def _told(own: Asker, key: str, seconds: float) -> Taken:
     end = time.monotonic() + seconds
     while not own.check([key]):
         if time.monotonic() > end:
             raise PeerLost(f"rank 0 of this island did not say within {seconds:g} s which attempt of the run it joins: it may have died")
         time.sleep(0.05)
-    number, lost, text = own.note(key, "rank 0")
-    if number < 0:
+    place, lost, text = own.note(key, "rank 0")
+    if place[0] < 0:
         raise PeerLost(text) if lost else ValueError(text)
-    return int(number)
+    return Taken(*place)
 
 
-def _take(topology: Place, store: Asker) -> int:
+def _take(topology: Place, store: Asker) -> Taken:
     """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
     once = f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the store {t.endpoint}"
@@ -127,21 +144,30 @@ def _take(topology: Place, store: Asker) -> int:
         if at.peek("ended"):
             store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
             continue
-        if at.compare_set(f"slot/{t.island}", "", me) == me:
+        before = at.compare_set(f"slot/{t.island}", "", me)
+        if before == me:
             at.add(f"beat/{t.island}", 1)
-            return int(text)
-        if _lives(at, t.island):
+            return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
+        if _live(t, at, [t.island]):
             raise ValueError(f"{once}, which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands")
+        others = [j for j in range(t.islands) if j != t.island]
+        if t.elastic and at.peek("begun") and _live(t, at, others) and at.compare_set(f"slot/{t.island}", before, me) == me:
+            at.add(f"beat/{t.island}", 1)
+            return Taken(int(text), at.add(f"life/{t.island}", 1), True)
         log.info("island %d was started before and is gone: attempt %s of run %r has ended", t.island, text, t.run)
         at.compare_set("ended", "", str(t.island))
 
 
-def _lives(at: Asker, island: int) -> bool:
-    """Whether the beat of an island moves."""
-    first, end = at.add(f"beat/{island}", 0), time.monotonic() + BEATS * BEAT
+def _live(topology: Place, at: Asker, islands: Sequence[int]) -> bool:
+    """Whether any of these islands lives: its door answers, or, before they have come together, its beat moves."""
+    if topology.elastic and (meeting := at.peek("begun")):
+        from .look import answers  # it needs ZeroMQ
+
+        return answers(at.under(meeting), islands, topology.token)
+    first, end = [at.add(f"beat/{i}", 0) for i in islands], time.monotonic() + BEATS * BEAT
     while time.monotonic() < end and not at.peek("ended"):
         time.sleep(BEAT / 5)
-        if at.add(f"beat/{island}", 0) != first:
+        if any(at.add(f"beat/{i}", 0) != n for i, n in zip(islands, first, strict=True)):
             return True
     return False
 
@@ -156,19 +182,25 @@ class Pulse:
 
     Attributes:
         prefix: `run/attempt`, which stands before every key.
-        deadline: seconds that a caller should wait for a job.
+        deadline: seconds that a caller should wait for a job. taken: this island's place in the attempt.
     """
 
-    def __init__(self, topology: Place, prefix: str, beats: bool = False, store: Asker | None = None):
-        self.prefix, self.deadline = prefix, min(topology.question, PATIENCE)
+    def __init__(self, topology: Place, taken: Taken, beats: bool = False, store: Asker | None = None):
+        self.taken, self.deadline = taken, min(topology.question, PATIENCE)
+        self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
-        self._each: list[Job] = [lambda at: at.add(f"beat/{topology.island}", 1)] if beats else []
+        self._beat: Job = lambda at: at.add(f"beat/{topology.island}", 1)
+        self._each: list[Job] = [self._beat] if beats else []
         self._at = None if store is None else Asker(store.store, topology.endpoint, topology.question).under(prefix)
         self._pause, self.silent = BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a daemon thread inside torch when the interpreter ends can abort the process
+
+    def quiet(self) -> None:
+        """Beat no more: from now on islands hear each other."""
+        self._each = [job for job in self._each if job is not self._beat]
 
     def every(self, job: Job) -> None:
         """Do `job` once a second from now on."""

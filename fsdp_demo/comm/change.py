@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import PeerLost
+from ..errors import PeerLost, StoreSilent
 from . import moves
 from .epochs import Member, Record, Report
 from .moves import Event
@@ -39,13 +39,27 @@ class ChangeDesk:
     Args:
         open_store: a connection of its own to the store, below the keys of the meeting.
         ranks: of each island.
-        dead: seconds after which missing reports are waited for no more.
-        tell: takes events, in this thread.
+        dead: seconds after which missing reports are waited for no more. patience: seconds for which a change waits for the store.
+        tell: takes events, in this thread. failed: called, with a reason, when a change has waited for too long.
+
+    Attributes:
+        epoch: of the newest record that this rank knows: a store that lacks it has forgotten, or is another one, and decides nothing (K18).
     """
 
-    def __init__(self, open_store: Callable[[], Asker], ranks: int, dead: float, tell: Callable[[Event], None]):
+    def __init__(
+        self,
+        open_store: Callable[[], Asker],
+        ranks: int,
+        dead: float,
+        patience: float,
+        tell: Callable[[Event], None],
+        failed: Callable[[str], None],
+    ):
         self._open, self._ranks, self._dead, self._tell = open_store, ranks, dead, tell
+        self._patience, self._failed = patience, failed
+        self.epoch = 0
         self._at: Asker | None = None
+        self._met = False
         self._jobs: queue.SimpleQueue[Callable[[Asker], None] | None] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
@@ -53,12 +67,13 @@ class ChangeDesk:
 
     def begin(self, record: Record) -> None:
         """Write the first record, unless it stands there."""
-        self._jobs.put(lambda at: self._hand_in(at, record))
+        self._jobs.put(lambda at: self._begin(at, record))
 
     def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
         """Write a report; then watch for the reports of `members` on its view, and for the record that follows `epoch`."""
 
         def job(at: Asker) -> None:
+            self._met = True
             at.set(_report_key(report.view, report.member, report.rank), report_text(report))
             self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
 
@@ -90,7 +105,7 @@ class ChangeDesk:
     # ---- in the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        silent, job, said = False, None, ""
+        silent, job, said = 0.0, None, ""
         while True:
             try:
                 if job is None:
@@ -100,18 +115,33 @@ class ChangeDesk:
                         job = self._look
                     if job is None:
                         return
-                self._at = self._at or self._open()
+                self._at = self._at or self._opened()
                 job(self._at)
-                job, silent = None, False
+                job, silent = None, 0.0
             except PeerLost as error:  # once more, until it answers
+                reason, now = str(error).partition(": start there")[0], time.monotonic()
                 if not silent:
-                    log.warning("%s: the change of members waits for it", str(error).partition(": start there")[0])
-                self._at, silent = None, True
+                    log.warning("%s: the change of members waits for it", reason)
+                self._at, silent = None, silent or now
+                if now - silent > self._patience:
+                    self._failed(f"{reason}: a change of members has waited {self._patience:g} s for the store")
+                    return
                 time.sleep(1.0)
             except ValueError as error:
                 if str(error) != said:  # it is looked at again and again
                     log.error("membership: %s", error)
                 job, said = None, str(error)
+
+    def _opened(self) -> Asker:
+        """A connection to a store that knows what this rank knows."""
+        at = self._open()
+        if self._met and not at.peek(_record_key(self.epoch)):
+            raise StoreSilent(f"the store does not know record {self.epoch} of this run: it was started anew without its file")
+        return at
+
+    def _begin(self, at: Asker, record: Record) -> None:
+        self._hand_in(at, record)
+        self._met = True
 
     def _hand_in(self, at: Asker, record: Record) -> None:
         self._seen(at.compare_set(_record_key(record.epoch), "", record_text(record)))

@@ -17,26 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import PeerLost, WireError
 from . import moves
 from .change import ChangeDesk
 from .epochs import Ballot, Member, Piece, Record, needed
+from .guests import Guests
 from .held import Due, Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
+from .signs import BEAT, SOON, Signs
 from .streams import Streams
-from .wire import Piece as Moving
 from .wire import Wire
 
 log = logging.getLogger("fsdp_demo")
-
-BEAT = 0.5  # seconds
-SOON = 0.03
-"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it has seen is seen here, too, by then."""
 
 STOPPED = 2.0
 """Seconds between two turns of this thread after which the process itself must have been stopped: the others are not to blame then."""
@@ -47,12 +43,10 @@ class Driver:
 
     Args:
         hub: of all connections. machine: as `membership.entered` makes it.
-        notes: for each other member the connection for short words; lanes: those for messages. siblings: for each other rank of this
-            island that has a line, by its number.
+        signs: the connections, and who is heard on them.
         desk: the store in a change, made from what it is to call.
         labels: how errors and logs name an island, by slot.
-        dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
-        patience: seconds without progress, given how long the last messages took.
+        guests: newcomers, if they can come in here.
         expelled: called in this thread when the others went on without this island; must not return to training.
 
     Attributes:
@@ -64,43 +58,35 @@ class Driver:
         self,
         hub: Hub,
         machine: Rank,
-        notes: Mapping[Member, Wire],
-        lanes: Mapping[Member, Sequence[Wire]],
-        siblings: Mapping[int, Wire],
-        desk: Callable[[Callable[[Event], None]], ChangeDesk],
+        signs: Signs,
+        desk: Callable[[Callable[[Event], None], Callable[[str], None]], ChangeDesk],
         labels: Callable[[int], str],
-        dead: float,
-        meeting: float,
-        patience: Callable[[Sequence[float]], float],
         expelled: Callable[[Record], None],
+        guests: Guests | None = None,
     ):
-        self._hub, self.machine, self._labels, self._patience = hub, machine, labels, patience
-        self._dead, self._meeting = dead, meeting
-        self.notes, self.lanes, self.siblings = dict(notes), {m: list(w) for m, w in lanes.items()}, dict(siblings)
-        self._expelled = expelled
+        self._hub, self.machine, self._labels, self.signs = hub, machine, labels, signs
+        self.notes, self.lanes, self.siblings = signs.notes, signs.lanes, signs.siblings
+        self._expelled, self.guests = expelled, guests
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
         self._messages: dict[int, Message] = {}
         self._last: Message | None = None
         self._streams = Streams(hub, self.lanes, self._refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
-        self._ready: dict[tuple[int, Piece], tuple[int, tuple[Member, ...]]] = {}
         self._work: deque[Callable[[], None]] = deque()
         self._early: list[tuple[int, Event]] = []
         self._asked = machine.record.epoch
-        self._leaving: set[Member] = set()
-        self._next_of: dict[Member, int] = {}
-        self._began: dict[int, float] = {}
-        self._rounds: deque[float] = deque(maxlen=50)
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
-        self._ended: dict[Member, float] = {}
         self._beat_at = self._turned = time.monotonic()
-        self._closed, self._failed = False, ""
-        self._desk = desk(lambda event: self._post(lambda: self._take(event)))
+        self._closed = self._left = False
+        self._frozen_at = 0.0
+        self._failed = ""
+        self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
+        self._desk.epoch = machine.record.epoch
         if machine.record.epoch == 0 and machine.rank == 0:
             self._desk.begin(machine.record)
         self._adopt_connections(machine.record)
-        self._forgive(time.monotonic())
+        signs.forgive(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
 
@@ -113,9 +99,47 @@ class Driver:
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
 
+    def busy(self, who: Member) -> str:
+        """Why a newcomer cannot come in now; empty if it can. In the driver's thread."""
+        if self.machine.state != "running":
+            return "the members change at the moment"
+        if who.slot in [m.slot for m in self.machine.record.members]:
+            return f"island {who.slot} is a member: its end was not noticed yet"
+        return ""
+
+    def status(self) -> dict[str, Any]:
+        """How this rank stands, for `look.py`. In the driver's thread."""
+        now, guest = time.monotonic(), self.guests.guest if self.guests is not None else None
+        heard = {str(m.slot): round(now - wire.heard_at, 2) for m, wire in self.notes.items()}
+        joining = guest.name if guest is not None and not guest.moved else ""
+        rank = self.machine
+        return {"launched": rank.next, "delivered": rank.landed, "state": rank.state, "heard": heard, "joining": joining}
+
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
         self._post(job)
+
+    def leave(self) -> None:
+        """Tell the others at once that this island goes on no more; they settle what is open without waiting for a timer."""
+
+        def job() -> None:
+            self.signs.say(["leave"], self.notes.values())
+            self._step(moves.Leave())
+            with self.changed:
+                self._left = True
+                self.changed.notify_all()
+
+        self._post(job)
+
+    def expel(self, why: str) -> None:
+        """End this island: what it holds is not what the others hold."""
+        log.error("this island has gone wrong: %s", why)
+        self._expelled(self.machine.record)
+
+    def joined(self, then: Callable[[], None]) -> None:
+        """Tell the others that this rank follows nobody any more, and run `then` in the driver's thread."""
+        self._post(lambda: self.signs.say(["joined"], self.notes.values()))
+        self._post(then)
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
@@ -124,11 +148,11 @@ class Driver:
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
         end = time.monotonic() + seconds
-        self._post(lambda: self._say(["landed?"], self.notes.values()))
+        self._post(lambda: self.signs.say(["landed?"], self.notes.values()))
         with self.changed:
-            while self.stable < below and not self._closed and (left := end - time.monotonic()) > 0:
+            while self.stable < below and not (self._closed or self._left) and (left := end - time.monotonic()) > 0:
                 self.changed.wait(min(left, 0.5))
-            return self.stable >= below
+            return self.stable >= below or self._closed or self._left
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The connections close."""
@@ -147,7 +171,7 @@ class Driver:
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._hub.drive(SOON / 2 if self._soon else BEAT / 2, self._has_work)
+                self._hub.drive(SOON / 2 if self._soon or self.signs.soon else BEAT / 2, self._has_work)
                 self._turn()
         except BaseException as error:
             if not self._closed:
@@ -169,9 +193,14 @@ class Driver:
             self._read_notes(wire, None)
         for stream in self._streams.done():
             self._arrived(stream)
+        if self.guests is not None:
+            self._serve_guest(self.guests)
         if stopped:
-            self._forgive(now)
-        self._look_for_lost(now)
+            self.signs.forgive(now)
+        self._lose(self.signs.lost(now))
+        longest = self.signs.dead + self.signs.meeting
+        if self.machine.state == "frozen" and now - self._frozen_at > longest:
+            self._fail(f"a change of members has not come to an end within {longest:g} s")
         while self._soon and self._soon[0][0] <= now:
             self._soon.popleft()[1]()
         if now - self._beat_at >= BEAT:
@@ -181,7 +210,8 @@ class Driver:
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)
         said = (self.machine.record.epoch, self.machine.landed)
-        for wire in self._wires():
+        self._desk.epoch = said[0]
+        for wire in self.signs.wires:
             wire.said = said
         for action in actions:
             _ACTIONS[type(action)](self, action)
@@ -198,6 +228,7 @@ class Driver:
                 return
             if epoch == now + 1:
                 self._step(event)
+                self._let_move_in()
                 if self.machine.state == "frozen":
                     self._desk.again(epoch)
                 self._release_early()
@@ -224,7 +255,9 @@ class Driver:
             self._take_later(epoch, event)
 
     def _end(self, word: str) -> None:
-        self._say([word], self.notes.values())
+        self.signs.say([word], self.notes.values())
+        if self.guests is not None:
+            self.guests.close()
         self._closed = True
         self._fail("the connections were closed")
 
@@ -241,7 +274,7 @@ class Driver:
         if self._failed:
             message.tasks.put(PeerLost(self._failed))
             return
-        self._messages[message.n], self._began[message.n] = message, time.monotonic()
+        self._messages[message.n], self.signs.began[message.n] = message, time.monotonic()
         self._step(moves.Launched(message.n, message.kind))
         self._await(message)
 
@@ -291,7 +324,7 @@ class Driver:
             return
         message.keep(piece, stream.data, stream.header)
         message.received += stream.data.numel()
-        self._next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
+        self.signs.next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
         wire = self.notes.get(stream.sender)
         epoch = max([w.record for w in self.lanes[stream.sender]], default=0)
         landed = wire.landed if wire else 0
@@ -341,11 +374,11 @@ class Driver:
 
     def _cast(self, action: moves.CastVote) -> None:
         n, rank, view = action.ballot
-        self._say(["vote", n, rank, view, action.epoch], self.siblings.values())
+        self.signs.say(["vote", n, rank, view, action.epoch], self.siblings.values())
 
     def _deliver(self, action: moves.Deliver) -> None:
         message = self._messages[action.n]
-        self._rounds.append(time.monotonic() - self._began.pop(action.n, time.monotonic()))
+        self.signs.rounds.append(time.monotonic() - self.signs.began.pop(action.n, time.monotonic()))
         message.tasks.put(Due(action.contributors, self.machine.record.settlement(action.n).attempt))
 
     def _free(self, action: moves.Free) -> None:
@@ -359,10 +392,45 @@ class Driver:
 
     # ---- a change of members ---------------------------------------------------------------------------------------------
 
+    def _serve_guest(self, guests: Guests) -> None:
+        """Listen to who wants to join. The first line of the donor plans it when the newcomer is near."""
+        for word in guests.look():
+            guest = guests.guest
+            if word[:1] == ["follow"] and guest is not None:
+                guest.brings = {str(name): str(mark) for name, mark in word[1].items()}
+                guest.asked = True
+            elif word[:1] == ["ready"] and guest is not None and guest.following and self.machine.rank == 0:
+                members = self.machine.record.members
+                if members[0] == self.machine.me and guest.member.slot not in [m.slot for m in members]:
+                    self._step(moves.JoinPlanned(guest.member))
+        newest = max((w.record for w in self.signs.wires), default=0)
+        if newest > self.machine.record.epoch:
+            self._fetch(self.machine.record.epoch + 1)
+
+    def _let_move_in(self) -> None:
+        """Who is a member now and has no connection here yet: the guest, or somebody who has not reached this rank and is lost."""
+        record = self.machine.record
+        for member in record.members:
+            if member == self.machine.me or member in self.notes or self.machine.state not in ("running", "frozen"):
+                continue
+            moved = self.guests.move_in(member) if self.guests is not None else None
+            if moved is None:
+                self._lost(member, "it is a member, but has not reached this rank")
+                continue
+            self.signs.admit(member, *moved, time.monotonic())
+            for wire in [self.notes[member], *self.lanes[member]]:
+                wire.said = (record.epoch, self.machine.landed)
+                wire.renew(record.view)
+            self.signs.say(["planned", record.epoch], [self.notes[member]])
+            if self.machine.rank == 0:
+                base = record.base[record.members.index(member)]
+                log.info("epoch %d: %s joins, from message %d on", record.epoch, self._labels(member.slot), base)
+
     def _freeze(self, action: moves.Freeze) -> None:
+        self._frozen_at = time.monotonic()
         self._streams.clear()
         lost = [m.slot for m in self.machine.lost]
-        self._say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
+        self.signs.say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
 
     def _report(self, action: moves.PostReport) -> None:
         record = self.machine.record
@@ -379,15 +447,13 @@ class Driver:
         record = action.record
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
-            self._ended.pop(member, None)
-            for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
-                wire.close(0)
+            self.signs.drop(member)
         self._adopt_connections(record)
         self._forwards = {
             (f.n, f.piece): f.sender for f in record.forwards if f.line == self.machine.rank and self.machine.me in f.to
         }
         self.changes += 1
-        self._forgive(time.monotonic())
+        self.signs.forgive(time.monotonic())
         if self.machine.rank == 0:
             left, lost = ", ".join(self._labels(m.slot) for m in record.members), ", ".join(self._labels(m.slot) for m in gone)
             log.warning("epoch %d: %s lost, training goes on with %s", record.epoch, lost or "nobody", left)
@@ -406,15 +472,8 @@ class Driver:
 
     # ---- words and signs of life -----------------------------------------------------------------------------------------
 
-    def _say(self, word: list[Any], wires: Any) -> None:
-        data = bytearray(json.dumps(word, separators=(",", ":")).encode())
-        for wire in wires:
-            with self._hub.changed:
-                wire.post_note(Moving(self._hub, torch.frombuffer(data, dtype=torch.uint8)))
-            self._hub.nudge(wire)
-
     def _beat(self) -> None:
-        self._say(["beat", self.machine.next], self.notes.values())
+        self.signs.say(["beat", self.machine.next], self.notes.values())
         for member, wire in self.notes.items():
             self._step(moves.LandedHeard(self.machine.record.view, member, wire.landed))
 
@@ -436,11 +495,13 @@ class Driver:
             view, lost = int(word[1]), set(word[2])
             self._soon.append((time.monotonic() + SOON, lambda: self._freeze_too(view, lost)))
         elif member is not None and what == "beat":
-            self._next_of[member] = int(word[1])
+            self.signs.next_of[member] = int(word[1])
         elif member is not None and what == "landed?":
-            self._say(["beat", self.machine.next], [self.notes[member]])
+            self.signs.say(["beat", self.machine.next], [self.notes[member]])
+        elif member is not None and what == "joined" and self.guests is not None:
+            self.guests.over(member)
         elif member is not None and what == "bye":
-            self._leaving.add(member)
+            self.signs.leaving.add(member)
         elif member is not None and what == "leave":
             self._lost(member, "has left")
         if member is not None and member in self.notes:
@@ -449,40 +510,10 @@ class Driver:
     def _freeze_too(self, view: int, lost: set[int]) -> None:
         """Another rank has frozen this view and does not hear `lost`: who is half silent here, too, is lost at once. So nobody waits for
         a report that will not come."""
-        quiet = self._quiet(time.monotonic())
+        quiet = self.signs.quiet(time.monotonic())
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
         self._take_later(view, moves.FrozenHeard(view))
-
-    def _quiet(self, now: float) -> list[Member]:
-        """Peers that have missed several beats."""
-        limit = min(4 * BEAT, self._dead / 2)
-        return [m for m in self.notes if m in self._next_of and now - self._heard_at(m) > limit]
-
-    def _heard_at(self, member: Member) -> float:
-        return max(w.heard_at for w in [self.notes[member], *self.lanes.get(member, [])])
-
-    def _look_for_lost(self, now: float) -> None:
-        waiting = [n for n in sorted(self._began) if n in self._messages]
-        late = bool(waiting) and now - self._began[waiting[0]] > self._patience(self._rounds)
-        lost: dict[Member, str] = {}
-        silent = False
-        for member in list(self.notes):
-            wires = [self.notes[member], *self.lanes.get(member, [])]
-            why = next((w.gone for w in wires if w.gone), "")
-            if why and (member not in self._leaving or waiting):
-                if member not in self._ended:  # its "bye" may come on another connection than the end
-                    self._ended[member] = now + SOON
-                    self._soon.append((now + SOON, lambda: None))
-                elif now >= self._ended[member]:
-                    lost[member] = why
-            elif not why and now - self._heard_at(member) > (limit := self._dead if member in self._next_of else self._meeting):
-                lost[member], silent = f"silent for {limit:g} s", True
-            elif late and self._next_of.get(member, 0) <= waiting[0]:
-                lost[member] = f"no progress for {now - self._began[waiting[0]]:.0f} s"
-        if silent:  # who has fallen silent with it would otherwise stand in the report as heard
-            lost = {**{m: "silent, too" for m in self._quiet(now)}, **lost}
-        self._lose(lost)
 
     def _lost(self, member: Member, why: str) -> None:
         self._lose({member: why})
@@ -499,14 +530,6 @@ class Driver:
     def _refused(self, member: Member, why: str) -> None:
         """What a peer sends is damaged: nothing of it is taken, and it is taken for lost."""
         self._lost(member, why)
-
-    def _forgive(self, now: float) -> None:
-        for wire in self._wires():
-            wire.heard_at = now
-        self._began = dict.fromkeys(self._began, now)
-
-    def _wires(self) -> list[Wire]:
-        return [*self.notes.values(), *self.siblings.values(), *(w for wires in self.lanes.values() for w in wires)]
 
 
 SHORT = 4 << 20

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from ..config.parsing import nearest
+from .address import ENDPOINT, Endpoint, split_endpoint
 from .transport import TRANSPORTS
 
 log = logging.getLogger("fsdp_demo")
@@ -19,16 +20,17 @@ LONGEST = 10_000_000
 VARIABLES = {
     "ISLAND_RANK": "which island this is, from 0",
     "ISLAND_COUNT": "number of islands",
-    "ISLAND_ENDPOINT": "host:port of the store",
+    "ISLAND_ENDPOINT": "host:port of the store, zmq://host:port or redis://host:port",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
     "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
+    "ISLAND_MIN": "islands that must be left to train on when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
-    "ISLAND_TOKEN": "the run's secret, the same on all islands, for a transport that authenticates",
+    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that authenticate",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
@@ -64,6 +66,18 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     return value
 
 
+def least(env: Mapping[str, str], islands: int) -> int:
+    """ISLAND_MIN, default 1.
+
+    Raises:
+        ValueError: it is no whole number, or out of range.
+    """
+    value = whole(env, "ISLAND_MIN", 1)
+    if not 1 <= value <= islands:
+        raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})")
+    return value
+
+
 def dead(env: Mapping[str, str]) -> float:
     """ISLAND_DEAD in seconds, default 10.
 
@@ -88,22 +102,19 @@ def name(env: Mapping[str, str], default: str) -> str:
     return text
 
 
-def endpoint(env: Mapping[str, str]) -> str:
-    """ISLAND_ENDPOINT, host:port of the store.
+def endpoint(env: Mapping[str, str]) -> Endpoint:
+    """ISLAND_ENDPOINT, where the store is.
 
     Raises:
-        ValueError: it is not set, or no host and port.
+        ValueError: it is not set, or no endpoint.
     """
     text = env.get("ISLAND_ENDPOINT", "").strip()
     if not text:
-        raise ValueError(
-            f"ISLAND_ENDPOINT is not set, but ISLAND_COUNT={env['ISLAND_COUNT']}: it must be host:port of the store, as `fsdp-demo store` "
-            "prints it"
-        )
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (":" in host and host[0] + host[-1] != "[]"):
-        raise ValueError(f"ISLAND_ENDPOINT={text!r} must be host:port of the store, as `fsdp-demo store` prints it")
-    return text
+        raise ValueError(f"ISLAND_ENDPOINT is not set, but ISLAND_COUNT={env['ISLAND_COUNT']}: it must be {ENDPOINT}")
+    try:
+        return split_endpoint(text)
+    except ValueError as error:
+        raise ValueError(f"ISLAND_ENDPOINT={error}") from None
 
 
 def transport(env: Mapping[str, str]) -> str:
@@ -116,6 +127,19 @@ def transport(env: Mapping[str, str]) -> str:
     if name not in TRANSPORTS:
         raise ValueError(f"ISLAND_TRANSPORT={name!r} is not known: allowed are {', '.join(TRANSPORTS)}")
     return name
+
+
+def refuse_gloo(place: Endpoint, transport: str) -> None:
+    """gloo meets by torch's own store.
+
+    Raises:
+        ValueError: it is chosen together with another.
+    """
+    if transport == "gloo" and place.scheme:
+        raise ValueError(
+            f"ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT={place}: set ISLAND_TRANSPORT=zeromq on all islands (pip install "
+            '"pyzmq>=27,<28"), or ISLAND_ENDPOINT=host:port of `fsdp-demo store --bind ADDR:PORT`'
+        )
 
 
 _ELSEWHERE = {"WORLD": "COUNT", "WORLD_SIZE": "COUNT", "SIZE": "COUNT", "ID": "RANK", "INDEX": "RANK", "STORE": "ENDPOINT"}

@@ -38,16 +38,17 @@ class Hub:
         keys: `curve.Keys`, or None.
 
     Attributes:
-        changed: lock of all that waits and is queued; told when something has moved. keys: as given.
+        changed: lock of all that waits and is queued; told when something has moved. keys: as given. context: of ZeroMQ.
     """
 
     def __init__(self, silence: float, keys: Any = None):
         self.changed = threading.Condition()
         self.wires: list[Wire] = []
         self._silence, self.keys = silence, keys
-        self._context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
+        self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
+        self._attended: set[Any] = set()
         self._near, self._far = socket.socketpair()
         for end in (self._near, self._far):
             end.setblocking(False)
@@ -60,7 +61,7 @@ class Hub:
 
     def socket(self) -> Any:
         """A new socket with what all of them have in common."""
-        made = self._context.socket(zmq.PAIR)
+        made = self.context.socket(zmq.PAIR)
         made.sndhwm = made.rcvhwm = WAITING
         made.maxmsgsize = frames.LARGEST + SEALED
         made.linger = 0
@@ -78,6 +79,25 @@ class Hub:
         self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
         self._poller.register(wire.monitor, zmq.POLLIN)
         return wire
+
+    def attend(self, socket: Any, serve: Callable[[int], None]) -> None:
+        """Let `serve` read from a socket of another kind."""
+        self._owners[socket] = serve
+        self._attended.add(socket)
+        self._poller.register(socket, zmq.POLLIN)
+
+    def neglect(self, socket: Any) -> None:
+        """Undo `attend`, and close the socket."""
+        if self._owners.pop(socket, None) is not None:
+            self._attended.discard(socket)
+            self._poller.unregister(socket)
+            socket.close(0)
+
+    def other_socket(self, kind: int) -> Any:
+        """A socket for what is not a connection of a line."""
+        made = self.context.socket(kind)
+        made.linger, made.maxmsgsize = 0, frames.LONGEST
+        return made
 
     def forget(self, wire: Wire) -> None:
         """Wait for a connection no more."""
@@ -206,7 +226,9 @@ class Hub:
             for wire in list(self.wires):
                 wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain
                 wire.close(linger)
-            self._context.term()
+            for other in list(self._attended):
+                self.neglect(other)
+            self.context.term()
         finally:
             self._near.close()
             self._far.close()
@@ -215,6 +237,6 @@ class Hub:
     def __del__(self) -> None:
         with suppress(Exception):
             if not self.closed:
-                self._context.destroy(0)
+                self.context.destroy(0)
                 self._near.close()
                 self._far.close()

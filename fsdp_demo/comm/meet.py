@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..status import SAVED, leave, tell_launcher
+from . import newcomer
 from .change import ChangeDesk
 from .driver import Driver
 from .epochs import Member, Record, first_record
+from .guests import Guests
 from .link import Link
 from .member_line import MemberLine
 from .membership import entered
+from .signs import Signs
 from .store_client import Asker
 from .transport import Meeting
 
@@ -42,6 +45,10 @@ class Place:
     share: int = 1
     process: int = 0
 
+    def label(self, slot: int) -> str:
+        """How errors and logs name an island."""
+        return f"island {slot} ({self.names.get(slot, f'island{slot}')})"
+
 
 def member_line(
     meeting: Meeting, place: Place, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
@@ -65,37 +72,119 @@ def member_line(
         at_line = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
         transport = ZeroMQ(at_line, hub)
         notes, lanes = (_by_member(transport.open(k), members) for k in ("notes", 0))
-        siblings: dict[int, Any] = {}
-        if place.ranks > 1:
-            own = [f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks)]
-            inside = replace(
-                meeting, prefix=f"{meeting.prefix}/island/{place.slot}", rank=place.rank, size=place.ranks, names=tuple(own)
-            )
-            siblings = ZeroMQ(inside, hub).open("siblings").wires
-        record = first_record(members)
-        driver = Driver(
-            hub,
-            entered(members[place.slot], place.rank, place.ranks, record, min_continue=min_continue),
-            notes,
-            {m: [wire] for m, wire in lanes.items()},
-            siblings,
-            lambda tell: ChangeDesk(open_store, place.ranks, dead, tell),
-            lambda slot: f"island {slot} ({place.names.get(slot, '?')})",
-            dead,
-            meeting.timeout,
-            lambda rounds: patience(rounds, meeting.timeout),
-            lambda record: expelled(place, record),
-        )
+        siblings = _siblings(hub, meeting, place, members[place.slot])
+        line = MemberLine(members[place.slot], place.names, range(meeting.size), meeting.timeout, link, place.share)
+        start = Starter(hub, meeting, place, members[place.slot], siblings, open_store, dead, min_continue, line)
+        start.member(first_record(members), notes, {m: [wire] for m, wire in lanes.items()})
     except BaseException:
         hub.close(0)
         raise
-    line = MemberLine(driver, members[place.slot], place.names, meeting.timeout, link, place.share)
     try:
         line.widen(lambda k: _by_member(transport.open(k), members))
     except BaseException:
         line.release()
         raise
     return line
+
+
+def newcomer_line(
+    meeting: Meeting, place: Place, life: int, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
+) -> MemberLine:
+    """Join a run under way: the line of a newcomer, which follows its donor until it takes part.
+
+    Args:
+        meeting: as for `member_line`. life: how often the slot was started before.
+
+    Raises:
+        PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a member refuses this island for good.
+    """
+    from .curve import Keys
+    from .hub import Hub
+
+    hub, me = Hub(meeting.timeout, Keys(meeting.token, meeting.prefix) if meeting.token else None), Member(place.slot, life)
+    labels, name = place.label, place.names[place.slot]
+    try:
+        siblings = _siblings(hub, meeting, place, me)
+        at = meeting.store.under(meeting.prefix)
+        reached = newcomer.reach(hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout)
+        line = MemberLine(me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share)
+        start = Starter(hub, meeting, place, me, siblings, open_store, dead, min_continue, line)
+
+        def become(record: Record) -> None:
+            start.member(record, {r.member: r.wires["notes"] for r in reached}, {r.member: r.lanes for r in reached})
+
+        donor = reached[0]
+        line.follow(newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become))
+    except BaseException:
+        hub.close(0)
+        raise
+    return line
+
+
+def _siblings(hub: Any, meeting: Meeting, place: Place, me: Member) -> dict[int, Any]:
+    """Connections to the other ranks of this island that have a line, by line."""
+    from .zeromq import ZeroMQ
+
+    if place.ranks == 1:
+        return {}
+    own = tuple(f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks))
+    prefix = f"{meeting.prefix}/island/{me.slot}.{me.incarnation}"
+    inside = replace(meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own)
+    return dict(ZeroMQ(inside, hub).open("siblings").wires)
+
+
+class Starter:
+    """Makes the driver of one rank, once it is a member."""
+
+    def __init__(
+        self,
+        hub: Any,
+        meeting: Meeting,
+        place: Place,
+        me: Member,
+        siblings: Mapping[int, Any],
+        open_store: Callable[[], Asker],
+        dead: float,
+        min_continue: int,
+        line: MemberLine,
+    ):
+        self._hub, self._meeting, self._place, self._me, self._siblings = hub, meeting, place, me, siblings
+        self._open_store, self._dead, self._min, self._line = open_store, dead, min_continue, line
+
+    def member(self, record: Record, notes: Mapping[Member, Any], lanes: Mapping[Member, Sequence[Any]]) -> None:
+        """This rank takes part in `record`, over these connections; the line has its driver, and others may knock at its door."""
+        meeting, place = self._meeting, self._place
+        driver: list[Driver] = []
+        guests = Guests(
+            self._hub,
+            meeting.prefix,
+            self._me,
+            place.rank,
+            meeting.address,
+            lambda: max((len(w) for w in driver[0].lanes.values()), default=1) if driver else 1,
+            lambda who: driver[0].busy(who) if driver else "it starts",
+            lambda: driver[0].status() if driver else {"silent": True},
+        )
+        notes = {m: wire for m, wire in notes.items() if m in record.members}
+        lanes = {m: wires for m, wires in lanes.items() if m in record.members}
+        signs = Signs(
+            self._hub, notes, lanes, self._siblings, self._dead, meeting.timeout, lambda rounds: patience(rounds, meeting.timeout)
+        )
+        driver.append(
+            Driver(
+                self._hub,
+                entered(self._me, place.rank, place.ranks, record, min_continue=self._min),
+                signs,
+                lambda tell, failed: ChangeDesk(self._open_store, place.ranks, self._dead, meeting.timeout, tell, failed),
+                place.label,
+                lambda record: expelled(place, record),
+                guests,
+            )
+        )
+        if guests.endpoint[1]:
+            at = self._open_store()
+            at.set(f"door/{self._me.slot}.{self._me.incarnation}.{place.rank}", "{}:{}".format(*guests.endpoint))
+        self._line.drive(driver[0], max((len(w) for w in lanes.values()), default=1))
 
 
 def _by_member(connections: Any, members: Sequence[Member]) -> dict[Member, Any]:
@@ -114,6 +203,6 @@ def patience(rounds: Sequence[float], meeting: float) -> float:
 def expelled(place: Place, record: Record) -> None:
     """The others went on without this island: end at once, and write nothing (K5). A supervisor starts it again, as a newcomer."""
     left = ", ".join(place.names.get(m.slot, str(m.slot)) for m in record.members)
-    log.error("%s was expelled in epoch %d: %s went on without it; nothing is saved", place.names[place.slot], record.epoch, left)
+    log.error("%s ends in epoch %d (of %s) and saves nothing: the others go on without it", place.names[place.slot], record.epoch, left)
     tell_launcher(place.process, SAVED)
     leave(SAVED)

@@ -18,9 +18,12 @@ from ..errors import PeerLost
 from .collectives import Arrived
 from .driver import Driver
 from .epochs import Member
+from .guests import Counter
 from .header import HEADER, Header, room
 from .held import Due, Message
+from .joining import Expected
 from .link import Link
+from .newcomer import Follow
 from .peers import TCP_SHARE, Line, Vectors, Weigh, streams
 
 log = logging.getLogger("fsdp_demo")
@@ -30,9 +33,10 @@ class MemberLine(Line):
     """The ranks that hold the same shard on every island that lives.
 
     Args:
-        driver: moves the messages. me: this island.
-        names: of the islands, by slot.
+        me: this island. names: of the islands, by slot.
         timeout, link, share: as for `Line`.
+        driver: moves the messages; None for a newcomer until it is a member (`become`).
+        slots: of the islands that take part.
 
     Attributes:
         slots: the islands of the last message. begun: until then the loss of an island ends the start.
@@ -41,16 +45,40 @@ class MemberLine(Line):
     elastic = True
 
     def __init__(
-        self, driver: Driver, me: Member, names: Mapping[int, str], timeout: float, link: Link | None = None, share: int = 1, first: int = 0
+        self, me: Member, names: Mapping[int, str], slots: Sequence[int], timeout: float, link: Link | None = None, share: int = 1
     ):
         super().__init__(None, 0, 0, [], timeout, link, share)
-        self._driver, self._me, self._names, self._next = driver, me, dict(names), first
+        self._me, self._names, self._next = me, dict(names), 0
+        self._driver: Driver | None = None
+        self._counter: Counter | None = None
+        self._submit: Callable[[Callable[[], None]], Any] | None = None
+        self._follow: Follow | None = None
         self._lanes = 1
-        self._set([m.slot for m in driver.machine.record.members])
+        self._set(slots)
+
+    def drive(self, driver: Driver, lanes: int = 1) -> None:
+        """This rank is a member from now on."""
+        self._driver, self._lanes = driver, lanes
+        if driver.guests is not None:
+            self._counter = Counter(driver.guests, driver.do, lambda: self._next)
+            if self._submit is not None:
+                self._counter.submit = self._submit
+            self.desk = self._counter
+
+    def follow(self, follow: Follow) -> None:
+        """This rank is a newcomer: what others have agreed on comes from its donor."""
+        self._follow = self.following = follow
+        self.begun = True
+
+    def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
+        """See `Line`."""
+        self._submit = submit
+        if self._counter is not None:
+            self._counter.submit = submit
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
-        self.rank, self.size = self.slots.index(self._me.slot), len(self.slots)
+        self.rank, self.size = self.slots.index(self._me.slot) if self._me.slot in slots else -1, len(self.slots)
         self.names = [self._names.get(s, f"island{s}") for s in slots]
 
     @property
@@ -107,6 +135,10 @@ class MemberLine(Line):
         longest: int | None = None,
         setup: bool = False,
     ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
+        if (followed := self._followed(header, data, vectors, weigh)) is not None:
+            return followed
+        if self._driver is None:
+            raise PeerLost("the connections were closed")
         body = room(data.numel())
         body[HEADER.size :] = data
         message = Message(self._next, self._me, header, body, vectors, weigh, longest, self._lanes)
@@ -120,7 +152,28 @@ class MemberLine(Line):
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self._count(message.sent, message.received, setup)
+        if self._counter is not None and self._counter.follows:
+            self._counter.message(message.n, Arrived(*out, slots=self.slots))
         return out
+
+    def _followed(
+        self, header: Header, data: Tensor, vectors: Vectors, weigh: Weigh
+    ) -> tuple[list[Header], list[Tensor], list[Tensor]] | None:
+        """What the others have agreed on, while this island follows; None from the first message on that it takes part in."""
+        follow = self._follow
+        if follow is None:
+            return None
+        if follow.base is not None and follow.next >= follow.base:
+            self._next, self._follow, self.following = follow.next, None, None
+            assert self._driver is not None, "who has a base is a member"
+            self._driver.joined(follow.over)
+            return None
+        wanted = Expected(header.kind, header.step, data.numel(), [(v.numel(), code) for v, code in vectors])
+        arrived = follow.arrived(wanted)
+        weigh(arrived.headers)
+        self._set(arrived.slots or self.slots)
+        self.meter.count(0, sum(b.numel() for b in arrived.bodies) + 4 * sum(m.numel() for m in arrived.means))
+        return arrived.headers, arrived.bodies, arrived.means
 
     def _finished(self, message: Message) -> Due:
         """Do what the message asks for, until it is complete."""
@@ -157,6 +210,7 @@ class MemberLine(Line):
         rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
         count = streams(rtt)
         for k in range(1, count):
+            assert self._driver is not None
             self._driver.widen(connect(k))
         self._lanes = count
         if count > 1:
@@ -165,12 +219,31 @@ class MemberLine(Line):
     @property
     def alive(self) -> tuple[int, ...]:
         """The slots of the islands that are members now."""
-        return tuple(m.slot for m in self._driver.machine.record.members)
+        return self.slots if self._driver is None else tuple(m.slot for m in self._driver.machine.record.members)
+
+    @property
+    def epoch(self) -> int:
+        """See `Line`."""
+        return 0 if self._driver is None else self._driver.machine.record.epoch
+
+    def leave(self) -> None:
+        """See `Line`."""
+        if self._driver is not None:
+            self._driver.leave()
+
+    def expel(self, why: str) -> None:
+        """See `Line`."""
+        assert self._driver is not None, "who follows has sent nothing"
+        self._driver.expel(why)
 
     def wait_stable(self, seconds: float) -> bool:
         """Wait until all members have delivered what this rank has; only then may it be sealed in a checkpoint."""
-        return self._driver.wait_stable(self._next, seconds)
+        return self._driver is None or self._follow is not None or self._driver.wait_stable(self._next, seconds)
 
     def release(self) -> None:
         """Close the connections; the others hear that this island has finished, or that it leaves."""
-        self._driver.close("bye" if self.ending else "leave", 5.0)
+        if self._driver is not None:
+            self._driver.close("bye" if self.ending else "leave", 5.0)
+        elif self._follow is not None:
+            self._follow.close()
+        self._driver = None

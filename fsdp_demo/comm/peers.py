@@ -24,6 +24,7 @@ from torch import Tensor
 from ..errors import PeerLost, WireError
 from .collectives import Arrived, reduce
 from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
+from .joining import Desk, Following
 from .link import Link
 from .meter import Meter
 from .transport import Transport
@@ -56,6 +57,7 @@ class Line:
         more: further groups of the same ranks, each with connections of its own (`widen`).
         elastic: islands may come and go (`member_line.py`). begun: islands have come together.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
+        desk, following: where islands may join a run under way, this one as a donor or as a newcomer (`joining.py`).
     """
 
     elastic = False
@@ -67,6 +69,8 @@ class Line:
         self.meter = Meter()
         self.digest, self.ending = 0, False
         self.alike = self.something = self.begun = False
+        self.desk: Desk | None = None
+        self.following: Following | None = None
         self._tag = 0
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
@@ -242,10 +246,25 @@ class Line:
         if self.more:
             log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
 
+    def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
+        """`submit` runs a job in the thread that exchanges, after all that is under way."""
+
     @property
     def alive(self) -> tuple[int, ...]:
         """The numbers of the islands that take part."""
         return tuple(range(self.size))
+
+    @property
+    def epoch(self) -> int:
+        """How often the members have changed."""
+        return 0
+
+    def leave(self) -> None:
+        """Tell the others that this island goes on no more."""
+
+    def expel(self, why: str) -> None:
+        """This island has gone wrong and comes back as a newcomer: end its process, and save nothing. Only where islands come and go."""
+        raise PeerLost(why)
 
     def wait_stable(self, seconds: float) -> bool:
         """Wait until all islands have what this one has; True at once where members are fixed."""

@@ -54,7 +54,8 @@ class Presence:
             return
         self._pulse = attempts.join(self._topology)
         self._keys = self._topology.meeting().removeprefix(self._pulse.prefix).lstrip("/")
-        self._pulse.every(self._look)
+        if not self._topology.elastic:  # else the line says it, and nothing is asked of the store
+            self._pulse.every(self._look)
 
     def tell_stop(self, step: int) -> None:
         """Tell the others that this island stops after `step`. Not for a signal handler: it waits for the store."""

@@ -20,18 +20,18 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import StoreSilent
-
-LARGEST = 1 << 16
-"""Bytes of a value that is believed: notes and lists of steps, a few hundred bytes each."""
+from .address import Endpoint, split_endpoint
+from .stores import LARGEST, BoundedStore, Identity
 
 
 class Asker:
     """The methods of a store that the islands use, each with a deadline.
 
-    After a question that was not answered the connection is given up: later ones fail at once.
+    After a question that torch's store has not answered the connection is given up: later ones fail at once. A `BoundedStore` may be asked
+    again.
 
     Args:
-        store: a `torch.distributed.Store`.
+        store: a `torch.distributed.Store` or a `BoundedStore`.
         where: how errors name it.
         deadline: seconds that one question may take.
 
@@ -83,6 +83,11 @@ class Asker:
         """Set a key."""
         self._ask(lambda store: store.set(self.prefix + key, value))
 
+    def identity(self) -> Identity | None:
+        """Which store answers; None if it cannot say, as torch's own cannot."""
+        store = self.store
+        return store.within(self.deadline).identity() if isinstance(store, BoundedStore) else None
+
     def note(self, key: str, who: str, fields: Mapping[str, type] | None = None) -> Any:
         """The JSON value of a key that is there.
 
@@ -116,6 +121,8 @@ class Asker:
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         store = self.store
+        if isinstance(store, BoundedStore):
+            return question(store.within(self.deadline))
         try:
             return within(self.deadline, lambda: question(store))
         except Late:
@@ -128,37 +135,65 @@ class Asker:
 _reached: set[str] = set()  # where a store has answered this process before: a connection is dear to torch's store
 
 
-def connect(endpoint: str, limit: float, deadline: float, patience: float) -> Asker:
-    """A connection of its own to the store at `endpoint` (host:port).
+def connect(endpoint: str, limit: float, deadline: float, patience: float, secret: str = "") -> Asker:
+    """A connection of its own to the store at `endpoint`.
 
     Args:
+        endpoint: host:port (torch's store), zmq://host:port (`store_zeromq.py`) or redis://host:port/number.
         limit: seconds until it must stand.
         deadline: seconds that one question may take afterwards.
-        patience: seconds that the store itself waits for a key, when a process group asks it.
+        patience: seconds that torch's store itself waits for a key, when a process group asks it.
+        secret: ISLAND_TOKEN for zmq, the password for redis.
 
     Raises:
         StoreSilent: nobody answers there.
+        ValueError: whoever answers is no such store, or does not know the secret; or a library is missing.
     """
-    name, _, port = endpoint.rpartition(":")
-    host, end = name.strip("[]"), time.monotonic() + limit
-    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=patience)}
-    probe, reason = _reach(host, int(port), end) if endpoint not in _reached else (None, "")
+    place, end = split_endpoint(endpoint), time.monotonic() + limit
+    probe, reason = _reach(place.host, place.port, end) if endpoint not in _reached else (None, "")
     if not reason:
         try:
-            store = within(max(end - time.monotonic(), 0.1), lambda: dist.TCPStore(host, int(port), None, **options))
+            left = max(end - time.monotonic(), 0.1)
+            store = _bounded(place, endpoint, secret, left) if place.scheme else _torchs(place, patience, left)
             _reached.add(endpoint)
             return Asker(store, endpoint, deadline)
         except Late:
             reason = "the port is open, but nothing answers: the store hangs, or another program listens there"
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             reason = first_line(error)
         finally:
             if probe is not None:
                 probe.close()  # not before: the store asks the name server about a connection that is gone
-    raise StoreSilent(
-        f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s: start there `fsdp-demo store --bind {endpoint}` and check that "
-        f"this port is open ({reason})"
-    )
+    start = "start redis there" if place.scheme == "redis" else f"start there `fsdp-demo store --bind {endpoint}`"
+    where = f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s"
+    raise StoreSilent(f"{where}: {start} and check that this port is open ({reason})")
+
+
+def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> BoundedStore:
+    """A store of another kind than torch's, which has answered."""
+    store: BoundedStore
+    if place.scheme == "redis":
+        from .store_redis import RedisStore
+
+        store = RedisStore(endpoint, secret)
+    else:
+        from .store_zeromq import ZeroMQStore
+
+        store = ZeroMQStore(endpoint, secret)
+    try:
+        store.within(seconds).identity()
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _torchs(place: Endpoint, patience: float, seconds: float) -> Any:
+    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=patience)}
+    try:
+        return within(seconds, lambda: dist.TCPStore(place.host, place.port, None, **options))
+    except ValueError as error:
+        raise RuntimeError(first_line(error)) from None
 
 
 def _reach(host: str, port: int, end: float) -> tuple[socket.socket | None, str]:

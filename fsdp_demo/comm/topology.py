@@ -58,8 +58,9 @@ class Topology:
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
-        dead: seconds of silence after which an island is lost, where islands may come and go.
-        transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports that know one.
+        dead, least: where islands may come and go, seconds of silence after which one is lost, and how many must be left to train on.
+        transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores that
+            know one. password: of a redis at `endpoint`.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -83,10 +84,13 @@ class Topology:
     line_group: Any = None
     stop_timeout: float = 10.0
     dead: float = 10.0
+    least: int = 1
     transport: str = next(iter(TRANSPORTS))
     token: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
     _store: Asker | None = field(default=None, repr=False)
     _prefix: str = field(default="", repr=False)
+    _late: bool = field(default=False, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
 
     @classmethod
@@ -109,9 +113,11 @@ class Topology:
             raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
-        endpoint = environment.endpoint(env)
-        common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": environment.transport(env), "token": env.get("ISLAND_TOKEN", "")}
-        return cls("islands", island, islands, endpoint=endpoint, rank=rank, world=world, **common)
+        place, transport = environment.endpoint(env), environment.transport(env)
+        common["least"] = environment.least(env, islands)
+        environment.refuse_gloo(place, transport)
+        common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": transport, "token": env.get("ISLAND_TOKEN", "")}
+        return cls("islands", island, islands, endpoint=str(place), password=place.password, rank=rank, world=world, **common)
 
     @classmethod
     def from_mesh(cls, mesh: Any, replicate: str = "", timeout: float = 600.0) -> Topology:
@@ -154,6 +160,8 @@ class Topology:
             return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
         try:
             store = self._connect()
+            if self._late:
+                return self._come_later(store, position, link)
             infos = self._meet(store, position)
         except StoreSilent as error:
             raise self._cured(error) from None
@@ -162,8 +170,14 @@ class Topology:
         if position.copy >= lanes:
             return None, lanes
         names = [i["name"] for i in infos]
-        if self.transport == "zeromq":
-            return self._member_line(store, position, lanes, names, link), lanes
+        if self.elastic:
+            from .meet import member_line
+
+            meeting, place = self._place(store, position, lanes, names)
+            met = member_line(meeting, place, self._own_store, link, self.dead, self.least)
+            store.under(self.prefix()).set("begun", self._prefix.rpartition("/")[2])
+            attempts.join(self).quiet()
+            return met, lanes
         open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store, names)
         line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
         try:
@@ -173,23 +187,63 @@ class Topology:
             raise
         return line, lanes
 
-    def _member_line(self, store: Asker, position: Position, lanes: int, names: Sequence[str], link: Link | None) -> Line:
-        """The line of this rank, whose islands may come and go."""
-        from .meet import Place, member_line
+    @property
+    def elastic(self) -> bool:
+        """Whether islands may come and go."""
+        return self.kind == "islands" and self.transport == "zeromq"
 
-        where = self.address or route_to(self.endpoint)
+    def under_way(self) -> bool:
+        """Whether this island comes to a run that the others are training already, and so joins it as a newcomer (`Line.following`). What
+        islands ask each other before `attach` is not asked then: nobody would answer.
+
+        Raises:
+            ValueError, PeerLost: see `prefix`.
+        """
+        return self.elastic and attempts.join(self).taken.late
+
+    def _come_later(self, store: Asker, position: Position, link: Link | None) -> tuple[Line | None, int]:
+        """`join` of an island that comes when the run is under way."""
+        from .meet import newcomer_line
+
+        key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
+        mine = self._announcement(position)
+        infos = {}
+        for i in range(self.islands):
+            if store.check([first := f"{self._prefix}/join/{i}/0.0"]):
+                infos[i] = store.note(first, f"island {i}", {name: type(value) for name, value in mine.items()})
+        self._compare({i: info for i, info in infos.items() if i != self.island}, position)
+        lanes = min(info["copies"] for info in infos.values())
+        if position.copies < lanes:
+            raise ValueError(f"{self.name} holds the model in {position.copies} copies, the run goes on in {lanes}: start it with as many")
+        store.set(key.format(self.island), json.dumps(mine))
+        store.deadline = self.question
+        if position.copy >= lanes:
+            return None, lanes
+        names = [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
+        names[self.island] = self.name
+        meeting, place = self._place(store, position, lanes, names)
+        pulse = attempts.join(self)
+        met = newcomer_line(meeting, place, pulse.taken.life, self._own_store, link, self.dead, self.least)
+        pulse.quiet()
+        return met, lanes
+
+    def _own_store(self) -> Asker:
+        """A connection of its own, below the keys of this meeting."""
+        return self.open_store(self.question).under(self._prefix)
+
+    def _place(self, store: Asker, position: Position, lanes: int, names: Sequence[str]) -> tuple[Meeting, Any]:
+        from .meet import Place
+
+        where, ranks = self.address or route_to(self.endpoint), position.shards * lanes
         meeting = Meeting(store, self._prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token)
-        ranks = position.shards * lanes
-        place = Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
-        prefix = self._prefix
-        return member_line(meeting, place, lambda: self.open_store(self.question).under(prefix), link, self.dead)
+        return meeting, Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
 
     def _cured(self, error: StoreSilent) -> StoreSilent:
         """The same for who has not met the others yet, where it is an error."""
-        if "fsdp-demo store" in str(error):
+        if "ISLAND_ENDPOINT=" in str(error):
             return error
         return StoreSilent(
-            f"{error}: see whether `fsdp-demo store` still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
+            f"{error}: see whether the store still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
             "then start all islands again"
         )
 
@@ -223,7 +277,9 @@ class Topology:
         """
         if self.kind == "mesh":
             return Asker(dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question)
-        return connect(self.endpoint, self.timeout if limit is None else limit, self.question, self.timeout)
+        limit = self.timeout if limit is None else limit
+        secret = self.password if self.endpoint.startswith("redis:") else self.token
+        return connect(self.endpoint, limit, self.question, self.timeout, secret)
 
     def prefix(self) -> str:
         """What keys in the store begin with: the run, and for islands the attempt, which is agreed at the first call (`attempts.join`).
@@ -245,22 +301,31 @@ class Topology:
         attempt = attempts.join(self, store).prefix
         if epoch and store.peek(f"{attempt}/finished"):
             store.set(f"{attempt}/finished", "")  # by an exchange of this process, which now has another one
+        self._late = self.under_way() and not epoch
+        epoch = int(store.peek(f"{attempt}/begun") or 0) if self._late else epoch
         self._prefix = f"{attempt}/{epoch}"
-        _epochs[self.endpoint, self.run] += 1
+        _epochs[self.endpoint, self.run] = epoch + 1
         return store
 
     def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
         """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
-        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
-        mine = {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
+        mine = self._announcement(position)
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
         infos = self._gather(store, {name: type(value) for name, value in mine.items()})
-        ordered = [infos[i] for i in range(self.islands)]
-        same = [i for i, other in enumerate(ordered) if other["name"] == self.name]
+        self._compare(infos, position)
+        return [infos[i] for i in range(self.islands)]
+
+    def _announcement(self, position: Position) -> dict[str, Any]:
+        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
+        return {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
+
+    def _compare(self, infos: Mapping[int, dict[str, Any]], position: Position) -> None:
+        """Raise ValueError where other islands do not fit this one."""
+        same = sorted({i for i, other in infos.items() if other["name"] == self.name} | {self.island})
         if len(same) > 1:
             raise ValueError(f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each other's files: give each its own")
-        for i, other in enumerate(ordered):
+        for i, other in sorted(infos.items()):
             if other["transport"] != self.transport:
                 both = f"ISLAND_TRANSPORT={other['transport']}, {self.name} has {self.transport}"
                 raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
@@ -269,7 +334,6 @@ class Topology:
                     f"island {i} ({other['name']}) holds the model in {other['shards']} shards x {other['copies']} copies, {self.name} in "
                     f"{position.shards} shards x {position.copies} copies: the number of shards must agree (copies may differ)"
                 )
-        return ordered
 
     def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:
         """The announcements of all islands, as they come."""

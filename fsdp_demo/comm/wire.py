@@ -74,6 +74,7 @@ class Wire:
     Attributes:
         ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble: what happened on the way to `ready`.
         notes: what came as notes. heard_at: when the last frame came (`time.monotonic`).
+        most: notes that are kept at most; more stay with the sender. None: no limit.
         record, landed: of the peer, as its last frame said. said: the same of this rank, for its frames.
     """
 
@@ -88,6 +89,7 @@ class Wire:
         self.notes: deque[bytes] = deque()
         self.heard_at, self.record, self.landed = time.monotonic(), 0, 0
         self.said = (0, 0)
+        self.most: int | None = None
         self._queue: list[tuple[int, int, Frame, Piece]] = []
         self._lent: list[Piece] = []
         self._order, self._late = 0, dict[int, bool]()
@@ -153,6 +155,11 @@ class Wire:
         self._queue, self._lent = [], []
 
     @property
+    def waiting(self) -> int:
+        """Pieces and notes that are not handed to the library yet."""
+        return len(self._queue)
+
+    @property
     def met(self) -> bool:
         """Whether both sides have greeted."""
         return self.ready and not self._hello
@@ -166,7 +173,8 @@ class Wire:
         """What of the socket the driver should wait for: nothing until it is known who may greet."""
         if self.socket.closed or not self._theirs:
             return 0
-        return int(zmq.POLLIN * (not self.stuck and not self.gone) | zmq.POLLOUT * bool(self._queue or self._hello))
+        full = self.most is not None and len(self.notes) >= self.most
+        return int(zmq.POLLIN * (not self.stuck and not self.gone and not full) | zmq.POLLOUT * bool(self._queue or self._hello))
 
     # ---- meeting -------------------------------------------------------------------------------------------------------
 

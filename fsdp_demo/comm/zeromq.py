@@ -119,22 +119,15 @@ class ZeroMQ:
         return wires
 
     def _bind(self, address: str) -> tuple[Wire, str]:
-        host = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
         wire = self._hub.add(self._meeting.epoch, True)
-        wire.socket.ipv6 = ":" in str(host)
-        try:
-            wire.socket.bind(f"tcp://{_bracketed(str(host))}:*")
-        except zmq.ZMQError as error:
-            name = self._meeting.names[self._meeting.rank]
-            raise PeerLost(f"{name} cannot listen on {address} (ISLAND_ADDRESS): {error}") from None
-        return wire, wire.socket.last_endpoint.decode().rstrip("\0")
+        return wire, bound(wire.socket, address, self._meeting.names[self._meeting.rank])
 
     def _connect(self, note: dict[str, Any], j: int) -> Wire:
         port = note["ports"].get(str(self._meeting.rank))
         if type(port) is not int or not 0 < port < 65536:
             raise ValueError(f"{self._meeting.label(j)} names no port for this rank: use one release everywhere")
         wire = self._hub.add(self._meeting.epoch, False)
-        wire.dial(f"tcp://{_bracketed(note['host'])}:{port}")
+        wire.dial(f"tcp://{bracketed(note['host'])}:{port}")
         return wire
 
     def _listens(self, i: int, j: int, here: bool, there: bool) -> bool:
@@ -180,6 +173,21 @@ class ZeroMQ:
             self._hub.drive(LOOK, lambda: all(wire.met for wire in wires.values()))
 
 
+def bound(made: Any, address: str, name: str) -> str:
+    """Let a socket listen on any port of an address; where it does.
+
+    Raises:
+        PeerLost: it cannot.
+    """
+    host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    made.ipv6 = ":" in host
+    try:
+        made.bind(f"tcp://{bracketed(host)}:*")
+    except zmq.ZMQError as error:
+        raise PeerLost(f"{name} cannot listen on {address} (ISLAND_ADDRESS): {error}") from None
+    return str(made.last_endpoint.decode().rstrip("\0"))
+
+
 def _tokens(who: str, theirs: str, ours: str) -> str:
     """Why two keys are not the same."""
     if theirs and ours:
@@ -187,5 +195,6 @@ def _tokens(who: str, theirs: str, ours: str) -> str:
     return f"ISLAND_TOKEN is set {'here' if ours else 'there'} and not {'at' if ours else 'here, at'} {who}: set the same on all islands"
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """A host as it stands in an address."""
     return f"[{host}]" if ":" in host else host

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
@@ -61,11 +62,17 @@ def _paths(node: Mapping[str, Any], prefix: str = "") -> list[str]:
     return out
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Types of a dataclass's fields. Kept: to evaluate them takes longer than all the rest."""
+    return get_type_hints(cls)
+
+
 def build(cls: Any, data: Any, where: str) -> Any:
     """Build dataclass `cls` from plain data, checking keys and types and naming the field in every error."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'the configuration'}={data!r} must be a mapping with keys {', '.join(f.name for f in fields(cls))}")
-    known, hints = [f.name for f in fields(cls)], get_type_hints(cls)
+    known, hints = [f.name for f in fields(cls)], _hints(cls)
     for key in data:
         if key not in known:
             raise ValueError(f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)} (allowed: {', '.join(known)})")

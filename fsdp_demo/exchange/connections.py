@@ -31,6 +31,8 @@ class Connections:
         try:
             line, self.lanes = topology.join(position)
             self.courier = Courier(line) if line is not None else None
+            if line is not None and self.courier is not None:
+                line.runs_in(self.courier.submit)
             self.meter = line.meter if line is not None else Meter()
             self.island = Island(topology, position, device)
         except BaseException:  # Ctrl-C while waiting for peers, too

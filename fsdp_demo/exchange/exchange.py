@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from ..comm.presence import Presence
 from ..comm.topology import Topology
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
+from ..errors import PeerLost
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
-from ..status import leave
-from . import finish, result, resume, startup, summary
+from ..status import SAVED, leave, tell_launcher
+from . import finish, replay, result, resume, snapshot, startup, summary
 from .connections import Connections
 from .consensus import Council
 from .first_step import FirstStep
@@ -56,6 +58,8 @@ class Exchange(Readings):
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
             `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not. leaving: since an island
             was told to end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
+        newcomer: this island has joined a run under way: what `attach` was given of parameters, state and step was replaced by what the
+            others hold, and `step` is where they were; they answer no question that is asked between `attach` and the first step.
         showing: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -78,7 +82,7 @@ class Exchange(Readings):
         check_inner(config, shards.optimizer_names, shards.optimizers)
         shards.materialise()
         channels = expand(config, [s.name for s in shards.shards if not s.frozen])
-        self.showing = False
+        self.showing = self.newcomer = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self._follow)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
@@ -89,6 +93,7 @@ class Exchange(Readings):
             # The hooks hold the flow, the flow this queue, and that, by `_gone`, the exchange: `attach` finds it again on the optimizer.
             self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
             self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
+            self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
             self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
@@ -97,15 +102,22 @@ class Exchange(Readings):
             summary.announce(self._flow, start.batch, summary.total_steps(start.facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
-        except BaseException:  # Ctrl-C while waiting for peers, too
+        except BaseException as error:  # Ctrl-C while waiting for peers, too
             self._close()
+            if isinstance(error, PeerLost) and topology.under_way():
+                tell_launcher(topology.rank, SAVED)  # to be started again
             raise
         self._presence.start()
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
-        """Agree on the run, bring parameters and state together, make the channels' state."""
+        """Agree on the run, bring parameters and state together, make the channels' state. Where the run is under way, take it over."""
+        self.newcomer = replay.newcomer(self._flow)
+        if self.newcomer:
+            replay.join(self._flow, model, start.facts)
+            self._first.joined(later=True)
+            return
         donor, goes_on = startup.come_together(self._flow, start, model)
         if start.state is not None:
             self.load_state_dict(start.state if isinstance(start.state, dict) else start.state.state_for(self))
@@ -173,9 +185,17 @@ class Exchange(Readings):
     def leave(self, stopped: bool) -> None:
         """Tell the other islands that this one goes on no more, before it saves (`guard` and the Trainer call it). Nothing is applied.
 
+        Where islands come and go the others train on, and this one may join them again.
+
         Args:
             stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds.
         """
+        line = self._line
+        if line is not None and line.elastic:
+            others = len(line.alive) > 1
+            line.leave()
+            if others:
+                return
         self._presence.tell_stop(self.step)
         if stopped:
             self._presence.wait_for_stops(self.topology.stop_timeout)
@@ -282,7 +302,10 @@ class Exchange(Readings):
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
         seen = self._mailbox.watch
         loss = None if math.isnan(seen.loss) else seen.loss
-        return {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
+        found = {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
+        if (line := self._line) is not None and line.elastic:
+            found |= {"alive": len(line.alive), "participating": line.size, "epoch": line.epoch}
+        return found
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
@@ -302,10 +325,17 @@ class Exchange(Readings):
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.
 
-        What is in flight is waited for and saved with it. Belongs to this shard of this replica: save one per rank. Tensors are
-        references to the live state: save them before the next step.
+        What is in flight is waited for and saved with it. Where islands come and go it waits until all of them have what this one has: a
+        checkpoint must not hold what the others may settle otherwise. Belongs to this shard of this replica: save one per rank. Tensors
+        are references to the live state: save them before the next step.
+
+        Raises:
+            PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
-        return resume.state(self._flow).to_tree()
+        state = resume.state(self._flow).to_tree()
+        if (line := self._line) is not None and not line.wait_stable(line.timeout):
+            raise PeerLost(f"not all islands have what this one would save at step {self.step}, after {line.timeout:g} s: not saved")
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit.

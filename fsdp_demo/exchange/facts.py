@@ -92,16 +92,30 @@ def agree_on_tensors(line: Line, shards: Sequence[Shard]) -> None:
     tensors = agreement.gather_json(line, [described(shards[i]) if i < len(shards) else None for i in places])
     j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
     at = next((n for n in range(len(places)) if tensors[j][n] != tensors[line.rank][n]), 0)
-    here, there = sentence(tensors[line.rank][at]), sentence(tensors[j][at])
-    text = f"parameter {places[at]} is {here} here, {there} there"
-    if len(mine) != len(everyone[j]):
-        text = f"{len(mine)} parameters here, {len(everyone[j])} there; {text}"
-    elif sorted(mine) == sorted(everyone[j]):
-        text = f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
-    raise ValueError(agreement.unequal(line, j, text))
+    raise ValueError(agreement.unequal(line, j, _apart(mine, everyone[j], places[at], tensors[line.rank][at], tensors[j][at])))
 
 
-def _parting(a: Sequence[str], b: Sequence[str]) -> int:
+def tensors_apart(shards: Sequence[Shard], theirs: Sequence[Sequence[Any]]) -> str:
+    """How the parameters here differ from those that are `described` by another island; empty where they do not."""
+    mine = [described(s) for s in shards]
+    if mine == (there := [list(t) for t in theirs]):
+        return ""
+    at = _parting(mine, there)
+    a, b = (every[at] if at < len(every) else None for every in (mine, there))
+    return _apart(list(map(json.dumps, mine)), list(map(json.dumps, there)), at, a, b)
+
+
+def _apart(mine: Sequence[str], theirs: Sequence[str], at: int, here: Sequence[Any] | None, there: Sequence[Any] | None) -> str:
+    """The sentence for parameters that first differ at place `at`. mine, theirs: a mark of each."""
+    text = f"parameter {at} is {sentence(here)} here, {sentence(there)} there"
+    if len(mine) != len(theirs):
+        return f"{len(mine)} parameters here, {len(theirs)} there; {text}"
+    if sorted(mine) == sorted(theirs):
+        return f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
+    return text
+
+
+def _parting(a: Sequence[Any], b: Sequence[Any]) -> int:
     """The first index where two lists differ."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

@@ -22,7 +22,7 @@ class FirstStep:
     """What is to be done once, ahead of the first step: `Flow.ahead` until then.
 
     Attributes:
-        joined_at: the step from which this replica goes on.
+        joined_at: the step from which this replica goes on with the others; -1 where it has joined them later.
     """
 
     def __init__(self, flow: Flow):
@@ -30,9 +30,9 @@ class FirstStep:
         self._behind = False
         self.joined_at = flow.step
 
-    def joined(self) -> None:
-        """The islands have come together: all of it is to be done."""
-        self.joined_at, self._behind = self._flow.step, True
+    def joined(self, later: bool = False) -> None:
+        """The islands have come together: all of it is to be done. later: this one has joined the others, who were under way."""
+        self.joined_at, self._behind = -1 if later else self._flow.step, True
         self._untouched.note()
         self._flow.ticks.aside = False
         self._flow.ahead = self._run if self._untouched.pending else None

@@ -46,7 +46,8 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
     On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
     process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone); with 78 where the islands do not do
     the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an island that stops tells the others,
-    which stop after their current steps, and waits for them for at most ISLAND_STOP seconds before it saves.
+    which stop after their current steps, and waits for them for at most ISLAND_STOP seconds before it saves. Where islands come and go
+    (ISLAND_TRANSPORT=zeromq) the others train on, no loss of another island ends this one, and who is started again joins them.
 
     Args:
         save: saves what this rank has; must not use collectives.
@@ -79,7 +80,8 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
         if exchange.topology.rank == 0:
             done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
-            log.error("%s: %s; %s, start all islands again with: %s", where, done, when, command)
+            who = "this island" if status == SAVED and exchange.topology.elastic else "all islands"
+            log.error("%s: %s; %s, start %s again with: %s", where, done, when, who, command)
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1

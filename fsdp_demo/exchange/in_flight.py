@@ -86,6 +86,7 @@ class Mailbox:
         applied: the step of each channel's last message that was applied here.
         broken: a message was lost.
         unsent: of `flights`, what a resumed run has to send once more.
+        replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not mixed into what arrives.
         watch: what this rank sees in the messages of its line.
     """
 
@@ -104,14 +105,14 @@ class Mailbox:
         self.flown: deque[Flown] = deque(maxlen=10_000)
         self.last: dict[str, int] = {}
         self.applied: dict[str, int] = {}
-        self.broken = False
+        self.broken = self.replays = False
         self.unsent: list[Flight] = []
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def launch(self, outgoing: dict[str, Outgoing], step: int, said: Said) -> None:
         """Put what the channels send at this step into one message per transport and hand it to the courier."""
-        flight = Flight(step, list(outgoing), outgoing, None, layout=self._layout(outgoing))
+        flight = Flight(step, list(outgoing), outgoing, None, layout=self.layout(outgoing))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self._submit(flight, said)
@@ -148,13 +149,18 @@ class Mailbox:
             arrived = line.exchange(head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares)
             self.watch.compare(line, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
-            return replace(arrived, bodies=self._staging.pin(arrived.bodies), means=self._staging.pin(arrived.means))
+            return self.pinned(lambda: arrived)
 
         def weigh(headers: Sequence[Header]) -> list[list[float]]:
             self.watch.check(line, headers, message.before_step)
             return message.weights(headers) if message.vectors else []
 
         return job
+
+    def pinned(self, get: Callable[[], Arrived]) -> Arrived:
+        """What `get` brings, where the device can fetch it by itself. In the courier's thread."""
+        arrived = get()
+        return replace(arrived, bodies=self._staging.pin(arrived.bodies), means=self._staging.pin(arrived.means))
 
     # ---- what is under way -----------------------------------------------------------------------------------------
 
@@ -179,6 +185,11 @@ class Mailbox:
         waiting = [c for c in self.channels if c.channel.name in first.parts]
         return waiting, first.step + max(c.channel.clock.delay for c in waiting)
 
+    @property
+    def converted(self) -> bool:
+        """Whether something under way came back under another layout (`checkpoint/reshard.py`): it cannot be handed on."""
+        return any(f.arrived is not None and f.arrived.decoded for f in self.flights)
+
     # ---- receiving -------------------------------------------------------------------------------------------------
 
     def receive(
@@ -196,7 +207,7 @@ class Mailbox:
             arrived = self._wait(flight)
             alone = arrived is not None and self._left_out(arrived)
             for c in ready:
-                yield c, self._incoming(flight, c, arrived, last or alone)
+                yield c, self._incoming(flight, c, arrived, last or alone or (self.replays and c.channel.source == "delta"))
                 self.applied[c.channel.name] = flight.step
             if not flight.parts:
                 self.flights.remove(flight)
@@ -235,7 +246,8 @@ class Mailbox:
         courier = self.connections.courier
         return self._wait(Flight(-1, [], {}, None if courier is None else courier.submit(partial(job, courier.line))))
 
-    def _layout(self, members: Collection[str]) -> MessageLayout:
+    def layout(self, members: Collection[str]) -> MessageLayout:
+        """Of a message of the channels with these names."""
         return MessageLayout([c.section for c in self.channels if c.channel.name in members and c.section is not None])
 
     def _wait(self, flight: Flight) -> Any:
@@ -307,7 +319,7 @@ class Mailbox:
             parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
             if not parts:  # nobody here is to apply any of it
                 continue
-            flight = Flight(s.step, s.members, parts, None, header=s.said, layout=self._layout(s.members))
+            flight = Flight(s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members))
             if s.arrived is not None:
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened
                 flight.future = Future()

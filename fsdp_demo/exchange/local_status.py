@@ -45,6 +45,9 @@ class Said:
 class Notes:
     """The notes of one rank, from `Exchange.note` and `Exchange.request_stop` to the next message.
 
+    Args:
+        alone: an island that is told to end leaves the others, who train on.
+
     Attributes:
         tokens: that this rank has counted since the start of the job.
         skipping: this replica does not take the step under way.
@@ -52,7 +55,8 @@ class Notes:
         run: such steps in a row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        self._alone = alone
         self.tokens = 0
         self.skipping = False
         self.bad: float | Tensor = 0.0
@@ -91,6 +95,11 @@ class Notes:
         return self._sent and (not self._together or islands == 1)
 
     @property
+    def goes(self) -> bool:
+        """Whether this island leaves the others, who train on, even if something is under way."""
+        return self._alone and self._sent and not self._together
+
+    @property
     def told(self) -> bool:
         """Whether this rank was asked to stop soon, not with the others however long that takes."""
         return self._wanted and not self._together
@@ -99,7 +108,7 @@ class Notes:
         """What the header of a message of the channels `names` says. Losses are used up; their mean leaves out NaN.
 
         With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
-        stop = STOP * self._sent | LEAVING * (self._sent and self.told)
+        stop = 0 if self.goes else STOP * self._sent | LEAVING * (self._sent and self.told)
         weight, flags = 1.0, stop | SKIPPED * self.skipping
         if by_tokens:
             tokens = island.total(self.tokens)[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -77,6 +79,21 @@ class Readings:
     def drift(self) -> float | None:
         """How far this replica was from the mean, as a fraction of it."""
         return self._flow.drift
+
+    @property
+    def tells(self) -> Callable[[], dict[str, Any]]:
+        """Gives what this island's host (a Trainer) tells the host of an island that joins later: JSON of at most a megabyte. Called at the
+        end of the step whose state is handed on."""
+        return self._flow.tells
+
+    @tells.setter
+    def tells(self, value: Callable[[], dict[str, Any]]) -> None:
+        self._flow.tells = value
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a donor's host has told this one, if this island has joined a run under way. As it came: not compared with anything."""
+        return self._flow.told
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

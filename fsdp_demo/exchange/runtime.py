@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +32,13 @@ from ..comm import agreement
 from ..comm.digests import EVERY, total
 from ..comm.header import LEAVING
 from ..comm.island import Island
+from ..comm.joining import Tick
 from ..comm.peers import Line
 from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost, Stopped
 from ..hosts.base import Shards
+from . import rates
 from .in_flight import Mailbox
 from .local_status import Notes
 
@@ -63,6 +66,8 @@ class Flow:
             again.
         unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
         ahead: called ahead of a step until it is None: what is to be done ahead of the first one (`first_step.py`).
+        tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was told.
+        handing: called at the end of a step in which an island that joins asks for this one's state (`snapshot.py`).
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
     """
@@ -82,12 +87,16 @@ class Flow:
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.ticks = shards.ticks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
-        self.notes = Notes()
+        self.notes = Notes(topology.elastic)
         self.drift: float | None = None
         self.begun = -1
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.raises_stopped = True
         self.ahead: Callable[[], None] | None = None
+        self.tells: Callable[[], dict[str, Any]] = dict
+        self.told: dict[str, Any] = {}
+        self.handing: Callable[[], None] | None = None
+        self._rates: list[list[dict[str, Any]]] | None = None  # of the step under way, where an island follows
 
     @property
     def line(self) -> Line | None:
@@ -125,6 +134,9 @@ class Flow:
             self.ahead()
         self.shards.check()
         self.notes.begin()
+        desk = None if self.line is None else self.line.desk
+        if desk is not None and desk.follows:
+            self._rates = rates.read(self.shards)
         mine = self.before_step
         self._look_at_gradients(bool(mine))
         outgoing, applied = {}, []
@@ -160,7 +172,8 @@ class Flow:
             self.exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
-        self._settle_stop()
+        asked = self._settle_stop()
+        self._let_follow(asked and not self.stopped)
         if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
 
@@ -287,16 +300,28 @@ class Flow:
         self.shards.base_step()
         self.shards.commit()
 
-    def _settle_stop(self) -> None:
+    def _settle_stop(self) -> bool:
         """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and whether it does since some island
-        was told to end.
+        was told to end. Returns whether an island that joins asks for this one's state, on all lines.
 
         The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
-        alone = self.notes.leaves(self.topology.islands) and not self.mailbox.flights
-        flags, leaves, told = self.island.largest(float(self.mailbox.watch.stop), float(alone), float(alone and self.notes.told))
+        alone = self.notes.leaves(self.topology.islands) and (self.notes.goes or not self.mailbox.flights)
+        desk = None if self.line is None else self.line.desk
+        unasked = self.line is not None and (desk is None or not desk.wanted or self.mailbox.converted)
+        here = (self.mailbox.watch.stop, alone, alone and self.notes.told, unasked)
+        flags, leaves, told, unwanted = self.island.largest(*map(float, here))
         together = bool(flags)
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
+        return not unwanted
+
+    def _let_follow(self, asked: bool) -> None:
+        """Tell who follows of the step that has ended; hand this island's state to who has asked for it."""
+        if self._rates is not None and self.line is not None and self.line.desk is not None:
+            self.line.desk.tick(Tick(self.step - 1, self._rates))
+        self._rates = None
+        if asked and self.handing is not None:
+            self.handing()
 
 
 def drift(island: Island, far: float, norm: float) -> float:

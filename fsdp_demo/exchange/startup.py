@@ -129,7 +129,7 @@ def agree_on_run(
     """
     if line is None or line.size == 1:
         return 0, step, False, False, applied is not None
-    unlike = agreement.agree(line, {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())})
+    unlike = agreement.agree(line, specification(config, shards, told))
     facts.agree_on_tensors(line, shards.shards)
     everyone = agreement.gather_json(line, [step, applied])
     steps = [s for s, _ in everyone]
@@ -138,6 +138,11 @@ def agree_on_run(
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
     resume = [(s, theirs is not None) for s, theirs in everyone]  # of a step the one that has a state, if any has
     return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike, max(resume)[1]
+
+
+def specification(config: ExchangeConfig, shards: Shards, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What all islands compare before the first step, flat; `told`: further facts of the run."""
+    return {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())}
 
 
 def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:

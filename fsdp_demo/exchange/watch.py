@@ -48,9 +48,14 @@ class Watch:
             what = "parameters" if gradients else "outer parameters (anchors)"
             sums = ", ".join(f"{line.label(j)} {headers[j].total:016x}" for j in odd)
             text = f"replicas are no longer equal: {what} at step {headers[0].step} have other bits on {sums}"
-            if not self.unlike:
+            if not self.unlike and line.elastic and 2 * len(odd) < len(headers):
+                if line.rank in odd:
+                    line.expel(text)
+                if self._speaks:
+                    log.error("%s: they end, and come back as newcomers", text)
+            elif not self.unlike:
                 raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; resume from a checkpoint")
-            if self._speaks:
+            elif self._speaks:
                 log.warning("%s; the islands have other hardware or libraries, so training goes on", text)
         if all(h.flags & NOT_FINITE for h in headers) and not gradients:
             raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume from a checkpoint")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..comm.link import Link
+from ..comm.stores import FILE, SCHEME
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .console import Console, Splitter
@@ -176,6 +177,7 @@ class Supervisor:
         self.stop_at: float | None = None  # SIGTERM is due then
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
         self.store_lost, self.started = False, time.monotonic()
+        self.elastic = os.environ.get("ISLAND_TRANSPORT", "").strip() == "zeromq"  # the others train on when an island is lost
 
     def on_signal(self, number: int, frame: object) -> None:
         self.signals.append(number)
@@ -206,14 +208,15 @@ class Supervisor:
 
     def start_store(self) -> str:
         port_file = self.folder / "port"
-        words = ["store", "--bind", f"{LOCALHOST}:0", "--port-file", str(port_file), "--quiet"]
+        scheme, kept = (SCHEME, ["--file", str(self.folder / FILE)]) if self.elastic else ("", [])
+        words = ["store", "--bind", f"{scheme}{LOCALHOST}:0", *kept, "--port-file", str(port_file), "--quiet"]
         self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", *words])
         deadline = time.monotonic() + 120
         while not port_file.exists() and not self.signals:
             if self.store.poll() is not None or time.monotonic() > deadline:
                 raise ValueError(f"the store did not start (status {self.store.poll()}); its error is above")
             time.sleep(0.05)
-        return f"{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
+        return f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
 
     def start_islands(self, endpoint: str) -> None:
         if self.signals:
@@ -270,6 +273,8 @@ class Supervisor:
         self.console.note(f"{island.name} ended with status {island.status} after {now - self.started:.0f} s")
         # Its launcher is gone; ranks that it left behind are told to end now (and save).
         send(self.strays(), signal.SIGTERM)
+        if self.elastic and island.status != DECIDE:
+            return
         if self.stop_at is None and any(other.status is None for other in self.islands):
             self.stop_at = now + self.plan.grace
             self.console.note(f"the others have {self.plan.grace:g} s to notice, save and end by themselves")

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import signal
 import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -37,6 +39,7 @@ class Served:
         host, port: what it listens on; the port is the real one where 0 was asked for.
         endpoint: the text for `ISLAND_ENDPOINT`; for a wildcard address, this machine's address on its default route.
         warnings: sentences that a user must see.
+        file: where it keeps its keys: nowhere.
     """
 
     server: TCPStore
@@ -44,22 +47,24 @@ class Served:
     port: int
     endpoint: str
     warnings: tuple[str, ...]
+    file: str = ""
+
+    def serve_until(self, signals: set[signal.Signals]) -> None:
+        """Return when one of these signals comes, which must be blocked."""
+        signal.sigwait(signals)
 
 
-def serve(bind: str) -> Served:
+def serve(bind: str, token: str = "") -> Served:
     """Serve a store on exactly one address.
 
     Args:
         bind: `ADDR:PORT`; ADDR is an address or name of this machine (`0.0.0.0` or `[::]`: all), PORT 0 picks a free one.
+        token: ISLAND_TOKEN, of which this store knows nothing: a warning.
 
     Raises:
         ValueError: the text is no address, the name is unknown, or the address cannot be listened on.
     """
-    name, port = split_address(bind)
-    try:
-        family, _, _, _, target = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ValueError(f"--bind {bind}: the name {name!r} has no address ({error.strerror or error})") from None
+    family, target = resolved(bind, *split_address(bind))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,14 +72,26 @@ def serve(bind: str) -> Served:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ValueError(f"--bind {bind}: cannot listen there: {error.strerror or error}{_cure(error)}") from None
+        raise ValueError(f"--bind {bind}: cannot listen there: {error.strerror or error}{cure(error.errno)}") from None
     host, port = listener.getsockname()[:2]
     address = ipaddress.ip_address(host.partition("%")[0])
     # The server's own client connects to the host given here; the descriptor belongs to the server from now on.
     own = ("::1" if address.version == 6 else "127.0.0.1") if address.is_unspecified else host
     server = TCPStore(own, port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
-    reached_at = _default_route(family) if address.is_unspecified else host
-    return Served(server, host, port, join_address(reached_at, port), _warnings(address))
+    return Served(server, host, port, reached_at(address, port), _warnings(address) + _useless(token))
+
+
+def resolved(bind: str, name: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Family and address to bind to.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ValueError(f"--bind {bind}: the name {name!r} has no address ({error.strerror or error})") from None
+    return family, target
 
 
 def bound_memory(more: int = MEMORY) -> int | None:
@@ -95,12 +112,13 @@ def bound_memory(more: int = MEMORY) -> int | None:
     return limit
 
 
-def _cure(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
+def cure(number: int | None) -> str:
+    """What to do where an address cannot be listened on."""
+    if number == errno.EADDRINUSE:
         return ". Another store may still run there (ss -ltnp shows who); stop it or take another port"
-    if error.errno == errno.EADDRNOTAVAIL:
+    if number == errno.EADDRNOTAVAIL:
         return ". This machine has no such address (ip -brief address lists those it has)"
-    if error.errno == errno.EACCES:
+    if number == errno.EACCES:
         return ". Ports under 1024 need root; take a higher one"
     return ""
 
@@ -113,6 +131,17 @@ def _warnings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[s
         cure = "bind to a private address (a VPN such as WireGuard gives one) or close the port to everybody else"
         return (f"{address} is a PUBLIC address. {no_passwords}: whoever reaches it can read, change and end the run; {cure}",)
     return ()
+
+
+def _useless(token: str) -> tuple[str, ...]:
+    said = "ISLAND_TOKEN is set, but this store lets everybody in who reaches it: --bind zmq://ADDR:PORT asks for the token"
+    return (said,) if token else ()
+
+
+def reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
+    """host:port for the islands; for a wildcard address, this machine's address on its default route."""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    return join_address(_default_route(family) if address.is_unspecified else str(address), port)
 
 
 def _default_route(family: socket.AddressFamily) -> str:

@@ -47,7 +47,7 @@ file() { echo "/tmp/fsdp-demo-$RUN-$1.pid"; }
 start() { # start HOST NAME COMMAND: in the background
     ssh -o BatchMode=yes "$1" "cd $FOLDER && echo \$\$ >$(file "$2") && exec $3" </dev/null &
 }
-stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f $(file "$2")" </dev/null || true; }
+stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f $(file "$2")*" </dev/null || true; }
 stop_islands() { for rank in "${!hosts[@]}"; do stop "${hosts[rank]}" "$rank"; done; }
 trap stop_islands INT TERM
 finish() {
@@ -56,13 +56,17 @@ finish() {
 }
 trap finish EXIT
 
-start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind ${addresses[0]}:$PORT"
+endpoint=${addresses[0]}:$PORT
+keep=""
+[ "${ISLAND_TRANSPORT:-}" != zeromq ] || { endpoint=zmq://$endpoint; keep="--file $(file store).sqlite"; } # the durable one
+start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind $endpoint $keep"
 train="recipes/pretrain.py --model $MODEL --data $DATA --tokenizer $TOKENIZER --exchange $EXCHANGE --steps $STEPS --output $OUTPUT"
 train="$train --save-every $SAVE_EVERY $OPTIONS"
 islands=()
 for rank in "${!hosts[@]}"; do
-    variables="ISLAND_RANK=$rank ISLAND_COUNT=${#hosts[@]} ISLAND_ENDPOINT=${addresses[0]}:$PORT ISLAND_ADDRESS=${addresses[rank]}"
+    variables="ISLAND_RANK=$rank ISLAND_COUNT=${#hosts[@]} ISLAND_ENDPOINT=$endpoint ISLAND_ADDRESS=${addresses[rank]}"
     variables="$variables ISLAND_RUN=$RUN ISLAND_STATUS=\$(mktemp -d)" # the folder keeps status 75 apart from a failure
+    variables="$variables ISLAND_TRANSPORT=${ISLAND_TRANSPORT:-}"
     start "${hosts[rank]}" "$rank" "env $variables $PYTHON -m fsdp_demo.launch $launch $train"
     islands+=($!)
 done

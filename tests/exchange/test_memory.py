@@ -35,7 +35,7 @@ from benchmarks import memory as weighing  # noqa: E402
 
 SCALE = 64  # the test's model is this much smaller than one that 64 MB are small for: so are the chunks, and the bound
 BOUND = 64_000_000
-TENSORS = weighing.small(128, 12, 16384)  # 1.05 M parameters, the largest tensor 262 kB
+TENSORS = weighing.small(128, 8, 16384)  # 0.72 M parameters, the largest tensor 262 kB
 ODD = [("embed.weight", (200, 150)), ("layers.0.weight", (124, 122)), ("layers.1.weight", (131, 70)), ("norm", (5,)), ("one", (1,))]
 
 CASES: dict[str, ExchangeConfig] = {

@@ -52,6 +52,21 @@ while store.add("done", 0) < int(os.environ["ISLAND_COUNT"]) * dist.get_world_si
 dist.destroy_process_group()
 """
 
+# The same over the durable store: by the library, for torch cannot speak to it.
+MEET_DURABLE = """
+import os, sys, time
+from fsdp_demo import Topology
+topology = Topology.from_env()
+store = topology.open_store().under(topology.run)
+store.add("ranks", 1)
+while store.add("ranks", 0) < topology.islands:
+    time.sleep(0.05)
+sys.stdout.write(f"met {topology.island} {topology.endpoint.partition('1')[0]} {store.identity().generation}\\n")
+store.add("done", 1)
+while store.add("done", 0) < topology.islands:
+    time.sleep(0.05)
+"""
+
 # No torch, so that it starts at once. `act` is filled in per test.
 WAIT = """
 import os, signal, sys, time
@@ -128,6 +143,18 @@ def test_rehearse_by_accelerate_runs_every_rank_of_every_island(run_id: str, tmp
     met = sorted(line for line in output.splitlines() if "met" in line)
     ranks = [(island, rank) for island in range(2) for rank in range(2)]
     assert met == [f"[island{i}] met 2 {i} island{i} 127.0.0.1 100Mbit,40ms {r} --flag -- x" for i, r in ranks], output
+
+
+def test_rehearse_over_zeromq_has_a_durable_store(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zmq")
+    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+    monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
+    script = tmp_path / "meet.py"
+    script.write_text(MEET_DURABLE)
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert sorted(line for line in output.splitlines() if "met" in line) == [f"[island{i}] met {i} zmq:// 1" for i in range(2)], output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
 
 
@@ -315,6 +342,61 @@ def test_store_serves_until_stopped(tmp_path: Path) -> None:
     finally:
         for process in stores:
             process.kill()
+
+
+def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    from fsdp_demo.comm.store_zeromq import ZeroMQStore
+
+    found, token = [], "a token that is long enough"
+    for _ in range(2):
+        env = {**os.environ, "ISLAND_TOKEN": token, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+        words = command("store", "--bind", "zmq://127.0.0.1:0")
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                kept = f"keys in {tmp_path / 'fsdp_demo_store.sqlite'}"
+                said = re.fullmatch(rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; .* export ISLAND_ENDPOINT=(.+)\n", line)
+                assert said and said[2] == f"zmq://{said[1]}", line
+                client = ZeroMQStore(said[2], token)
+                found.append((client.add("starts", 1), client.identity()))
+                client.close()
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == 0
+            finally:
+                process.kill()
+    assert [count for count, _ in found] == [1, 2] and [who.generation for _, who in found] == [1, 2]
+    assert found[0][1].name == found[1][1].name and [f.name for f in tmp_path.iterdir()] == ["fsdp_demo_store.sqlite"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["127.0.0.1:0", "--file", "keys"], "this store keeps nothing in a file; take --bind zmq://127.0.0.1:0"),
+        (["zmq://127.0.0.1"], "address '127.0.0.1': expected ADDR:PORT"),
+        (["zmq://198.51.100.7:0", "--file", ":memory:"], "--bind zmq://198.51.100.7:0: cannot listen there: .*no such address"),
+        (["zmq://127.0.0.1:0", "--file", "no/such/folder/keys"], "--file no/such/folder/keys: No such file or directory; take a file in a"),
+    ],
+)
+def test_a_durable_store_refuses_what_it_cannot_use(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zmq")
+    assert cli.main(["store", "--bind", *words]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_short_token_and_an_open_door_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zmq")
+    from fsdp_demo.launch.durable_store import DurableStore
+
+    for token, warned in (("", 2), ("a token that is long enough", 1)):
+        store = DurableStore("zmq://0.0.0.0:0", ":memory:", token)
+        store.serve_while(lambda: False)  # closes it
+        assert len(store.warnings) == warned and "keeps nothing" in store.warnings[-1] and "0.0.0.0" not in store.endpoint
+    assert "ISLAND_TOKEN is set, but this store lets everybody in" in serve("127.0.0.1:0", "a token").warnings[0]
+    monkeypatch.setenv("ISLAND_TOKEN", "short")
+    assert cli.main(["store", "--bind", "zmq://127.0.0.1:0", "--file", ":memory:"]) == 2
+    assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
 
 
 def listens_on(port: int) -> list[str]:

@@ -308,6 +308,17 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     assert ("scontrol requeue 4711" in output) == (status == 75) and ("choose, then submit again" in output) == (status == 78)
 
 
+@pytest.mark.parametrize(("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)])
+def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts):
+    stub = tmp_path / "python"
+    stub.write_text(STUB.replace("*store*)", '*store*) [ -z "$ISLAND_RANK" ] && echo "$@" >>"$FAKE_LOG.store";'))
+    stub.chmod(0o755)
+    output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, ISLAND_TRANSPORT="zeromq", RUN="z")))
+    assert output.count("at zmq://127.0.0.1:29400 run ") == 2
+    (words,) = Path(f"{launch.hosts}.store").read_text().splitlines()
+    assert "--bind zmq://127.0.0.1:" in words and ".sqlite" in words.partition("--file ")[2]
+
+
 @pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (78, 78), (3, 1)])
 def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path, of_islands, whole):
     stub = tmp_path / "python"

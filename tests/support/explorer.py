@@ -249,7 +249,7 @@ class Explorer(Invariants):
             machine, actions = machine.step(event)
             for action in actions:
                 if isinstance(action, moves.Deliver):
-                    self._check("I2", got[action.n] is None, f"{machine.me} delivers {action.n} twice")
+                    self._check("I2", got[action.n] is None, "{} delivers {} twice", machine.me, action.n)
                     got[action.n] = (action.contributors, action.pieces)
                 asked.append(action)
         votes = tuple(v for v in node.votes if got[v.ballot.n] is None)
@@ -341,7 +341,7 @@ class Explorer(Invariants):
     def _deaf(self, i: int) -> None:
         node = self._node(i)
         for frame in itertools.chain(*node.inbox):
-            self._check("I7", node.machine.step(frame)[0] == node.machine, f"{node.machine.me} is frozen and takes {frame}")
+            self._check("I7", node.machine.step(frame)[0] == node.machine, "{} is frozen and takes {}", node.machine.me, frame)
 
     @remembered
     def _record(self, i: int, reports: tuple[int, ...]) -> int:

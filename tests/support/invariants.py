@@ -68,35 +68,38 @@ class Invariants:
             self._values.append(value)
         return found
 
-    def _check(self, name: str, holds: bool, text: str) -> None:
+    def _check(self, name: str, holds: bool, text: str, *about: object) -> None:
+        """`text` names what is in `about` by {}: put together only if it is said, since most of what is checked holds."""
         if not holds and name not in self.unchecked:
-            raise Violation(name, text)
+            raise Violation(name, text.format(*about))
 
     def _check_delivered(self, state: list[int], at: int, action: moves.Deliver) -> None:
         """I1, I4 and I5 when a rank delivers."""
         n, got, me = action.n, (action.contributors, action.pieces), self._node(state[at]).machine
         nodes = [self._node(i) for i in state[:-1] if i]
         for other in nodes:
-            self._check("I1", other.got[n] in (None, got), f"{me.me} delivers {n} with {got}, {other.machine.me} did with {other.got[n]}")
+            same = other.got[n] in (None, got)
+            self._check("I1", same, "{} delivers {} with {}, {} did with {}", me.me, n, got, other.machine.me, other.got[n])
         attempts = {p.attempt for p in action.pieces if p.what == "part"} or {0}
         whole = [needed(self.kinds[n], me.record.settlement(n)._replace(contributors=got[0], attempt=a)) for a in attempts]
-        self._check("I1", whole == [got[1]], f"{me.me} delivers {n} from {sorted(got[1])}: not one attempt, or not all of it")
+        self._check("I1", whole == [got[1]], "{} delivers {} from {}: not one attempt, or not all of it", me.me, n, got[1])
         members = {m for o in nodes for m in (o.pending or o.machine.record).contributors(n)}
-        self._check("I4", members <= set(got[0]), f"{n} lacks what a member contributed: {got}")
+        self._check("I4", members <= set(got[0]), "{} lacks what a member contributed: {}", n, got)
         sealed = self._values[state[-1]][n]
-        self._check("I5", sealed in (None, got), f"{me.me} delivers {n} with {got}; a checkpoint is sealed with {sealed}")
+        self._check("I5", sealed in (None, got), "{} delivers {} with {}; a checkpoint is sealed with {}", me.me, n, got, sealed)
 
     def _check_freed(self, state: list[int], at: int, n: int) -> None:
         machine = self._node(state[at]).machine
         for m in machine.record.members:
             i = state[m.slot * self.lines + machine.rank]
-            self._check("I8", bool(i) and self._node(i).got[n] is not None, f"{machine.me} frees {n}, which {m} has not delivered")
+            self._check("I8", bool(i) and self._node(i).got[n] is not None, "{} frees {}, which {} has not delivered", machine.me, n, m)
 
     def _sealed(self, state: list[int], at: int, below: int) -> int:
         """What is sealed when this rank may seal all messages below one."""
         node, sealed = self._node(state[at]), list(self._values[state[-1]])
         for n in range(below):
-            self._check("I5", sealed[n] in (None, node.got[n]), f"{node.machine.me} seals {node.got[n]} as {n}; sealed is {sealed[n]}")
+            same = sealed[n] in (None, node.got[n])
+            self._check("I5", same, "{} seals {} as {}; sealed is {}", node.machine.me, node.got[n], n, sealed[n])
             sealed[n] = node.got[n]
         return self._id(tuple(sealed))
 
@@ -107,15 +110,15 @@ class Invariants:
                 if n >= record.stable:
                     old, new = node.machine.record.settlement(n), record.settlement(n)
                     got, want = node.got[n], (new.contributors, needed(kind, new))
-                    self._check("I3", set(new.contributors) <= set(old.contributors), f"{n} was settled as {old}, now as {new}")
-                    self._check("I2", got in (None, want), f"{node.machine.me} delivered {n} as {got}, now it is settled as {new}")
+                    self._check("I3", set(new.contributors) <= set(old.contributors), "{} was settled as {}, now as {}", n, old, new)
+                    self._check("I2", got in (None, want), "{} delivered {} as {}, now it is settled as {}", node.machine.me, n, got, new)
 
     def _check_end(self, key: Key) -> None:
         """Nothing can happen any more in this view: all is delivered everywhere, and freed."""
         kept: dict[int, Any] = {}
         for at, node in ((at, self._node(i)) for at, i in enumerate(key[:-1]) if i):
             done = None not in node.got and not node.machine.open
-            self._check("stuck", done, f"{node.machine.me}, rank {node.machine.rank}, waits for ever: {node.machine.open}")
+            self._check("stuck", done, "{}, rank {}, waits for ever: {}", node.machine.me, node.machine.rank, node.machine.open)
             kept[at // self.lines] = tuple(_slots(got) for got in node.got)
         self.endings.add((tuple(sorted(kept.items())), tuple(_slots(got) for got in self._values[key[-1]])))
 

@@ -31,6 +31,9 @@ KEPT = {
     "checkpoint/test_resharding_runs.py": {
         "test_the_loss_goes_on": r"^diloco$",
     },
+    "comm/test_membership_exhaustive.py": {
+        "test_mutants_die": r"^(?!OwnView-gather-2)",  # OwnView-gather-1 is another end of the same mutant
+    },
     "deepspeed/test_zero_accelerate.py": {
         "test_islands": r"zero2-attach0|zero3-attach1",
     },

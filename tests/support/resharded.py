@@ -53,7 +53,7 @@ class GivenShards:
 
     def __init__(self, place: Position, dtype: torch.dtype = torch.float32):
         self.device = torch.device("cpu")
-        self._tensors = [shard_rows(probe.integers(("theta", n), s), place.shards)[place.shard].to(dtype) for n, s in SHAPES.items()]
+        self._tensors = [shard_rows(theta(n), place.shards)[place.shard].to(dtype) for n in SHAPES]
         self.shards = [Shard(n, s, tuple(t.shape), dtype, False) for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)]
 
     def read(self, source: str) -> list[torch.Tensor]:
@@ -61,6 +61,12 @@ class GivenShards:
 
     def states(self) -> list[str]:
         return ["exp_avg", "exp_avg_sq"]
+
+
+@cache
+def theta(name: str) -> torch.Tensor:
+    """A whole parameter, not to be changed."""
+    return probe.integers(("theta", name), SHAPES[name])
 
 
 @cache

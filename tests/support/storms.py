@@ -242,46 +242,48 @@ class Storm:
                 if n >= record.stable:
                     new = record.settlement(n)
                     same = outcome == (new.contributors, needed(self.kinds[n], new))
-                    self._check("I2", same, f"{m}, rank {line}, delivered {n}: {outcome}, now {new}")
+                    self._check("I2", same, "{}, rank {}, delivered {}: {}, now {}", m, line, n, outcome, new)
         for n in range(record.stable, max(r.next for r in self.ranks.values()) + 1):
             grown = set(record.settlement(n).contributors) - set(old.settlement(n).contributors)
-            self._check("I3", not grown, f"{n} in record {record.epoch} has {grown} again")
+            self._check("I3", not grown, "{} in record {} has {} again", n, record.epoch, grown)
 
     # ---- invariants ----------------------------------------------------------------------------------------------------------------------
 
-    def _check(self, name: str, holds: bool, text: str) -> None:
+    def _check(self, name: str, holds: bool, text: str, *about: object) -> None:
         if not holds:
-            raise Violation(name, text)
+            raise Violation(name, text.format(*about))
 
     def _members(self) -> tuple[Member, ...]:
         return self.records[-1].members
 
     def _delivered(self, at: At, action: moves.Deliver) -> None:
         n, outcome = action.n, (action.contributors, action.pieces)
-        self._check("I2", n not in self.got[at], f"{at} delivers {n} twice")
+        self._check("I2", n not in self.got[at], "{} delivers {} twice", at, n)
         self.got[at][n] = outcome
         if at[0] not in self._members():
             return
         same = all(got.get(n, outcome) == outcome for (m, _), got in self.got.items() if m in self._members())
-        self._check("I1", same, f"{at} delivers {n} with {outcome}")
+        self._check("I1", same, "{} delivers {} with {}", at, n, outcome)
         lacks = set(self.records[-1].contributors(n)) - set(outcome[0])
-        self._check("I4", not lacks, f"{at} delivers {n} without what {lacks} gave")
-        self._check("I5", self.sealed.get(n, outcome) == outcome, f"{at} delivers {n} with {outcome}, sealed is {self.sealed.get(n)}")
+        self._check("I4", not lacks, "{} delivers {} without what {} gave", at, n, lacks)
+        sealed = self.sealed.get(n, outcome)
+        self._check("I5", sealed == outcome, "{} delivers {} with {}, sealed is {}", at, n, outcome, sealed)
 
     def _freed(self, at: At, n: int) -> None:
         for m, base in zip(self.ranks[at].record.members, self.ranks[at].record.base, strict=True):
-            self._check("I8", n < base or n in self.got[m, at[1]], f"{at} frees {n}, which {m} has not delivered")
+            self._check("I8", n < base or n in self.got[m, at[1]], "{} frees {}, which {} has not delivered", at, n, m)
 
     def _sealed(self, at: At, below: int) -> None:
         for n, outcome in self.got[at].items():
             if n < below:
-                self._check("I5", self.sealed.setdefault(n, outcome) == outcome, f"{at} seals {n} as {outcome}, sealed is {self.sealed[n]}")
+                sealed = self.sealed.setdefault(n, outcome)
+                self._check("I5", sealed == outcome, "{} seals {} as {}, sealed is {}", at, n, outcome, sealed)
 
     def _check_kept(self, at: At) -> None:
         rank = self.ranks[at]
         if rank.state == "frozen":
             return
-        self._check("K10", len(rank.open) <= 2 * self.window or not self._beats_heard(rank), f"{at} keeps {[e.n for e in rank.open]}")
+        self._check("K10", len(rank.open) <= 2 * self.window or not self._beats_heard(rank), "{} keeps {}", at, rank.open)
 
     def _beats_heard(self, rank: Rank) -> bool:
         """Whether it knows how far all members have landed."""
@@ -302,7 +304,7 @@ class Storm:
                 rank = self.ranks.get((m, line))
                 fine = rank is not None and rank.state == "running" and rank.record == newest.bare()
                 fine = fine and rank is not None and rank.landed == self._end() and not rank.open
-                self._check("I9", fine, f"{m}, rank {line}, ends as {rank}; the newest record is {newest}")
+                self._check("I9", fine, "{}, rank {}, ends as {}; the newest record is {}", m, line, rank, newest)
                 history = ""
                 for n in range(first, self._end()):
                     history = extended(history, n, self.got[m, line][n][0])

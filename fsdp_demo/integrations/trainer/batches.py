@@ -52,7 +52,8 @@ class FirstBatches:
     """Looks at the first batch of a training once and warns where two islands have the same, or the same rows in another order."""
 
     def __init__(self, exchange: Exchange, dataset: Any):
-        self._exchange: Exchange | None = exchange if exchange.topology.kind == "islands" else None
+        asked = exchange.topology.kind == "islands" and not exchange.newcomer  # the others have been asked at their first step
+        self._exchange: Exchange | None = exchange if asked else None
         self._rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
 
     def look(self, inputs: Any) -> None:

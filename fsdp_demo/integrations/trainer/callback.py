@@ -34,6 +34,7 @@ from ...status import SAVED, tell_launcher
 from .batches import FirstBatches, tokens_in
 from .engine import before_steps, engine_of
 from .evaluation import Evaluations
+from .joining import move_to, tells
 from .optimizer import exchange_optimizer
 from .saves import Saves
 from .setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
@@ -168,7 +169,9 @@ class ExchangeCallback(TrainerCallback):
             catch_up=False,  # questions to the islands come first: one that has to catch up waits for those that it asks
             **options,
         )
-        if exchange.step != state.global_step:
+        if exchange.newcomer:
+            self._warn(move_to(trainer, exchange, self._undo))
+        elif exchange.step != state.global_step:
             raise ValueError(
                 f"{self._topology.name} resumes at step {state.global_step}, another island at {exchange.step}: resume all from one step"
             )
@@ -184,6 +187,7 @@ class ExchangeCallback(TrainerCallback):
         self._kept_total, args.save_total_limit = args.save_total_limit, None if self._topology.kind == "islands" else args.save_total_limit
         exchange.raises_stopped = False
         self._evaluations = Evaluations(exchange, trainer)
+        exchange.tells = functools.partial(tells, trainer, self._evaluations)
         self._first = FirstBatches(exchange, trainer.train_dataset)
 
     def _checkpoint(self, args: Any, state: Any) -> Path:
@@ -325,7 +329,8 @@ class ExchangeCallback(TrainerCallback):
                 "hyperparameter_search beside an exchange: trials of islands would differ; search on one island, without the callback"
             )
         self._named = isinstance(resume_from_checkpoint, (str, os.PathLike)) and str(resume_from_checkpoint).lower() not in ("true", "auto")
-        where = find_checkpoint(resume_from_checkpoint, Path(str(trainer.args.output_dir)), self._topology, self._fresh)
+        joins = self._topology.under_way()  # what the others hold comes with attach
+        where = None if joins else find_checkpoint(resume_from_checkpoint, Path(str(trainer.args.output_dir)), self._topology, self._fresh)
         self._taken = where if isinstance(where, TakeOver) else None
         resume_from_checkpoint = self._resume = self._taken.begin(trainer, self._undo) if self._taken else where
         self._stops = Stops(lambda: self._live, self._warn)

@@ -27,8 +27,12 @@ class Evaluations:
     With `load_best_model_at_end`, or a schedule of the learning rate that follows a metric, metrics are averaged over the islands, so that
     all of them keep the same checkpoint and the same rate.
 
+    Attributes:
+        agreed: metrics are averaged. plan: when this island evaluates, and whether all do together: for islands that join later.
+
     Raises:
-        ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated.
+        ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated; an island that joins others which evaluate
+            together, at other steps.
     """
 
     def __init__(self, exchange: Exchange, trainer: Trainer):
@@ -45,11 +49,22 @@ class Evaluations:
             every = self._every or 1
             check_best(exchange, args, range(max(every, -(-int(self._from) // every) * every), state.max_steps, every))
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
-        self._together = exchange.council.same(plan) if exchange.shows == "mean" or self.agreed else True
+        self._together = self._same(plan) if exchange.shows == "mean" or self.agreed else True
+        self.plan = [plan, self._together]
+        self._joined = exchange.step if exchange.newcomer else -1  # the others evaluate there before this island is with them
         if not self._together:
             log.warning("islands evaluate at different steps (here: %s): evaluation shows each island's own parameters", plan[:3])
         self._told = ""
         self._done: set[tuple[int, str]] = set()  # evaluations that all islands have run: one more is a user's own
+
+    def _same(self, plan: list[Any]) -> bool:
+        """Whether all islands evaluate at the same steps; one that joins them later hears it of its donor."""
+        if not self._exchange.newcomer:
+            return self._exchange.council.same(plan)
+        theirs, together = self._exchange.told.get("evaluations") or [None, False]
+        if together and theirs != plan:
+            raise ValueError(f"the other islands evaluate together by {theirs}, this one by {plan}: give it their arguments")
+        return bool(together)
 
     @staticmethod
     def facts(trainer: Trainer) -> dict[str, Any]:
@@ -63,7 +78,7 @@ class Evaluations:
     def _due(self) -> bool:
         """Whether every island evaluates at this step."""
         state = self._trainer.state
-        if not self._together or not self._trainer.is_in_train:
+        if not self._together or not self._trainer.is_in_train or state.global_step == self._joined:
             return False
         if self._exchange.finished or state.global_step >= state.max_steps:  # the model all replicas end with
             return True

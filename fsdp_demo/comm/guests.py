@@ -1,0 +1,299 @@
+"""A member's side of joining, on one rank: a door at which a newcomer knocks, connections to it, and what the donor sends it.
+
+Each rank of each member listens at its door (its address stands in the store, `door/<slot>.<incarnation>.<line>`). A newcomer tells there
+who it is and is given ports of its own: for short words, for ticks and the snapshot, for messages, and for what it sends as a member. It is
+a guest until a record names it. One guest at a time; others are told to come later. The lowest slot is its donor.
+
+All of it runs in the driver's thread, but the `Desk`, which is called by the thread that trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from . import spool
+from .collectives import Arrived
+from .epochs import Member
+from .hub import Hub
+from .joining import Snapshot, Tick, packed
+from .wire import Wire
+from .zeromq import bound, bracketed
+
+log = logging.getLogger("fsdp_demo")
+
+LEAST = 64 << 20
+"""Bytes that may wait for a newcomer in any case; else as many as its snapshot has. A link that is slower cannot be joined over."""
+
+TO_CONNECT = 30.0
+"""Seconds that somebody who was let in has to connect."""
+
+WIRES = ("notes", "ticks", "messages")
+"""Connections of a guest, but for its lanes."""
+
+
+@dataclass
+class Guest:
+    """A newcomer that is not a member yet.
+
+    Attributes:
+        asked: it wants a snapshot from this rank. brings: see `Desk`. following: it has it. moved: it is a member. since: when it
+            knocked. limit: notes that may wait for it.
+    """
+
+    member: Member
+    name: str
+    wires: dict[str, Wire]
+    lanes: list[Wire]
+    asked: bool = False
+    brings: dict[str, str] = field(default_factory=dict)
+    following: bool = False
+    moved: bool = False
+    since: float = field(default_factory=time.monotonic)
+    limit: int = LEAST // spool.LONGEST
+
+    @property
+    def every(self) -> list[Wire]:
+        """All its connections."""
+        return [*self.wires.values(), *self.lanes]
+
+
+def greeting(prefix: str, line: int, k: str, sender: Member, receiver: Member) -> bytes:
+    """What `sender` says first on connection `k` to `receiver`."""
+    text = f"{prefix} {line} {k} {tuple(sender)} {tuple(receiver)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def connections(lanes: int) -> list[str]:
+    """The names of all connections to a guest."""
+    return [*WIRES, *(f"lane{k}" for k in range(lanes))]
+
+
+class Guests:
+    """The door of one rank, and who has come in.
+
+    Args:
+        hub: of all connections. prefix: keys of the run. me, line: this rank. address: where others reach it, "" if nobody can.
+        lanes: asked for the number of connections for messages.
+        refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how this rank stands, for `look.py`.
+
+    Attributes:
+        guest: who is there.
+        endpoint: host and port of the door; ("", 0) without one.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        prefix: str,
+        me: Member,
+        line: int,
+        address: str,
+        lanes: Callable[[], int],
+        refused: Callable[[Member], str],
+        status: Callable[[], dict[str, Any]] = dict,
+    ):
+        self._hub, self._prefix, self._me, self._line, self._address = hub, prefix, me, line, address
+        self._lanes, self._refused, self._status = lanes, refused, status
+        self.guest: Guest | None = None
+        self.endpoint = ("", 0)
+        self._door: Any = None
+        if address:
+            self._door = hub.other_socket(zmq.ROUTER)
+            if hub.keys is not None:
+                hub.keys.listen(self._door)
+            where = bound(self._door, address, f"island {me.slot}")
+            self.endpoint = (address, int(where.rpartition(":")[2]))
+            hub.attend(self._door, self._knocked)
+
+    # ---- the door --------------------------------------------------------------------------------------------------------
+
+    def _knocked(self, _: int) -> None:
+        with suppress(zmq.Again):
+            parts = self._door.recv_multipart(zmq.NOBLOCK)
+            if len(parts) == 2:
+                self._door.send_multipart([parts[0], json.dumps(self._answer(parts[1])).encode()], zmq.NOBLOCK)
+
+    def _answer(self, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(data)
+            if found.get("ask") == "status":
+                return self._status()
+            who, line, name = Member(int(found["slot"]), int(found["life"])), int(found["line"]), str(found["name"])[:200]
+            run = str(found["run"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return {"refused": f"a request that cannot be read ({error!r:.80}): use one release everywhere"}
+        if run != self._prefix or line != self._line:
+            return {"refused": f"this is line {self._line} of run {self._prefix}, not line {line} of {run}"}
+        if self.guest is not None and self.guest.member.slot == who.slot:
+            self.drop("it has started again")
+        if self.guest is not None:
+            return {"later": f"{self.guest.name} joins at the moment"}
+        if why := self._refused(who):
+            return {"later": why}
+        return self._let_in(who, name)
+
+    def _let_in(self, who: Member, name: str) -> dict[str, Any]:
+        wires, ports = {}, []
+        for k in connections(self._lanes()):
+            wire = self._hub.add(0, True)
+            ports.append(int(bound(wire.socket, self._address, f"island {self._me.slot}").rpartition(":")[2]))
+            wire.greet(greeting(self._prefix, self._line, k, self._me, who), greeting(self._prefix, self._line, k, who, self._me))
+            wires[k] = wire
+        lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
+        self.guest = Guest(who, name, wires, lanes)
+        return {"ports": ports, "lanes": len(lanes)}
+
+    # ---- the guest -------------------------------------------------------------------------------------------------------
+
+    def look(self) -> list[list[Any]]:
+        """What the guest says; it is dropped if its connection is gone, or it reads too slowly."""
+        guest, words = self.guest, []
+        if guest is None:
+            return []
+        if why := next((w.gone for w in guest.every if w.gone), ""):
+            self.drop(why)
+            return []
+        if time.monotonic() - guest.since > TO_CONNECT and not all(w.met for w in guest.every):
+            self.drop(f"it was let in, and has not connected within {TO_CONNECT:g} s")
+            return []
+        if guest.following and sum(w.waiting for w in guest.wires.values()) > guest.limit:
+            self.drop("it reads more slowly than messages come: the link is too slow to join over")
+            return []
+        notes = guest.wires["notes"].notes
+        while notes and not guest.moved:
+            try:
+                word = json.loads(notes.popleft())
+                words.append(list(word))
+            except (ValueError, TypeError):
+                self.drop("it sends what cannot be read")
+                return []
+        return words
+
+    def drop(self, why: str) -> None:
+        """The guest is not waited for any more."""
+        guest, self.guest = self.guest, None
+        if guest is not None:
+            if not guest.moved:
+                log.warning("%s does not join: %s", guest.name, why)
+            for wire in guest.every if not guest.moved else [guest.wires["ticks"], guest.wires["messages"]]:
+                wire.close(0)
+
+    def move_in(self, member: Member) -> tuple[Wire, list[Wire]] | None:
+        """The guest is a member from now on: its connection for words, and its lanes. What it follows goes on until `over`."""
+        guest = self.guest
+        if guest is None or guest.member != member:
+            return None
+        guest.moved = True
+        return guest.wires["notes"], guest.lanes
+
+    def over(self, member: Member) -> None:
+        """The newcomer needs nothing more of what it follows."""
+        guest = self.guest
+        if guest is not None and guest.member == member:
+            self.guest = None
+            for k in ("ticks", "messages"):
+                guest.wires[k].close(60.0)
+
+    def close(self) -> None:
+        """Close the door."""
+        if self._door is not None:
+            self._hub.neglect(self._door)
+        self.drop("this island has ended") if self.guest is not None else None
+
+
+class Counter:
+    """`joining.Desk` of one line: what the donor's training hands out.
+
+    Args:
+        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the next message of the line.
+
+    Attributes:
+        submit: runs a job in the courier's thread, after all that is under way.
+    """
+
+    def __init__(self, guests: Guests, do: Callable[[Callable[[], None]], None], next_message: Callable[[], int]):
+        self._guests, self._do, self._next = guests, do, next_message
+        self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+        self._for: Guest | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """See `Desk`."""
+        guest = self._guests.guest
+        return guest is not None and guest.asked and self._for is not guest
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """See `Desk`."""
+        guest = self._guests.guest
+        return {} if guest is None else guest.brings
+
+    @property
+    def follows(self) -> bool:
+        """See `Desk`."""
+        return self._for is not None and self._for is self._guests.guest
+
+    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
+        """See `Desk`."""
+        guest = self._for = self._guests.guest
+        parts = snapshot.pack()
+
+        def begin() -> None:
+            first = self._next()
+            self._put(guest, "ticks", {"item": "snapshot", "next": first}, parts)
+            for future in under_way:
+                self._put(guest, "messages", {"item": "message", "n": -1}, packed(future.result()))
+            if guest is not None:
+                guest.limit = max(LEAST, sum(p.numel() for p in parts)) // spool.LONGEST + 1024
+                guest.following = True
+
+        self.submit(begin)
+
+    def tick(self, tick: Tick) -> None:
+        """See `Desk`."""
+        guest = self._for
+        self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
+
+    def message(self, n: int, arrived: Arrived) -> None:
+        """A message that has been delivered here. In the courier's thread."""
+        guest = self._for
+        if guest is not None and guest.following and guest is self._guests.guest:
+            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived))
+
+    def _put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+        def put() -> None:
+            if guest is not None and guest is self._guests.guest and not guest.wires[wire].gone:
+                spool.put(self._guests._hub, guest.wires[wire], head, parts)
+
+        self._do(put)
+
+
+def knock(context: Any, keys: Any, host: str, port: int, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Ask at a door: its answer, None if nobody answers within so many seconds."""
+    made = context.socket(zmq.DEALER)
+    try:
+        made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
+        if keys is not None:
+            keys.connect(made)
+        made.connect(f"tcp://{bracketed(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))}:{port}")
+        made.send(json.dumps(request).encode())
+        if not made.poll(1e3 * seconds):
+            return None
+        found = json.loads(made.recv())
+        return found if isinstance(found, dict) else None
+    except (zmq.ZMQError, ValueError, OSError):
+        return None
+    finally:
+        made.close(0)

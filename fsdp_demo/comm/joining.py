@@ -1,0 +1,306 @@
+"""What a newcomer, its donor and their lines say to each other when an island joins a run under way.
+
+The donor hands a `Snapshot` to its line's `Desk` at the end of a step, and from then on a `Tick` of each step. The newcomer reads them from
+its line's `Following`, with the messages that the others have agreed on since. How they travel is the line's matter; it has neither desk
+nor following where the members are fixed. What a snapshot holds is said by `exchange/snapshot.py`.
+
+On a wire everything is a list of uint8 tensors, the first a head in JSON, never pickle. A head says how long the rest is; nobody makes room
+for that before the rank for which it is has compared it with what it expects itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import WireError
+from .collectives import Arrived, Spans
+from .header import Header
+
+LONGEST = 16 << 20
+"""Bytes of a head."""
+
+DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+"""Of what a snapshot holds."""
+
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One step that the donor has taken.
+
+    Attributes:
+        step: its number, from 0.
+        rates: for each optimizer and each of its groups, what schedules move (`exchange/rates.py`), as JSON.
+    """
+
+    step: int
+    rates: list[list[dict[str, Any]]]
+
+    def pack(self) -> Tensor:
+        """As bytes: uint8 [n]."""
+        return to_bytes({"step": self.step, "rates": self.rates})
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> Tick:
+        """The inverse of `pack`. Raises WireError for anything else."""
+        found = from_bytes(data, "a tick")
+        step, rates = found.get("step"), found.get("rates")
+        if not isinstance(step, int) or not isinstance(rates, list):
+            raise WireError(f"a tick of another form came ({found!r:.80}): use one release everywhere")
+        if not all(isinstance(groups, list) and all(isinstance(g, dict) for g in groups) for groups in rates):
+            raise WireError(f"a tick came with rates of another form ({rates!r:.80}): use one release everywhere")
+        return cls(step, rates)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one rank of the donor at the end of a step.
+
+    Attributes:
+        head: what it is of, as JSON values. `pack` adds the list of the tensors.
+        tensors: by name, on the CPU, fp32 or uint8 [n], with memory of their own.
+    """
+
+    head: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def pack(self) -> list[Tensor]:
+        """As bytes: the head, then each tensor (views); all uint8 [n].
+
+        Raises:
+            ValueError: the head is longer than LONGEST.
+        """
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        listed = [[name, names[t.dtype], t.numel()] for name, t in self.tensors.items()]
+        return [to_bytes({**self.head, "tensors": listed}), *(t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values())]
+
+
+Listed = Sequence[tuple[str, str, int]]
+"""Name, dtype and number of elements of each tensor of a snapshot, in their order."""
+
+
+def opened(data: Tensor) -> dict[str, Any]:
+    """The head of a snapshot (uint8 [n]), not believed yet. Raises ValueError if it is none."""
+    try:
+        head = from_bytes(data, "the head of a snapshot")
+    except WireError as error:
+        raise ValueError(str(error)) from None
+    return head
+
+
+def sizes(expected: Listed) -> list[int]:
+    """Bytes of each tensor."""
+    return [n * DTYPES[dtype].itemsize for _, dtype, n in expected]
+
+
+def filled(parts: Sequence[Tensor], expected: Listed) -> dict[str, Tensor]:
+    """The tensors of a snapshot that have come as bytes, by name.
+
+    Args:
+        parts: all but the head, uint8 [n].
+        expected: what this rank expects itself.
+
+    Raises:
+        ValueError: something is missing, or has another length.
+    """
+    if len(parts) != len(expected):
+        raise ValueError(f"the snapshot was cut off: {len(parts)} of {len(expected)} tensors came; join again")
+    tensors = {}
+    for part, size, (name, dtype, n) in zip(parts, sizes(expected), expected, strict=True):
+        if part.dtype != torch.uint8 or part.numel() != size:
+            raise ValueError(f"the snapshot was cut off: {name} has {part.numel()} bytes, {n} elements of {dtype} are {size}; join again")
+        tensors[name] = part.contiguous().view(DTYPES[dtype])
+    return tensors
+
+
+# ---- what the others have agreed on ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a newcomer expects of the next message: kind and step as in its header, bytes of each body, length and code of each vector that
+    is reduced, and at most how many islands take part."""
+
+    kind: int
+    step: int
+    body: int
+    vectors: Spans = field(default_factory=tuple)
+    islands: int = 1 << 16
+
+    def sizes(self, head: Tensor) -> list[int]:
+        """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if it is another message than this."""
+        headers, _ = self.check(head)
+        return [self.body] * len(headers) + [4 * n for n, _ in self.vectors]
+
+    def check(self, data: Tensor) -> tuple[list[Header], list[int]]:
+        """Headers and slots in the head of a packed message. Raises WireError if it is another one than this."""
+        head = from_bytes(data, "a message to follow")
+        try:
+            headers, slots = [_header(h) for h in head["headers"]], [int(s) for s in head["slots"]]
+            bodies, means = list(head["bodies"]), list(head["means"])
+        except _BROKEN as error:
+            raise WireError(f"a message to follow is damaged ({error!r:.80}): use one release everywhere") from None
+        if not 0 < len(headers) <= self.islands:
+            raise WireError(f"a message to follow is of {len(headers)} islands: allowed are 1 to {self.islands}")
+        theirs, mine = {(h.kind, h.step) for h in headers}, (self.kind, self.step)
+        if theirs != {mine}:
+            raise WireError(f"messages to follow are of (kind, step) {sorted(theirs)}, here comes {mine}: the newcomer has lost its place")
+        wanted = [self.body] * len(headers)
+        if bodies != wanted or means != [n for n, _ in self.vectors] or len(slots) not in (0, len(headers)):
+            raise WireError(
+                f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, expected are {wanted} and "
+                f"{[n for n, _ in self.vectors]}: use one release everywhere"
+            )
+        return headers, slots
+
+
+def packed(arrived: Arrived) -> list[Tensor]:
+    """What came back to the donor as bytes: a head, the bodies, the means (fp32); all uint8 [n]."""
+    head = {
+        "headers": [{k: _plain(v) for k, v in vars(h).items()} for h in arrived.headers],
+        "slots": list(arrived.slots),
+        "bodies": [b.numel() for b in arrived.bodies],
+        "means": [m.numel() for m in arrived.means],
+    }
+    means = [m.detach().cpu().contiguous().view(torch.uint8) for m in arrived.means]
+    return [to_bytes(head), *(b.cpu() for b in arrived.bodies), *means]
+
+
+def unpacked(parts: Sequence[Tensor], expected: Expected) -> Arrived:
+    """The inverse of `packed`.
+
+    Raises:
+        WireError: it is another message than the expected one, or cut off.
+    """
+    if not parts:
+        raise WireError("a message to follow was cut off: nothing came")
+    headers, slots = expected.check(parts[0])
+    wanted, found = expected.sizes(parts[0]), [p.numel() for p in parts[1:]]
+    if found != wanted:
+        raise WireError(f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}")
+    bodies, means = list(parts[1 : 1 + len(headers)]), [p.contiguous().view(torch.float32) for p in parts[1 + len(headers) :]]
+    return Arrived(headers, bodies, means, slots=tuple(slots))
+
+
+# ---- a line's two sides ----------------------------------------------------------------------------------------------------
+
+
+class Desk(Protocol):
+    """The donor's side of one line, `Line.desk`. All of it is called in the thread that trains and returns at once."""
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody asks for a snapshot here and has not got one. Read once at the end of each step; one is taken when the desks of all
+        ranks of the island say so."""
+        ...
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """What the newcomer's rank has said in its first call of `Following.head`: asked when a snapshot is taken."""
+        ...
+
+    @property
+    def follows(self) -> bool:
+        """Somebody has a snapshot and wants ticks. Asked on the first rank of the island only."""
+        ...
+
+    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
+        """Take a snapshot.
+
+        Args:
+            under_way: what the messages that the snapshot has in flight bring, oldest first: the first messages to follow. Those launched
+                after this call come next.
+        """
+        ...
+
+    def tick(self, tick: Tick) -> None:
+        """Take a step that has ended. The first one after `hand` has the snapshot's step as its number."""
+        ...
+
+
+class Following(Protocol):
+    """The newcomer's side of one line, `Line.following`. What waits raises PeerLost if it will never come.
+
+    While it follows, the line's `exchange` and `all_gather` send nothing and give what `arrived` gives.
+    """
+
+    @property
+    def planned(self) -> bool:
+        """The others know from which message on this island takes part. Asked on the first rank of the island only."""
+        ...
+
+    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
+        """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many seconds, ask again. The first call asks the
+        others for one.
+
+        Args:
+            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is the same there. Told to `Desk.brings`.
+        """
+        ...
+
+    def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
+        """The rest of the snapshot, uint8 of these sizes; None: not within so many seconds. Room is made for no other sizes."""
+        ...
+
+    def tick(self, seconds: float) -> Tick | None:
+        """The donor's next step; None: not within so many seconds. Asked on the first rank of the island only."""
+        ...
+
+    def arrived(self, expected: Expected) -> Arrived:
+        """The next message that the others have agreed on, of those sent within steps (`header.WITHIN`), waited for. In the courier's
+        thread.
+
+        Raises:
+            WireError: it is another one (`unpacked`).
+        """
+        ...
+
+    def caught_up(self, step: int) -> None:
+        """This island has taken all ticks and goes on by itself from `step`. On every rank with a line."""
+        ...
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(value: Any) -> Tensor:
+    """A JSON value as uint8 [n]. Raises ValueError for one longer than LONGEST."""
+    text = json.dumps(value, allow_nan=False).encode()
+    if len(text) > LONGEST:
+        raise ValueError(f"a head of {len(text)} bytes: allowed are {LONGEST}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor, what: str) -> dict[str, Any]:
+    """The inverse of `to_bytes`, for a dict. Raises WireError for anything else."""
+    if data.dtype != torch.uint8 or data.numel() > LONGEST:
+        raise WireError(f"{what} has {data.numel()} bytes: allowed are {LONGEST}")
+    try:
+        found = json.loads(bytes(data.tolist()))
+    except _BROKEN as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise WireError(f"{what} is no JSON ({error!r:.80}): use one release everywhere") from None
+    if not isinstance(found, dict):
+        raise WireError(f"{what} is of another form ({found!r:.40}): use one release everywhere")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A number of a header as JSON: NaN and infinities as their names."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _header(fields: dict[str, Any]) -> Header:
+    """The inverse of `_plain` for all numbers of a header. Raises ValueError or TypeError for anything else."""
+    numbers: dict[str, Any] = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in fields.items()}
+    if wrong := [k for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, (int, float))]:
+        raise ValueError(f"{wrong} are no numbers")
+    return Header(**numbers)

@@ -1,0 +1,91 @@
+"""How the islands of a run stand, asked from outside: the store says who the members are, their doors how far they are.
+
+Nothing of it disturbs the run: a door answers in the driver's thread, and the store is read only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .address import split_address
+from .guests import knock
+from .newcomer import newest
+from .store_client import Asker
+
+
+def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
+    """The members of a run, each with what its first line's door says.
+
+    Returns:
+        `run`, `attempt`; `state` ("nobody has met", "members", "left", "finished"); `epoch`; `members`: per island its slot, life (how
+        often its slot was started before), and from its door step messages `launched` and `delivered`, `heard` (seconds since each other
+        island was heard); or `silent` where the door does not answer.
+
+    Raises:
+        StoreSilent: no answer. ValueError: what stands there cannot be read.
+    """
+    import zmq
+
+    from .curve import Keys
+
+    attempt = store.peek(f"{run}/attempt")
+    found: dict[str, Any] = {"run": run, "attempt": attempt, "state": "nobody has met", "epoch": None, "members": []}
+    if not attempt:
+        return found
+    above = store.under(f"{run}/{attempt}")
+    prefix = f"{run}/{attempt}/{above.peek('begun') or 0}"
+    at = store.under(prefix)
+    record = newest(at)
+    if record is None:
+        return found
+    found["state"] = "finished" if above.peek("finished") else "left" if above.peek("ended") else "members"
+    found["epoch"] = record.epoch
+    keys, context = Keys(token, prefix) if token else None, zmq.Context()
+    try:
+        for member in record.members:
+            one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
+            door = at.peek(f"door/{member.slot}.{member.incarnation}.0")
+            answer = None
+            if door:
+                host, port = split_address(door)
+                answer = knock(context, keys, host, port, {"ask": "status"}, 3.0)
+            found["members"].append({**one, **(answer or {"silent": True})})
+    finally:
+        context.destroy(0)
+    return found
+
+
+def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
+    """Whether any of these islands of a run (`at`: below its keys) answers at the door of its first line."""
+    import zmq
+
+    from .curve import Keys
+
+    record = newest(at)
+    keys, context = Keys(token, at.prefix.rstrip("/")) if token else None, zmq.Context()
+    try:
+        for member in record.members if record is not None else ():
+            door = at.peek(f"door/{member.slot}.{member.incarnation}.0") if member.slot in slots else ""
+            if door and knock(context, keys, *split_address(door), {"ask": "status"}, 3.0) is not None:
+                return True
+        return False
+    finally:
+        context.destroy(0)
+
+
+def text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    head = f"run {found['run']}, attempt {found['attempt'] or '-'}: {found['state']}"
+    if found["epoch"] is None:
+        return head
+    lines = [f"{head}; epoch {found['epoch']} of {len(found['members'])} islands"]
+    for one in found["members"]:
+        name = f"  island {one['slot']}" + (f" (life {one['life']})" if one["life"] else "")
+        if "heard" not in one:
+            lines.append(f"{name}: its door does not answer")
+            continue
+        heard = ", ".join(f"{slot} {age:.1f} s ago" for slot, age in sorted(one["heard"].items()))
+        guest = f"; {one['joining']} joins" if one.get("joining") else ""
+        lines.append(f"{name}: {one['delivered']} messages delivered, heard {heard or 'nobody'}{guest}")
+    return "\n".join(lines)

@@ -1,0 +1,260 @@
+"""How an island joins a run under way, on one rank: it reaches all members, follows its donor, and is a member from a message on.
+
+Until then it has connections and no driver: whoever waits for something moves the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost, WireError
+from . import spool
+from .collectives import Arrived
+from .epochs import Member, Record
+from .frames import LONGEST
+from .guests import WIRES, connections, greeting, knock
+from .header import WITHIN
+from .hub import Hub
+from .joining import Expected, Tick, unpacked
+from .record_json import read_record
+from .store_client import Asker
+from .wire import Piece as Moving
+from .wire import Wire
+from .zeromq import bracketed
+
+log = logging.getLogger("fsdp_demo")
+
+AGAIN = 1.0  # seconds between two questions to somebody who is busy
+
+
+@dataclass
+class Reached:
+    """One member, and the connections to it."""
+
+    member: Member
+    wires: dict[str, Wire]
+    lanes: list[Wire]
+
+
+def newest(at: Asker) -> Record | None:
+    """The newest record of a run; None where there is none."""
+    found, epoch = None, 0
+    while text := at.peek(f"record/{epoch}"):
+        found, epoch = read_record(text), epoch + 1
+    return found
+
+
+def reach(
+    hub: Hub, at: Asker, prefix: str, me: Member, line: int, name: str, labels: Callable[[int], str], seconds: float
+) -> list[Reached]:
+    """Connections to this line of all members of the newest record, which is read anew as long as somebody is busy.
+
+    Raises:
+        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
+    """
+    end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
+    key = f"in/{me.slot}.{me.incarnation}"
+    while line and not at.peek(key):  # two islands that come at once would each be let in on some lines only
+        if time.monotonic() > end:
+            raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
+        time.sleep(AGAIN / 5)
+    while time.monotonic() < end:
+        record = newest(at)
+        members = [m for m in record.members if m.slot != me.slot] if record is not None else []
+        missing = [m for m in members if m not in reached]
+        if record is not None and not missing and all(m.slot != me.slot for m in record.members):
+            found = [reached[m] for m in members]
+            _meet(hub, found, labels, end)
+            at.set(key, "1")
+            return found
+        if not missing:
+            why = f"{name} is a member still: the others have not noticed that it was lost"
+        for m in missing:  # in the order of slots, and no further than one lets in: nobody waits for the other in a circle
+            request = {"run": prefix, "slot": me.slot, "life": me.incarnation, "line": line, "name": name}
+            answer = _ask(hub, at, m, line, request)
+            if "ports" in answer:
+                reached[m] = _dial(hub, prefix, me, m, line, answer)
+            elif "refused" in answer:
+                raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
+            else:
+                why = f"{labels(m.slot)}: {answer['later']}"
+                break
+        time.sleep(AGAIN / 5)
+    raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
+
+
+def _ask(hub: Hub, at: Asker, member: Member, line: int, request: dict[str, Any]) -> dict[str, Any]:
+    text = at.peek(f"door/{member.slot}.{member.incarnation}.{line}")
+    if not text:
+        return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
+    host, _, port = text.rpartition(":")
+    answer = knock(hub.context, hub.keys, host, int(port), request, 5.0)
+    return {"later": f"its door at {text} does not answer"} if answer is None else {"host": host, **answer}
+
+
+def _dial(hub: Hub, prefix: str, me: Member, member: Member, line: int, answer: dict[str, Any]) -> Reached:
+    wires = {}
+    for k, port in zip(connections(int(answer["lanes"])), answer["ports"], strict=True):
+        wire = hub.add(0, False)
+        wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
+        wire.greet(greeting(prefix, line, k, me, member), greeting(prefix, line, k, member, me))
+        wires[k] = wire
+    lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
+    return Reached(member, wires, lanes)
+
+
+def _meet(hub: Hub, reached: Sequence[Reached], labels: Callable[[int], str], end: float) -> None:
+    wires = [(r.member, w) for r in reached for w in [*r.wires.values(), *r.lanes]]
+    while missing := [(m, w) for m, w in wires if not w.met]:
+        for m, w in missing:
+            if w.gone or time.monotonic() > end:
+                raise PeerLost(f"{labels(m.slot)} could not be connected: {w.gone or w.trouble or 'it does not answer'}")
+            w.dial_again()
+        hub.drive(0.02, lambda: all(w.met for _, w in wires))
+
+
+class Follow:
+    """`joining.Following` of one line.
+
+    Args:
+        hub: of all connections. donor: whom this island follows. first: this is the island's first line.
+        become: makes this rank a member, given the record that names it.
+        at: the store, below the keys of the run.
+
+    Attributes:
+        base: the first message that this island takes part in; None while it is not planned.
+        next: the number of the next message.
+    """
+
+    def __init__(self, hub: Hub, donor: Reached, first: bool, at: Asker, me: Member, who: str, become: Callable[[Record], None]):
+        self._hub, self._donor, self._first, self._at, self._me, self._who, self._become = hub, donor, first, at, me, who, become
+        self._ticks, self._messages = (spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages"))
+        self._asked, self._ready_at = False, 0.0
+        self._bodies: list[Tensor] | None = None
+        self._record: Record | None = None
+        self.base: int | None = None
+        self.next = 0
+
+    @property
+    def planned(self) -> bool:
+        """See `Following`."""
+        if self._record is None:
+            notes = self._donor.wires["notes"].notes
+            while notes:
+                word = json.loads(notes.popleft())
+                if word[0] == "planned":
+                    self._record = read_record(self._at.get(f"record/{int(word[1])}").decode())
+        return self._record is not None
+
+    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
+        """See `Following`."""
+        if not self._asked:
+            self._asked = True
+            word = json.dumps(["follow", dict(brings)])
+            self._say(word if len(word) <= LONGEST else '["follow", {}]')
+        found = self._ticks.begin(seconds)
+        if found is None:
+            return None
+        if found.get("item") != "snapshot":
+            raise WireError(f"{self._who} sent {found.get('item')!r} instead of a snapshot: use one release everywhere")
+        self.next = int(found["next"])
+        return self._ticks.part(longest, seconds)
+
+    def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
+        """See `Following`."""
+        if self._bodies is None:
+            if self._ticks.sizes != list(sizes):
+                raise ValueError(f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected are {list(sizes)}")
+            self._bodies = []
+        while len(self._bodies) < len(sizes):
+            part = self._ticks.part(sizes[len(self._bodies)], seconds)
+            if part is None:
+                return None
+            self._bodies.append(part)
+        self._ticks.end()
+        bodies, self._bodies = self._bodies, None
+        return bodies
+
+    def tick(self, seconds: float) -> Tick | None:
+        """See `Following`. With none there, this island is near, and asks to take part."""
+        found = self._ticks.begin(0.0)
+        if found is None:
+            now = time.monotonic()
+            if self._first and not self.planned and now > self._ready_at:
+                self._ready_at = now + AGAIN
+                self._say('["ready"]')
+            found = self._ticks.begin(seconds)
+        if found is None:
+            return None
+        part = self._ticks.part(spool.LONGEST * 16, 60.0)
+        if part is None:
+            raise PeerLost(f"{self._who} sent half a step")
+        self._ticks.end()
+        return Tick.unpack(part)
+
+    def arrived(self, expected: Expected) -> Arrived:
+        """See `Following`."""
+        while True:
+            found = None
+            while found is None:
+                found = self._messages.begin(60.0)
+            n = int(found["n"])
+            self.next = n + 1 if n >= 0 else self.next
+            parts: list[Tensor] = []
+            sizes = self._messages.sizes
+            head = self._part(16 << 20)
+            try:
+                wanted = expected.sizes(head)
+            except WireError:
+                if expected.kind not in WITHIN or not self._skips(head):
+                    raise
+                wanted = sizes[1:]
+            parts = [head, *(self._part(size) for size in wanted)]
+            self._messages.end()
+            if not (expected.kind in WITHIN and self._skips(head)):
+                return unpacked(parts, expected)
+
+    def _skips(self, head: Tensor) -> bool:
+        """Whether it is a question between two steps, which a newcomer that follows does not ask."""
+        kinds = {h["kind"] for h in json.loads(bytes(head.tolist()))["headers"]}
+        return not kinds & set(WITHIN)
+
+    def _part(self, longest: int) -> Tensor:
+        part = None
+        while part is None:
+            part = self._messages.part(longest, 60.0)
+        return part
+
+    def caught_up(self, step: int) -> None:
+        """See `Following`."""
+        while not self.planned:
+            self._hub.drive(0.5, lambda: bool(self._donor.wires["notes"].notes))
+            if self._donor.wires["notes"].gone:
+                raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
+        assert self._record is not None
+        self.base = self._record.base[self._record.members.index(self._me)]
+        self._become(self._record)
+        log.info("goes on from step %d, and takes part from message %d on", step, self.base)
+
+    def over(self) -> None:
+        """This island takes part from here on, and follows no more. In the driver's thread."""
+        for k in ("ticks", "messages"):
+            self._donor.wires[k].close(0)
+
+    def close(self) -> None:
+        """End before it took part."""
+        self._hub.close(0)
+
+    def _say(self, text: str) -> None:
+        wire = self._donor.wires["notes"]
+        with self._hub.changed:
+            wire.post_note(Moving(self._hub, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)))
+        self._hub.nudge(wire)

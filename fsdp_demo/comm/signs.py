@@ -1,0 +1,136 @@
+"""Signs of life between the ranks of a run, and what one rank concludes from them: who is lost, and why.
+
+Each rank says a short word twice a second to its peers, from a thread of the process that trains. A peer is lost when its connections are
+gone, when it was silent for too long, or when it speaks but makes no progress. The store has no part in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .epochs import Member
+from .hub import Hub
+from .wire import Piece, Wire
+
+BEAT = 0.5  # seconds
+SOON = 0.03
+"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it has seen is seen here, too, by then."""
+
+
+class Signs:
+    """What one rank hears of its peers.
+
+    Args:
+        hub: of all connections.
+        notes: for each other member the connection for short words; lanes: those for messages. siblings: for each other rank of this
+            island that has a line, by its number.
+        dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
+        patience: seconds without progress, given how long the last messages took.
+
+    Attributes:
+        began: when this rank has launched each message that is not delivered here, by number. rounds: seconds that the last ones took.
+        next_of: the next message of each peer, as it has said last. leaving: peers that have said that they end.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        notes: Mapping[Member, Wire],
+        lanes: Mapping[Member, Sequence[Wire]],
+        siblings: Mapping[int, Wire],
+        dead: float,
+        meeting: float,
+        patience: Callable[[Sequence[float]], float],
+    ):
+        self._hub, self.dead, self.meeting, self._patience = hub, dead, meeting, patience
+        self.notes, self.lanes, self.siblings = dict(notes), {m: list(w) for m, w in lanes.items()}, dict(siblings)
+        self.began: dict[int, float] = {}
+        self.rounds: deque[float] = deque(maxlen=50)
+        self.next_of: dict[Member, int] = {}
+        self.leaving: set[Member] = set()
+        self._ended: dict[Member, float] = {}
+
+    @property
+    def wires(self) -> list[Wire]:
+        """All connections."""
+        return [*self.notes.values(), *self.siblings.values(), *(w for wires in self.lanes.values() for w in wires)]
+
+    def say(self, word: list[Any], wires: Iterable[Wire]) -> None:
+        """Send a short word."""
+        data = bytearray(json.dumps(word, separators=(",", ":")).encode())
+        for wire in wires:
+            with self._hub.changed:
+                wire.post_note(Piece(self._hub, torch.frombuffer(data, dtype=torch.uint8)))
+            self._hub.nudge(wire)
+
+    def admit(self, member: Member, notes: Wire, lanes: list[Wire], now: float) -> None:
+        """A peer more."""
+        self.notes[member], self.lanes[member] = notes, lanes
+        for wire in [notes, *lanes]:
+            wire.heard_at = now
+
+    def drop(self, member: Member) -> None:
+        """A peer less."""
+        self._ended.pop(member, None)
+        for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
+            wire.close(0)
+
+    def forgive(self, now: float) -> None:
+        """All begin anew: nobody was silent or slow so far."""
+        for wire in self.wires:
+            wire.heard_at = now
+        self.began = dict.fromkeys(self.began, now)
+
+    def quiet(self, now: float) -> list[Member]:
+        """Peers that have missed several beats."""
+        limit = min(4 * BEAT, self.dead / 2)
+        return [m for m in self.notes if m in self.next_of and now - self._heard_at(m) > limit]
+
+    def lost(self, now: float) -> dict[Member, str]:
+        """Who is lost, and why."""
+        oldest = min(self.began, default=-1)
+        late = oldest >= 0 and now - self.began[oldest] > self._patience(self.rounds)
+        found: dict[Member, str] = {}
+        silent = False
+        for member in self.notes:
+            if why := self._gone(member, now, oldest >= 0):
+                found[member] = why
+            elif any(w.gone for w in self._of(member)):
+                continue
+            elif now - self._heard_at(member) > (limit := self._silence(member)):
+                found[member], silent = f"silent for {limit:g} s", True
+            elif late and self.next_of.get(member, 0) <= oldest:
+                found[member] = f"no progress for {now - self.began[oldest]:.0f} s"
+        if silent:  # who has fallen silent with it would otherwise stand in the report as heard
+            found = {**{m: "silent, too" for m in self.quiet(now)}, **found}
+        return found
+
+    @property
+    def soon(self) -> bool:
+        """Whether the end of a connection waits for its reason."""
+        return bool(self._ended)
+
+    def _gone(self, member: Member, now: float, waiting: bool) -> str:
+        """Why the connections of a peer are gone, a moment later: its last word may come on another one. Nothing where it has said that it
+        ends, and nobody waits for it."""
+        why = next((w.gone for w in self._of(member) if w.gone), "")
+        if not why or (member in self.leaving and not waiting):
+            return ""
+        return why if now >= self._ended.setdefault(member, now + SOON) else ""
+
+    def _of(self, member: Member) -> list[Wire]:
+        return [self.notes[member], *self.lanes.get(member, [])]
+
+    def _heard_at(self, member: Member) -> float:
+        return max(w.heard_at for w in self._of(member))
+
+    def _silence(self, member: Member) -> float:
+        """Seconds that a peer may be silent: longer until it was heard first."""
+        if member in self.next_of:
+            return self.dead
+        return self.meeting if member.incarnation == 0 else 3 * self.dead

@@ -1,0 +1,121 @@
+"""What a donor sends to an island that joins: items of several tensors, as notes on a connection of their own.
+
+An item is a note with a head (JSON: what it is, bytes of each part), then its parts in notes of 64 KiB. Nothing is made room for before the
+reader has said how long it expects a part to be. What is not read stays with the sender, whose queue has a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost, WireError
+from .frames import LONGEST
+from .hub import Hub
+from .wire import Piece, Wire
+
+AHEAD = 256
+"""Notes that a reader keeps at most: 16 MiB."""
+
+
+def put(hub: Hub, wire: Wire, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+    """Send an item. Tensors (uint8, on the CPU) must stay as they are until they have left."""
+    notes = [bytearray(json.dumps({**head, "parts": [p.numel() for p in parts]}).encode())]
+    pieces = [torch.frombuffer(notes[0], dtype=torch.uint8)]
+    for part in parts:
+        pieces += part.split(LONGEST) if part.numel() else []
+    with hub.changed:
+        for piece in pieces:
+            wire.post_note(Piece(hub, piece))
+    hub.nudge(wire)
+
+
+class Reader:
+    """Reads items, one after the other, in one thread.
+
+    Args:
+        who: whom the connection leads to, for errors.
+    """
+
+    def __init__(self, hub: Hub, wire: Wire, who: str):
+        self._hub, self._wire, self._who = hub, wire, who
+        wire.most = AHEAD
+        self.head: dict[str, Any] | None = None
+        self._sizes: list[int] = []
+        self._into: Tensor | None = None
+        self._at = 0
+
+    def begin(self, seconds: float) -> dict[str, Any] | None:
+        """The head of the next item, or of the one that is being read; None: not within so many seconds.
+
+        Raises:
+            PeerLost: the connection is gone. WireError: this is no head.
+        """
+        if self.head is None and (data := self._note(seconds)) is not None:
+            try:
+                found = json.loads(data)
+                self._sizes = [int(n) for n in found["parts"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise WireError(f"{self._who} sent a head that cannot be read ({error!r:.80}): use one release everywhere") from None
+            self.head = found
+        return self.head
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the parts that are still to be read."""
+        return list(self._sizes)
+
+    def part(self, longest: int, seconds: float) -> Tensor | None:
+        """The next part of the item, uint8; None: not all of it came within so many seconds, ask again.
+
+        Raises:
+            WireError: it has more than `longest` bytes, or its notes do not fit. PeerLost: the connection is gone.
+        """
+        if not self._sizes:
+            raise WireError(f"{self._who} has sent an item with fewer parts than expected: use one release everywhere")
+        if self._into is None:
+            if not 0 <= self._sizes[0] <= longest:
+                raise WireError(f"{self._who} sends a part of {self._sizes[0]} bytes, expected are at most {longest}")
+            self._into, self._at = torch.empty(self._sizes[0], dtype=torch.uint8), 0
+        end = time.monotonic() + seconds
+        while self._at < self._into.numel():
+            data = self._note(max(end - time.monotonic(), 0.0))
+            if data is None:
+                return None
+            if len(data) > self._into.numel() - self._at:
+                raise WireError(f"{self._who} sends more than it has announced")
+            self._into[self._at : self._at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._at += len(data)
+        self._sizes.pop(0)
+        done, self._into = self._into, None
+        return done
+
+    def end(self) -> None:
+        """The item has been read.
+
+        Raises:
+            WireError: something of it has not.
+        """
+        if self._sizes:
+            raise WireError(f"{self._who} has sent an item with more parts than expected: use one release everywhere")
+        self.head = None
+
+    def _note(self, seconds: float) -> bytes | None:
+        end = time.monotonic() + seconds
+        while not self._wire.notes:
+            if self._wire.gone:
+                raise PeerLost(f"{self._who} is gone: {self._wire.gone}")
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            self._hub.drive(min(left, 0.5), lambda: bool(self._wire.notes) or bool(self._wire.gone))
+        full = len(self._wire.notes) >= AHEAD
+        data = self._wire.notes.popleft()
+        if full:
+            self._hub.tell()
+        return data

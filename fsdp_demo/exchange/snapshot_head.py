@@ -1,0 +1,214 @@
+"""What a snapshot says of itself, and what the rank that takes it compares with its own before it believes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..channels.channel import ActiveChannel
+from ..comm import agreement
+from ..version import __version__
+from . import facts
+from .runtime import Flow
+from .startup import specification
+
+FORMAT = 1
+
+AT_START = ("agree.at",)
+"""Facts that islands compare when they start together, and that say nothing to one that joins later: the step from which they go on."""
+
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
+
+
+@dataclass(frozen=True)
+class Open:
+    """A message under way: when it was sent, by which channels, and for each that has not applied it the gradients that the donor has
+    ("010", a character for each of its tensors; empty for channels of something else)."""
+
+    step: int
+    members: list[str]
+    parts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where the donor stands.
+
+    Attributes:
+        step: optimizer steps done.
+        applied, last: see `Mailbox`. loss: see `Watch`; None where unknown.
+        flights: what is under way, oldest first.
+        counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
+        same_rest: frozen parameters and buffers do not come: the newcomer has the same.
+        host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
+    """
+
+    step: int
+    applied: dict[str, int]
+    last: dict[str, int]
+    loss: float | None
+    flights: list[Open]
+    counts: list[dict[str, float]] | None
+    same_rest: bool = False
+    host: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
+        """Of this rank."""
+        mailbox, loss = flow.mailbox, flow.mailbox.watch.loss
+        flights = [
+            Open(f.step, list(f.members), {name: "".join("01"[p] for p in out.present or []) for name, out in f.parts.items()})
+            for f in mailbox.flights
+        ]
+        known = None if math.isnan(loss) else loss
+        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, same_rest, flow.tells())
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of `from_json`."""
+        return {**vars(self), "flights": [vars(f) for f in self.flights]}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Stand:
+        """Raises ValueError for another form."""
+        try:
+            flights = [Open(whole(f["step"]), [str(m) for m in f["members"]], dict(f["parts"])) for f in tree["flights"]]
+            applied, last = ({k: whole(v) for k, v in tree[name].items()} for name in ("applied", "last"))
+            loss = None if tree["loss"] is None else float(tree["loss"])
+            counts = tree["counts"]
+            if counts is not None:
+                counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
+            step, host = whole(tree["step"]), dict(tree["host"])
+            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host)
+        except _BROKEN as error:
+            raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
+
+
+def whole(value: Any) -> int:
+    """An int. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**53:
+        raise ValueError(f"{value!r:.40} is no whole number")
+    return value
+
+
+def number(value: Any) -> float:
+    """An int or float as it is. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r:.40} is no number")
+    return value
+
+
+def write(flow: Flow, told: Mapping[str, Any], stand: Stand, states: Sequence[str]) -> dict[str, Any]:
+    """The head of this rank's snapshot.
+
+    Args:
+        told: further facts of the run (`Start.facts`).
+        states: names of the optimizer states that come with it.
+    """
+    return {
+        "format": FORMAT,
+        "package": __version__,
+        "island": flow.topology.island,
+        "name": flow.topology.name,
+        "place": place(flow),
+        "facts": _run(flow, told),
+        "parameters": [facts.described(s) for s in flow.shards.shards],
+        "states": list(states),
+        "stand": stand.to_json(),
+    }
+
+
+def _run(flow: Flow, told: Mapping[str, Any]) -> dict[str, Any]:
+    return specification(flow.config, flow.shards, {k: v for k, v in told.items() if k not in AT_START})
+
+
+def place(flow: Flow) -> dict[str, int]:
+    """What decides how workspaces and messages of this rank are laid out."""
+    position, lanes = flow.parameters.position, flow.parameters.lanes
+    return {"islands": flow.topology.islands, "shards": position.shards, "shard": position.shard, "lanes": lanes, "lane": position.copy}
+
+
+def read(
+    flow: Flow, told: Mapping[str, Any], head: Mapping[str, Any], states: Sequence[str], counts: Sequence[Mapping[str, float]] | None
+) -> Stand:
+    """Compare a head with what this rank runs; where its donor stands.
+
+    Args:
+        states: names of the optimizer states that are kept here. counts: the numbers in each.
+
+    Raises:
+        ValueError: it is of another run, model, preset, place or release, with the values of both sides; or no head at all.
+    """
+    if head.get("format") != FORMAT:
+        raise ValueError(
+            f"the snapshot has format {head.get('format')!r:.20}, written by fsdp_demo {head.get('package')!r:.40}; this is {__version__}, "
+            f"which reads format {FORMAT}: use one release everywhere"
+        )
+    try:
+        island, name, found = whole(head["island"]), str(head["name"])[:80], dict(head["facts"])
+        theirs = [[str(t[0]), list(t[1]), list(t[2]), str(t[3]), str(t[4])] for t in head["parameters"]]
+        where, kept = {str(k): whole(v) for k, v in head["place"].items()}, [str(s) for s in head["states"]]
+        stand = Stand.from_json(head["stand"])
+    except _BROKEN as error:
+        raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
+
+    def refuse(what: str) -> ValueError:
+        return ValueError(agreement.unlike_runs(island, name, flow.topology.name, what))
+
+    may, must = agreement.apart(_run(flow, told), found, name)
+    must += [f"{k}: {v} here, {where.get(k)} there" for k, v in place(flow).items() if where.get(k) != v]
+    if must:
+        raise refuse("; ".join(must[:6]))
+    if what := facts.tensors_apart(flow.shards.shards, theirs):
+        raise refuse(what)
+    if (found_states := (kept, _names(stand.counts))) != (mine := (list(states), _names(counts))):
+        raise refuse(
+            f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*found_states)} there; one that makes them at its first "
+            "step cannot join a run"
+        )
+    for what in _odd(flow.mailbox.channels, stand):
+        raise refuse(what)
+    flow.unlike = flow.mailbox.watch.unlike = agreement.warned(may)
+    return stand
+
+
+def _names(counts: Sequence[Mapping[str, float]] | None) -> list[list[str]] | None:
+    return None if counts is None else [sorted(entry) for entry in counts]
+
+
+def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
+    """What inner optimizers keep, in words."""
+    if names is None:
+        return "that cannot be handed on" if states else "none"
+    numbers = sorted({name for entry in names for name in entry})
+    return f"{', '.join([*states, *numbers]) or 'none'} of {len(names)} tensors"
+
+
+def _odd(channels: Sequence[ActiveChannel], stand: Stand) -> list[str]:
+    """What cannot be: marks of channels that are not here, messages that are not under way at that step."""
+    known, found = {c.channel.name: c for c in channels}, []
+    if stand.step < 0:
+        found.append(f"it stands at step {stand.step}")
+    if other := sorted({*stand.applied, *stand.last} - set(known)):
+        found.append(f"channels {other[:4]} there, {sorted(known)[:4]} here")
+    limit = sum(c.channel.clock.in_flight for c in channels)
+    if len(stand.flights) > limit:
+        found.append(f"{len(stand.flights)} messages are under way there, at most {limit} can be")
+    before = -1
+    for f in stand.flights:
+        fits = 0 < len(f.parts) and set(f.parts) <= set(f.members) <= set(known) and len(set(f.members)) == len(f.members)
+        fits = fits and before <= f.step < stand.step and all(_under_way(known[name], f, stand.step) for name in f.parts)
+        if not fits:
+            found.append(f"a message of step {f.step} of channels {f.members[:4]} is under way at step {stand.step}")
+            break
+        before = f.step
+    return found
+
+
+def _under_way(c: ActiveChannel, f: Open, step: int) -> bool:
+    """Whether channel `c` may have sent `f` and not applied it after `step` steps."""
+    clock, marks = c.channel.clock, f.parts[c.channel.name]
+    length = len(c.covered) if c.channel.before_step else 0
+    shaped = isinstance(marks, str) and len(marks) == length and set(marks) <= {"0", "1"}
+    return shaped and clock.due(f.step) and f.step + clock.delay >= step

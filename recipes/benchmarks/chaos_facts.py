@@ -1,0 +1,245 @@
+"""What the facts of a storm say: the numbers of `chaos.py`. No processes here."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Fact = dict[str, Any]
+
+LAST = 8
+"""Messages and steps at the end of a life that was lost, which count only where nobody else tells of them: an island may have acted on a
+message that the others then settled without it. That state is thrown away with it."""
+
+
+@dataclass
+class Round:
+    """One payload on which the islands have agreed."""
+
+    number: int
+    step: int
+    first: float  # when the first island had it
+    slots: tuple[int, ...]
+    counted: tuple[int, ...]
+    again: bool = False
+    changed: bool = False  # settled in a change of members
+    told: int = 0
+    unlike: bool = False  # islands told different sets
+
+
+@dataclass
+class Tape:
+    """The facts of one run, put in order.
+
+    Args:
+        facts: lines of all ranks. lives: of all islands, as `chaos_lab.Life.facts` has them.
+    """
+
+    facts: Sequence[Fact]
+    lives: Sequence[Fact]
+    ends: float = 0.0  # when the run was over
+    rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ends = self.ends or max((f["time"] for f in self.facts), default=0.0)
+        self.steps: dict[tuple[int, int], list[Fact]] = defaultdict(list)  # of the first rank, by slot and life
+        tokens: dict[tuple[int, int, int], int] = {}
+        self.lost = {(f["slot"], f["life"]) for f in self.lives if f["status"] not in (None, 0)}
+        for f in self.facts:
+            if f["what"] == "step":
+                tokens[f["slot"], f["rank"], f["step"]] = f["tokens"]  # once, though two lives may have taken it
+                if f["rank"] == 0:
+                    self.steps[f["slot"], f["life"]].append(f)
+        found: dict[int, Round] = {}
+        messages = [f for f in self.facts if f["what"] == "message" and f["rank"] == 0]
+        for f in [*self._firm(messages, "n"), *self._firm(messages, "n", last=True)]:
+            self._add(found, f)
+        self.rounds = [found[n] for n in sorted(found)]
+        self.tokens: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by slot: (step, tokens of a rank)
+        for (slot, _, step), count in tokens.items():
+            self.tokens[slot].append((step, count))
+
+    def _firm(self, facts: Sequence[Fact], key: str, last: bool = False) -> list[Fact]:
+        """What lives have told that went on for a while after it; or, `last`, only the others, where nobody else tells of it."""
+        ends: dict[tuple[int, int], int] = {}
+        for f in facts:
+            ends[f["slot"], f["life"]] = max(ends.get((f["slot"], f["life"]), 0), f[key])
+        shaky = [(f["slot"], f["life"]) in self.lost and f[key] > ends[f["slot"], f["life"]] - LAST for f in facts]
+        firm = [f for f, s in zip(facts, shaky, strict=True) if not s]
+        known = {f[key] for f in firm}
+        return [f for f, s in zip(facts, shaky, strict=True) if s and f[key] not in known] if last else firm
+
+    def _add(self, found: dict[int, Round], f: Fact) -> None:
+        slots, counted = tuple(f["slots"]), tuple(f["counted"])
+        r = found.setdefault(f["n"], Round(f["n"], f["step"], f["time"], slots, counted))
+        r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step) and (f["slot"], f["life"]) not in self.lost
+        r.first, r.told = min(r.first, f["time"]), r.told + 1
+        r.again, r.changed = r.again or f["again"], r.changed or f["changed"]
+
+    # ---- counts ----------------------------------------------------------------------------------------------------------
+
+    def gaps(self) -> Iterable[tuple[int, int, float, float]]:
+        """(slot, life, from, to) of each two steps that follow each other; of a life that still ran at the end, its last one, too."""
+        still = {(f["slot"], f["life"]) for f in self.lives if f["status"] is None}
+        still -= {(f["slot"], f["life"]) for f in self.facts if f["what"] in ("end", "finishing")}
+        for (slot, life), steps in self.steps.items():
+            times = [f["time"] for f in steps]
+            if (slot, life) in still:
+                times.append(self.ends)
+            for a, b in zip(times, times[1:], strict=False):
+                yield slot, life, a, b
+
+    def committed(self) -> int:
+        """Tokens of completed rounds."""
+        return self.tokens_by_step()[-1][1]
+
+    def participating(self) -> float:
+        """Islands that count in a payload, over those whose process was there then (and had begun its script)."""
+        starts = {(f["slot"], f["life"]): f["time"] for f in self.facts if f["what"] == "start" and f["rank"] == 0}
+        there = counted = 0
+        for r in self.rounds:
+            alive = {
+                life["slot"]
+                for life in self.lives
+                if starts.get((life["slot"], life["life"]), float("inf")) <= r.first and r.first < (life["ended"] or float("inf"))
+            }
+            there, counted = there + len(alive | set(r.counted)), counted + len(r.counted)
+        return counted / there if there else 0.0
+
+    def mismatches(self) -> list[str]:
+        """Steps at which digests differ, and messages of which islands tell different sets."""
+        by_step: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+        for f in self._firm([f for f in self.facts if f["what"] == "look" and f["digest"]], "step"):
+            by_step[f["rank"], f["step"]][f["slot"]] = f["digest"]
+        out = [f"step {step}, rank {rank}: {seen}" for (rank, step), seen in sorted(by_step.items()) if len(set(seen.values())) > 1]
+        return out + [f"message {r.number}: islands tell different sets" for r in self.rounds if r.unlike]
+
+    def compared(self) -> int:
+        """Steps of which at least two islands have told a digest."""
+        seen = Counter((f["rank"], f["step"], f["slot"]) for f in self.facts if f["what"] == "look" and f["digest"])
+        return sum(n > 1 for n in Counter((rank, step) for rank, step, _ in seen).values())
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss on held-out text: mean over islands)."""
+        by_step: dict[int, list[float]] = defaultdict(list)
+        for f in self.facts:
+            if f["what"] == "look" and f["rank"] == 0:
+                by_step[f["step"]].append(f["loss"])
+        return [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
+
+    def loss_by_tokens(self) -> list[tuple[int, float]]:
+        """(tokens of completed rounds, loss on held-out text then)."""
+        counted = self.tokens_by_step()
+        return [(counted[bisect.bisect_right(counted, (step, float("inf"))) - 1][1], loss) for step, loss in self.losses()]
+
+    def tokens_by_step(self) -> list[tuple[int, int]]:
+        """(steps done, tokens of completed rounds up to then): those of a step count with the first round from that step on, if the island
+        is among those that count in it."""
+        marks = sorted((r.step, r.number) for r in self.rounds)
+        counted = {r.number: r.counted for r in self.rounds}
+        sums: dict[int, int] = defaultdict(int)
+        for slot, steps in self.tokens.items():
+            for step, tokens in steps:
+                at = bisect.bisect_left(marks, (step - 1, -1))
+                if at < len(marks) and slot in counted[marks[at][1]]:
+                    sums[marks[at][0] + 1] += tokens
+        out, total = [(0, 0)], 0
+        for step in sorted(sums):
+            total += sums[step]
+            out.append((step, total))
+        return out
+
+
+def at_tokens(curve: Sequence[tuple[int, float]], tokens: float) -> float | None:
+    """A curve's value at so many tokens, between its points; None beyond its ends."""
+    if not curve or not curve[0][0] <= tokens <= curve[-1][0]:
+        return None
+    at = bisect.bisect_left([x for x, _ in curve], tokens)
+    (x0, y0), (x1, y1) = curve[max(at - 1, 0)], curve[at]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+
+# ---- events --------------------------------------------------------------------------------------------------------------------
+
+
+STOOD = ("stop", "kill_rank", "kill_island")
+"""Kinds whose victim cannot step by our doing: its own time does not count."""
+
+QUIET = ("poison", "disk_full")  # kinds that nobody has to wait for, while another event lasts
+
+LINKS = ("cut", "cut_off", "one_way", "damage")
+"""Kinds that hurt a link: either side of it may be left out, and of two islands the one with the lower number goes on."""
+
+
+def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
+    """For each event the longest time between two steps of an island that lived on. It belongs to the last event that came before it or
+    right after its beginning."""
+    out, struck = [0.0] * len(events), [e["struck"] for e in events]
+    for slot, life, a, b in tape.gaps():
+        at = bisect.bisect_right(struck, a + max(0.5, 0.1 * (b - a))) - 1
+        if at < 0 or b < struck[at]:
+            continue
+        while at > 0 and events[at]["kind"] in QUIET and events[at - 1]["over"] > struck[at]:
+            at -= 1
+        event = events[at]
+        if event["lives"][str(slot)] == life and not (slot in event["victims"] and event["kind"] in STOOD):
+            out[at] = max(out[at], b - a)
+    return out
+
+
+def survived(tape: Tape, event: Fact, events: Sequence[Fact]) -> str:
+    """Empty where those that were not hit went on; else who did not. Where a link was hurt one island may be left out, whichever."""
+    went, why = 0, []
+    for slot in sorted({*event["others"], *event["victims"]}):
+        over, life = _life(tape, event, slot), event["lives"][str(slot)]
+        went_on = any(f["time"] > event["struck"] + 0.2 for f in tape.steps[slot, life]) or (over is not None and over["status"] == 0)
+        went += went_on
+        if slot in event["victims"] and event["kind"] not in LINKS:
+            continue
+        if _lost_by(tape, event, events, slot):
+            why.append(f"island {slot} ended, too, with status {over['status'] if over else '?'}")
+        elif not went_on and (over is None or over["status"] is None):
+            why.append(f"island {slot} stands still")
+    may = 1 if event["kind"] in LINKS else 0
+    return "; ".join(why) if len(why) > may else "" if went else "nobody goes on"
+
+
+def returned(tape: Tape, event: Fact, events: Sequence[Fact]) -> list[float]:
+    """Seconds until an island that was lost counts again in a message, from the end of the cause; infinite where it did not come back."""
+    out = []
+    for slot in sorted({*event["others"], *event["victims"]}):
+        if not _lost_by(tape, event, events, slot):
+            continue
+        life = event["lives"][str(slot)]
+        told = [f["time"] for f in tape.facts if f["what"] == "message" and f["slot"] == slot and f["life"] > life and slot in f["counted"]]
+        cause = min(max(event["struck"], event["over"] or 0.0), tape.ends)
+        out.append(max(min(told) - cause, 0.0) if told else float("inf"))
+    return out
+
+
+def _life(tape: Tape, event: Fact, slot: int) -> Fact | None:
+    """The life that an island had when an event came."""
+    life = event["lives"][str(slot)]
+    return next((f for f in tape.lives if (f["slot"], f["life"]) == (slot, life)), None)
+
+
+def _lost_by(tape: Tape, event: Fact, events: Sequence[Fact], slot: int) -> bool:
+    """Whether an island's life ended by this event: after it, and after no other that hit it, or hurt a link, in the same life."""
+    over = _life(tape, event, slot)
+    if over is None or over["status"] in (None, 0) or over["ended"] < event["struck"]:
+        return False
+    life, later = over["life"], [e for e in events if event["struck"] < e["struck"] <= over["ended"]]
+    same = [e for e in later if e["lives"][str(slot)] == life]
+    if slot in event["victims"]:
+        return not any(slot in e["victims"] for e in same)
+    hit = [e for e in events if slot in e["victims"] and e["lives"][str(slot)] == life and e["struck"] <= over["ended"]]
+    return not hit and not any(e["kind"] in LINKS for e in same)
+
+
+def unexpected(lives: Sequence[Fact]) -> list[str]:
+    """Lives that ended as no event or expulsion explains: another status than 0, 75, or SIGKILL."""
+    return [f"island {f['slot']}, life {f['life']}: status {f['status']}" for f in lives if f["status"] not in (None, 0, 75, 137)]

@@ -1,0 +1,450 @@
+"""An island joins a run under way: after the steps that it makes up for it stands where an island stands that was there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import PeerLost, Stopped, WireError, base_optimizer, preset
+from fsdp_demo.comm.header import PAYLOAD, STOP
+from fsdp_demo.comm.joining import Expected, Tick, packed, to_bytes, unpacked
+
+from ..support import joining, threaded
+from ..support.cases import named
+
+STEPS = 12
+
+
+class Net(nn.Module):
+    """Two layers with running statistics, a head, a frozen vector."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(66, 66), nn.BatchNorm1d(66)) for _ in range(2)])
+        self.head, self.shift = nn.Linear(66, 70), nn.Parameter(torch.randn(70), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) + self.shift
+
+
+def made(config: Any, seed: int = 0) -> tuple[Net, torch.optim.Optimizer, Any]:
+    """Model, optimizer and a schedule that gives each step another rate."""
+    model = Net(seed)
+    optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+
+def step(model: Net, optimizer: torch.optim.Optimizer, t: int, island: int) -> None:
+    torch.manual_seed(100 * t + island)
+    generator = torch.Generator().manual_seed(1000 * t + island)
+    model(torch.randn(4, 66, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def recorded(config: Any, steps: int = STEPS, brings: Any = None, made: Any = made) -> tuple[joining.Record, list[dict[str, Any]]]:
+    """Two islands train; what the first one's desk has seen, and where it stood after every step."""
+
+    def island(i: int, topology: Any) -> Any:
+        model, optimizer, schedule = made(config, i)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, agree={"steps": 100})
+        record = joining.Record(exchange, brings) if i == 0 else None
+        stands = [joining.stand(exchange._flow)]
+        for t in range(steps):
+            exchange.note(tokens=10 + 3 * i + t, loss=float(t))
+            step(model, optimizer, t, i)
+            schedule.step()
+            stands.append(joining.stand(exchange._flow))
+        exchange.state_dict()  # what is under way comes in
+        exchange.detach()
+        return record, stands
+
+    return threaded.values(threaded.islands(island))[0]
+
+
+def joins(
+    config: Any, record: joining.Record, at: int, until: int | None = None, made: Any = made
+) -> tuple[list[dict[str, Any]], Any, Net]:
+    """A newcomer joins at step `at`: where it stood after each step that it has made up for, its exchange and its model."""
+    stands: list[dict[str, Any]] = []
+    patch = joining.watched(lambda flow: stands.append(joining.stand(flow)))
+    try:
+        model, optimizer, _ = made(config, 7)
+        fed = joining.Fed(record, at, until)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), agree={"steps": 100})
+    finally:
+        patch.undo()
+    assert exchange.newcomer and fed.goes_on == exchange.step and fed.asked == [p.numel() for p in fed.parts[1:]]
+    return stands, exchange, model
+
+
+CASES = {
+    "full": preset("full"),
+    "full-late": preset("full", **{"clock.delay": 2}, clip=0.1),
+    "demo-seldom": preset("demo", **{"clock.period": 2, "clock.delay": 5}),
+    "demo": preset("demo"),
+    "demo-late": preset("demo", **{"clock.delay": 3}),
+    "demo-norm": preset("demo", clip=0.05, clip_over="islands"),
+    "demo-rates": preset("demo", lr_inside=True),
+    "demo-2": preset("demo", version=2),
+    "demo-adamw": preset("demo", inner="adamw"),
+    "random": preset("random"),
+    "stride": preset("stride", inner="adamw"),
+    "local_sgd": preset("local_sgd", period=4),
+    "local_sgd-late": preset("local_sgd", period=4, **{"clock.delay": 2, "applier.mix": 0.25}),
+    "local_sgd-queue": preset("local_sgd", period=2, **{"clock.delay": 5}),
+    "local_adam": preset("local_adam", period=3),
+    "desloc": preset("desloc", period=2, **{"exp_avg.clock.delay": 1}),
+    "diloco": preset("diloco", period=3, momentum_warmup=2),
+    "diloco-int8": preset("diloco", period=3, code="int8"),
+    "diloco-late": preset("diloco", period=4, **{"clock.delay": 3, "applier.mix": 0.5}),
+    "diloco-queue": preset("diloco", period=2, **{"clock.delay": 5}),
+    "diloco-tokens": preset("diloco", period=3, **{"reducer.weight": "tokens"}),
+    "streaming_diloco": preset("streaming_diloco", period=4, layers=1, delay=2),
+    "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, code="fp32"),
+    "decoupled_momentum": preset("decoupled_momentum", period=2),
+    "consensus-late": preset("decoupled_momentum", period=3, **{"clock.delay": 2, "applier.mix": 0.5}),
+    "released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
+    "sparse_loco": preset("sparse_loco", period=2),
+    "muloco": preset("muloco", period=3),
+    "muloco-queue": preset("muloco", period=2, code="int4", **{"clock.delay": 3}),
+}
+
+
+def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
+    """What a newcomer must share with an island that was there."""
+    assert now["step"] == then["step"] and joining.same(now["clocks"], then["clocks"]), (now["clocks"], then["clocks"])
+    assert now["loss"] == then["loss"] or now["loss"] != now["loss"]
+    if not any(c.applier.local_delta for c in config.channels):
+        assert joining.same(now["anchors"], then["anchors"]) and joining.same(now["momenta"], then["momenta"])
+        assert all(not a.any() for a in now["accumulators"])
+    assert all(far == 0 for far in now["away"])
+    here, there = (torch.cat([p.flatten() for p in at["parameters"]]) for at in (now, then))
+    assert float((here - there).norm() / there.norm()) < 0.5  # a late mean is corrected by what was sent: without it it would count twice
+    if all(c.before_step for c in config.channels):
+        assert joining.same(now["parameters"], then["parameters"]) and joining.same(now["states"], then["states"])
+    for c in config.channels:
+        t = now["step"] - 1
+        if c.source == "parameter" and not c.clock.delay and not c.applier.mix and c.clock.due(t):
+            assert joining.same(now["parameters"], then["parameters"])
+        if c.state_name and c.clock.due(t) and not c.clock.delay and not c.exclude:
+            assert all(torch.equal(a[c.state_name], b[c.state_name]) for a, b in zip(now["states"], then["states"], strict=True))
+        if c.state_name:
+            assert all(torch.equal(a["step"], b["step"]) for a, b in zip(now["states"], then["states"], strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_newcomer_stands_where_the_others_stand(run_ranks, name: str) -> None:
+    """Joining after every step, and following up to the end."""
+    config = CASES[name]
+
+    def run() -> None:
+        record, truth = recorded(config)
+        assert sorted(record.snapshots) == list(range(1, STEPS + 1))
+        for at in record.snapshots:
+            stands, exchange, model = joins(config, record, at)
+            assert [s["step"] for s in stands] == list(range(at + 1, STEPS + 1)) and exchange.step == STEPS
+            assert exchange.optimizers[0].param_groups[0]["lr"] == exchange.optimizers[0].param_groups[0]["initial_lr"]
+            for now in [*stands, joining.stand(exchange._flow)]:
+                compare(config, now, truth[now["step"]])
+            exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+@pytest.mark.parametrize("name", ["demo-adamw", "streaming_diloco", "local_sgd-late"])
+def test_sharded(run_ranks, name: str) -> None:
+    """FSDP2 over two ranks; each follows its own line."""
+    config = CASES[name]
+
+    def run(me: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        def sharded(seed: int) -> Any:
+            model = Net(seed)
+            for layer in [*model.layers, model]:
+                fully_shard(layer, mesh=me.mesh())
+            optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
+            return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+        model, optimizer, schedule = sharded(me.island)
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        record, truth = joining.Record(exchange), [joining.stand(exchange._flow)]
+        for t in range(8):
+            step(model, optimizer, t, me.island)
+            schedule.step()
+            truth.append(joining.stand(exchange._flow))
+        exchange.state_dict()
+        exchange.detach()
+        if me.island:
+            return
+        for at in (1, 4, 7):
+            stands: list[dict[str, Any]] = []
+            patch = joining.watched(lambda flow: stands.append(joining.stand(flow)))  # noqa: B023
+            model, optimizer, _ = sharded(7)
+            fed = joining.Fed(record, at)
+            fed.waits = me.proc  # its snapshot comes later than that of the other rank
+            where = joining.topology(fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD)
+            exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
+            patch.undo()
+            assert exchange.step == 8 and len(stands) == 8 - at
+            for now in stands:
+                compare(config, now, truth[now["step"]])
+            whole = model.head.weight.full_tensor()  # type: ignore[operator]
+            assert whole.isfinite().all()
+            exchange.detach()
+
+    run_ranks(run, islands=2, procs=2)
+
+
+@pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one lane", "two lanes"])
+@pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "full-late"])
+def test_copies(run_ranks, name: str, procs: list[int]) -> None:
+    """Two ranks hold the whole model. They share two lanes; or one, and the second has no line and gets all through its island."""
+    config, lanes = CASES[name], min(procs)
+
+    def run(me: Any) -> Any:
+        model, optimizer, schedule = made(config, me.island)
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        record, truth = joining.Record(exchange), [joining.stand(exchange._flow)]
+        for t in range(8):
+            step(model, optimizer, t, me.island)
+            schedule.step()
+            truth.append(joining.stand(exchange._flow))
+        exchange.state_dict()
+        exchange.detach()
+        if me.island:
+            return None
+        model, optimizer, _ = made(config, 7)
+        fed = joining.Fed(record, 3) if me.proc < lanes else None
+        where = joining.topology(fed, lanes=lanes, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
+        now = joining.stand(exchange._flow)
+        compare(config, now, truth[8])
+        buffers = [b.clone() for b in model.buffers()]
+        exchange.detach()
+        return now["parameters"], now["states"] if config.channels[0].before_step else [], now["clocks"], buffers, exchange.step
+
+    first, second, *_ = run_ranks(run, islands=2, procs=procs)
+    assert joining.same(first, second) and first[-1] == 8
+
+
+@pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "streaming_diloco", "desloc"])
+def test_it_trains_on_before_its_messages_count(run_ranks, name: str) -> None:
+    """Caught up, it takes steps of its own; what it sends counts later, and it hears what the others agree on."""
+    config = CASES[name]
+
+    def run() -> None:
+        record, truth = recorded(config)
+        for at, until in ((2, 6), (5, 5), (7, 8)):
+            _, exchange, model = joins(config, record, at, until)
+            assert exchange.step == until
+            optimizer = exchange.optimizers[0]
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+            for _ in range(until):
+                schedule.step()
+            for t in range(until, STEPS):
+                step(model, optimizer, t, 5)
+                schedule.step()
+                now, then = joining.stand(exchange._flow), truth[t + 1]
+                assert joining.same(now["clocks"], then["clocks"])
+                assert joining.same(now["anchors"], then["anchors"]) and joining.same(now["momenta"], then["momenta"])
+                if config.channels[0].before_step:
+                    assert joining.same(now["parameters"], then["parameters"]) and joining.same(now["states"], then["states"])
+            exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def damaged(change: Any) -> Any:
+    """Lets `change` spoil the head of a snapshot's parts."""
+
+    def apply(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        head = json.loads(bytes(parts[0].tolist()))
+        change(head)
+        return [to_bytes(head), *parts[1:]]
+
+    return apply
+
+
+def into(*path: Any, value: Any) -> Any:
+    def change(head: Any) -> None:
+        node = head
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = value
+
+    return damaged(change)
+
+
+SPOILT = {
+    "format": (into("format", value=7), r"has format 7, written by fsdp_demo .* reads format 1"),
+    "no form": (into("stand", value=[]), "is of another form"),
+    "no JSON": (lambda parts: [parts[0][:-9], *parts[1:]], "the head of a snapshot is no JSON"),
+    "shards": (into("place", "shards", value=4), r"island 0 \(island0\) runs something else than newcomer: shards: 1 here, 4 there"),
+    "islands": (into("place", "islands", value=3), "islands: 2 here, 3 there"),
+    "facts": (into("facts", "agree.steps", value=7), "agree.steps: 100 here, 7 there"),
+    "dtype": (into("parameters", 1, 3, value="bfloat16"), r"parameter 1 is .* float32, trained here, .* bfloat16, trained there"),
+    "fewer": (damaged(lambda head: head["parameters"].pop()), "11 parameters here, 10 there"),
+    "states": (into("states", value=["exp_avg"]), r"keep states exp_avg, exp_avg_sq, step of \d+ tensors here, exp_avg, step of"),
+    "counts": (damaged(lambda head: head["stand"]["counts"][0].pop("step")), "one that makes them at its first step cannot join"),
+    "no number": (into("stand", "counts", 0, "step", value="x"), "is of another form"),
+    "channel": (into("stand", "last", "other", value=3), r"channels \['other'\] there"),
+    "step": (into("stand", "step", value=-1), "stands at step -1"),
+    "no step": (into("stand", "step", value=2.5), "is of another form"),
+    "many": (damaged(lambda head: head["stand"]["flights"].extend(head["stand"]["flights"] * 9)), "20 messages are under way there"),
+    "old": (into("stand", "flights", 0, "step", value=0), "a message of step 0 of channels .* is under way at step 5"),
+    "marks": (into("stand", "flights", 0, "parts", "momentum", value="01"), "is under way at step 5"),
+    "listed": (into("tensors", 1, 2, value=1 << 40), r"the snapshot lists tensor 1 as \['parameters', 'float32', 1099511627776\]"),
+    "cut": (lambda parts: parts[:-1], r"the snapshot was cut off: 3 of 4 tensors came"),
+    "short": (lambda parts: [*parts[:-1], parts[-1][:-4]], r"the snapshot was cut off: state.exp_avg_sq has \d+ bytes"),
+}
+
+
+def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
+    config = preset("demo", inner="adamw", **{"clock.delay": 2})
+
+    def run() -> None:
+        record, _ = recorded(config, 6)
+        parts, under_way = record.snapshots[5]
+        for name, (change, message) in SPOILT.items():
+            record.snapshots[5] = change(list(parts)), under_way
+            with named(name), pytest.raises(ValueError, match=message):
+                joins(config, record, 5)
+        record.snapshots[5] = parts, under_way
+        for other, message in (
+            (preset("demo", inner="adamw", **{"clock.delay": 1}), "config.channels.0.clock.delay: 1 here, 2 there"),
+            (preset("full"), "config.preset: 'full' here, 'demo' there"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                joins(other, record, 5)
+        wide = nn.Linear(66, 70)
+        optimizer = base_optimizer(config, wide.named_parameters())
+        with pytest.raises(ValueError, match=r"2 parameters here, 11 there; parameter 0 is weight \[70, 66\] float32, trained here"):
+            fsdp_demo.attach(optimizer, config, model=wide, topology=joining.topology(joining.Fed(record, 5)), agree={"steps": 100})
+        model, optimizer, _ = made(config)
+        nameless = joining.topology(joining.Fed(record, 5))
+        with pytest.raises(ValueError, match="parameter 0 is optimizer0.group0.parameter0|pass model= on all islands"):
+            fsdp_demo.attach(base_optimizer(config, model.parameters()), config, topology=nameless, agree={"steps": 100})
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
+    config = preset("demo", inner="adamw")
+
+    def run() -> None:
+        record, _ = recorded(config, 6)
+        good, messages = dict(record.ticks), list(record.messages)
+        spoilt = {
+            "another step": (Tick(4, Tick.unpack(good[3]).rates).pack(), WireError, "step 4 came to be made up for, here comes 3"),
+            "other groups": (Tick(3, []).pack(), ValueError, r"rates of \[\] groups came, the optimizers here have \[1\]"),
+            "no rate": (Tick(3, [[{"lr": "x"}]]).pack(), ValueError, "lr of another form came"),
+            "no tick": (to_bytes({"step": 3}), WireError, "a tick of another form came"),
+        }
+        for name, (tick, kind, message) in spoilt.items():
+            record.ticks = good | {3: tick}
+            with named(name), pytest.raises(kind, match=message):
+                joins(config, record, 2)
+        record.ticks = good
+        wrong = {
+            "missing": ([m for m in messages if m.headers[0].step != 3], r"are of \(kind, step\) \[\(1, 4\)\], here comes \(1, 3\)"),
+            "short": ([replace(m, bodies=[b[:-1] for b in m.bodies]) for m in messages], r"has bodies of \[.*\] bytes"),
+            "many": ([replace(m, headers=m.headers * 5, bodies=m.bodies * 5) for m in messages], "is of 10 islands"),
+            "over": (messages[:4], "the record has no more messages"),
+        }
+        for name, (kept, message) in wrong.items():
+            record.messages = kept
+            with named(name), pytest.raises((WireError, PeerLost), match=message):
+                joins(config, record, 2)
+        with pytest.raises(WireError, match="cut off: parts of"):
+            unpacked(packed(messages[0])[:-1], Expected(PAYLOAD, 0, messages[0].bodies[0].numel()))
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_a_stop_of_the_others_while_it_joins(run_ranks) -> None:
+    config = preset("demo", inner="adamw")
+
+    def run() -> None:
+        record, _ = recorded(config, 6)
+        last = record.messages[-1]
+        record.messages[-1] = replace(last, headers=[replace(h, flags=h.flags | STOP) for h in last.headers])
+        with pytest.raises(Stopped, match="the other islands stopped after step 6, when this one was about to join"):
+            joins(config, record, 2)
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
+    """A state and a step of an older life; the council asks at the step of the others from then on."""
+    config = preset("diloco", period=3)
+
+    def run() -> None:
+        record, truth = recorded(config, 6)
+        model, optimizer, _ = made(config, 7)
+        state = fsdp_demo.attach(optimizer, config, model=model, topology=fsdp_demo.Topology()).state_dict()
+        model, optimizer, _ = made(config, 7)
+        where, facts = joining.topology(joining.Fed(record, 4)), {"steps": 100, "at": 2}  # the Trainer's step, where it starts anew
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, agree=facts)
+        compare(config, joining.stand(exchange._flow), truth[6])
+        assert exchange.council._step() == 6
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
+    """Frozen parameters and buffers: of the first digest that it names."""
+    config = preset("local_sgd", period=3)
+
+    def lora(config: Any, seed: int) -> Any:
+        model = Net(0)
+        for layer in model.layers:
+            layer.requires_grad_(False).eval()  # running statistics stay as they are
+        torch.manual_seed(seed)
+        nn.init.normal_(model.head.weight)
+        optimizer = base_optimizer(config, [p for p in model.named_parameters() if p[1].requires_grad], lr=0.01)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+    def run() -> None:
+        whole, _ = recorded(config, 3, made=lora)
+        model, optimizer, _ = lora(config, 7)
+        fed = joining.Fed(whole, 1)
+        fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), agree={"steps": 100}).detach()
+        less, truth = recorded(config, 3, fed.brought, made=lora)
+        sizes = [[p.numel() for p in record.snapshots[2][0][1:]] for record in (whole, less)]
+        assert sizes[0][1:] == sizes[1] and sizes[0][0] > 10_000
+        stands, exchange, model = joins(config, less, 1, made=lora)
+        compare(config, stands[-1], truth[3])
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None:
+    config = preset("full")
+
+    def lazy(config: Any, seed: int) -> Any:
+        model = Net(seed)
+        optimizer = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)  # a product of momenta, too
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+    def run() -> None:
+        record, truth = recorded(config, 5, made=lazy)
+        assert truth[5]["states"][0]["mu_product"] < 1
+        stands, exchange, _ = joins(config, record, 2, made=lazy)
+        for now in stands:
+            compare(config, now, truth[now["step"]])
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)

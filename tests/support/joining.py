@@ -1,0 +1,185 @@
+"""A run that is recorded at one of its islands, and newcomers that are fed from the record: what joining does, without a transport.
+
+`Record` is the desk of a donor's line and notes what comes back on it. `Fed` is what a newcomer's line follows: the snapshot of one step,
+and the ticks and messages since. Everything goes through its form on a wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_demo import Topology
+from fsdp_demo.comm.collectives import Arrived
+from fsdp_demo.comm.header import NORM, PAYLOAD
+from fsdp_demo.comm.joining import Expected, Snapshot, Tick, packed, unpacked
+from fsdp_demo.comm.peers import Line
+from fsdp_demo.errors import PeerLost
+from fsdp_demo.exchange import replay
+
+
+class Record:
+    """The desk of a line: somebody asks for a snapshot at every step. It notes the messages of the line, too.
+
+    Attributes:
+        snapshots: by step, as bytes, with the futures of what is under way. ticks: as bytes, by step.
+        messages: what came back within steps, in order.
+    """
+
+    wanted = follows = True
+
+    def __init__(self, exchange: Any, brings: dict[str, str] | None = None):
+        self.brings = brings or {}
+        self.snapshots: dict[int, tuple[list[torch.Tensor], list[Future[Arrived]]]] = {}
+        self.ticks: dict[int, torch.Tensor] = {}
+        self.messages: list[Arrived] = []
+        line = exchange._connections.line
+        if line is None:
+            return
+        line.desk, swap, gather = self, line.exchange, line.all_gather
+
+        def exchanged(*args: Any, **kwargs: Any) -> Arrived:
+            self.messages.append(kept(arrived := swap(*args, **kwargs)))
+            return arrived
+
+        def gathered(data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True) -> list[torch.Tensor]:
+            bodies = gather(data, kind, step, setup)
+            if kind == NORM:
+                self.messages.append(Arrived([line.header(NORM, step)] * len(bodies), [b.clone() for b in bodies], []))
+            return bodies
+
+        line.exchange, line.all_gather = exchanged, gathered
+
+    def hand(self, snapshot: Snapshot, under_way: list[Future[Arrived]]) -> None:
+        self.snapshots[snapshot.head["stand"]["step"]] = [part.clone() for part in snapshot.pack()], list(under_way)
+
+    def tick(self, tick: Tick) -> None:
+        self.ticks[tick.step] = tick.pack()
+
+
+def kept(arrived: Arrived) -> Arrived:
+    """With memory of its own."""
+    return Arrived(list(arrived.headers), [b.clone() for b in arrived.bodies], [m.clone() for m in arrived.means], slots=arrived.slots)
+
+
+class Fed:
+    """What a newcomer's line follows: the record from the snapshot of `step` on, up to step `until`.
+
+    Attributes:
+        taken: how many messages were taken. asked: the sizes for which room was made. goes_on: the step from which it goes on by itself.
+    """
+
+    def __init__(self, record: Record, step: int, until: int | None = None):
+        self.record, self.until, self.at = record, until, step
+        self.parts, under_way = record.snapshots[step]
+        later = [m for m in record.messages if m.headers[0].step >= step]
+        self.queue = [*(packed(f.result()) for f in under_way), *map(packed, later)]
+        self.planned, self.waits, self.taken, self.goes_on = True, 1, 0, -1
+        self.asked: list[int] = []
+
+    def head(self, longest: int, seconds: float, brings: dict[str, str]) -> torch.Tensor | None:
+        self.brought = brings
+        self.waits -= 1
+        return None if self.waits >= 0 else self.parts[0]
+
+    def bodies(self, sizes: list[int], seconds: float) -> list[torch.Tensor] | None:
+        self.asked = list(sizes)
+        return self.parts[1:]
+
+    def tick(self, seconds: float) -> Tick | None:
+        if self.at == self.until or self.at not in self.record.ticks:
+            return None
+        self.at += 1
+        return Tick.unpack(self.record.ticks[self.at - 1])
+
+    def arrived(self, expected: Expected) -> Arrived:
+        if self.taken >= len(self.queue):
+            raise PeerLost("the record has no more messages")
+        self.taken += 1
+        return unpacked(self.queue[self.taken - 1], expected)
+
+    def caught_up(self, step: int) -> None:
+        self.goes_on = step
+
+
+class Follower(Line):
+    """A newcomer's line, which sends nothing."""
+
+    def __init__(self, fed: Fed, islands: int):
+        super().__init__(None, islands - 1, islands, [f"island{i}" for i in range(islands)], 5.0)
+        self.following = fed
+
+    def exchange(self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False) -> Arrived:
+        assert self.following is not None and header.kind == PAYLOAD
+        wanted = Expected(header.kind, header.step, body.numel(), [(v.numel(), code) for v, code in vectors], self.size)
+        arrived = self.following.arrived(wanted)
+        weigh(arrived.headers)
+        return arrived
+
+    def all_gather(self, data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True) -> list[torch.Tensor]:
+        assert self.following is not None and kind == NORM, "asked outside of a step"
+        return self.following.arrived(Expected(kind, step, data.numel(), (), self.size)).bodies
+
+
+class Joining(Topology):
+    """Of a newcomer: this rank's line is a `Follower`; copies beyond the lanes have none."""
+
+    def follow(self, fed: Fed | None, lanes: int = 1) -> Joining:
+        self.fed, self.lanes = fed, lanes
+        return self
+
+    def under_way(self) -> bool:
+        return True
+
+    def join(self, position: Any) -> tuple[Line | None, int]:
+        assert (self.fed is not None) == (position.copy < self.lanes)
+        return (None if self.fed is None else Follower(self.fed, self.islands)), self.lanes
+
+
+def topology(fed: Fed | None, islands: int = 2, lanes: int = 1, kind: str = "mesh", **fields: Any) -> Joining:
+    """Of the last of `islands` islands, as a newcomer."""
+    return Joining(kind, islands - 1, islands, "newcomer", **fields).follow(fed, lanes)
+
+
+def stand(flow: Any) -> dict[str, Any]:
+    """Copies of all that joining is about, on this rank."""
+    states = [{k: torch.as_tensor(v).clone() for k, v in s.items()} for _, s in flow.shards.optimizer_states()]
+    delta = [c for c in flow.channels if c.channel.source == "delta" and c.anchor is not None]
+    return {
+        "step": flow.step,
+        "parameters": [None if t is None else t.clone() for t in flow.shards.read("parameter")],
+        "states": states,
+        "anchors": {c.channel.name: c.anchor.clone() for c in delta},
+        "momenta": {c.channel.name: c.momentum.clone() for c in delta if c.momentum is not None},
+        "away": [(c.anchor - c.pack("parameter")).abs().sum() for c in delta],
+        "clocks": (dict(flow.applied), dict(flow.mailbox.last), [(f.step, f.members, list(f.parts)) for f in flow.mailbox.flights]),
+        "accumulators": [c.accumulator.clone() for c in flow.channels if c.accumulator is not None],
+        "loss": flow.mailbox.watch.loss,
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of tensors and numbers are equal, bit by bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def watched(each: Callable[[Any], None]) -> pytest.MonkeyPatch:
+    """From now on `each(flow)` is called behind every step that a newcomer of this process makes up for; undo the patch."""
+    patch, take = pytest.MonkeyPatch(), replay._take
+
+    def taken(flow: Any, tick: Tick) -> None:
+        take(flow, tick)
+        each(flow)
+
+    patch.setattr(replay, "_take", taken)
+    return patch
