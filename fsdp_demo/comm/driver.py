@@ -34,6 +34,9 @@ from .wire import Wire
 
 log = logging.getLogger("fsdp_demo")
 
+CLOSED = "the connections were closed"
+"""The regular end: what this rank has is what all have. After a failure nobody knows that (K9)."""
+
 STOPPED = 2.0
 """Seconds between two turns of this thread after which the process itself must have been stopped: the others are not to blame then."""
 
@@ -152,7 +155,7 @@ class Driver:
         with self.changed:
             while self.stable < below and not (self._closed or self._left) and (left := end - time.monotonic()) > 0:
                 self.changed.wait(min(left, 0.5))
-            return self.stable >= below or self._closed or self._left
+            return self.stable >= below or self._left or self._failed == CLOSED
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The connections close."""
@@ -259,7 +262,7 @@ class Driver:
         if self.guests is not None:
             self.guests.close()
         self._closed = True
-        self._fail("the connections were closed")
+        self._fail(CLOSED)
 
     def _fail(self, reason: str) -> None:
         self._failed, self._closed = self._failed or reason, True
