@@ -153,7 +153,9 @@ KEPT = {
         "test_survivors_train_on": r"^(demo|streaming_diloco)$",
     },
     "comm/test_member_line.py": {
-        "test_a_second_one_is_killed_in_the_change": r"_freeze|True-_adopted",
+        "test_a_second_one_is_killed_in_the_change": r"False-_freeze|True-_adopted",
+        "test_killed_at_each_piece": r"some",
+        "test_killed_within_a_long_message_dealt_to_several_connections": r"some",
     },
     "comm/test_lossy_links.py": {
         "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
