@@ -192,10 +192,11 @@ class Exchange(Readings):
         """
         line = self._line
         if line is not None and line.elastic:
-            others = len(line.alive) > 1
+            alone = len(line.alive) == 1
             line.leave()
-            if others:
-                return
+            if alone and self.topology.rank == 0:
+                self._presence.end("left")
+            return
         self._presence.tell_stop(self.step)
         if stopped:
             self._presence.wait_for_stops(self.topology.stop_timeout)
