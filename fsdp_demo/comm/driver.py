@@ -357,19 +357,20 @@ class Driver:
 
     def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece) -> None:
         made = message.average(contributors, piece.attempt)
+        message.sent += made.numel() * len(message.making[piece][1])  # now: the message may be complete before this has left
 
         def send() -> None:
             view, to = message.making.pop(piece)
             if view == self.machine.record.view:
-                self._hand_over(message, piece, made, to)
+                self._hand_over(message, piece, made, to, counted=True)
 
         self._post(send)
 
-    def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member]) -> None:
+    def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member], counted: bool = False) -> None:
         for member in to:
             if member in self.lanes:
                 self._streams.send(message, piece, data, member)
-                message.sent += data.numel()
+                message.sent += 0 if counted else data.numel()
 
     def _cast(self, action: moves.CastVote) -> None:
         n, rank, view = action.ballot
