@@ -242,7 +242,7 @@ class Follow:
         assert self._record is not None
         self.base = self._record.base[self._record.members.index(self._me)]
         self._become(self._record)
-        log.info("goes on from step %d, and takes part from message %d on", step, self.base)
+        log.info("this island goes on from step %d, and takes part from message %d on", step, self.base)
 
     def over(self) -> None:
         """This island takes part from here on, and follows no more. In the driver's thread."""
