@@ -37,7 +37,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from chaos_events import KINDS, Event, Storm, plan  # noqa: E402
 from chaos_facts import Tape, at_tokens, returned, stalls, survived, unexpected  # noqa: E402
-from chaos_lab import Lab  # noqa: E402
+from chaos_lab import FRESH, Lab  # noqa: E402
 from chaos_picture import picture_of, svg  # noqa: E402
 from report import table  # noqa: E402
 
@@ -71,6 +71,7 @@ def storm(args: argparse.Namespace, folder: Path, events: Sequence[Event]) -> Re
         _until(weather, lambda: all(lab.seen[s].step >= 5 for s in lab.seen), args.start, "the first steps of all islands")
         weather.run(args.patience)
         _until(weather, lambda: not weather.later, args.patience, "the last event to be over")
+        weather.wait(time.monotonic() + FRESH)  # until who was hit last is known to be
         _settle(weather, args)
         steps = [seen.step for seen in lab.seen.values()]
         lab.order("finish", str(max(steps) + max(20, round(MARGIN / max(args.pad, 0.02)))))
@@ -319,7 +320,7 @@ def main() -> int:
     folder = args.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        told = storm(args, folder / "storm", plan(args.events, args.kinds.split(","), args.gap, args.seed))
+        told = storm(args, folder / "storm", plan(args.events, args.kinds.split(","), args.gap, args.seed, bool(args.save_every)))
         (folder / "storm" / "told.json").write_text(json.dumps(told), encoding="utf-8")
         found = evaluate(told, _calm(args, folder, told))
     finally:

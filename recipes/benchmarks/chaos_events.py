@@ -59,14 +59,19 @@ class Event:
     skipped: str = ""
 
 
-def plan(count: int, kinds: Sequence[str], gap: float, seed: int) -> list[Event]:
-    """The events of a seed: every kind as often as any other, in random order; gaps around their mean, none of less than a fifth of it."""
+def plan(count: int, kinds: Sequence[str], gap: float, seed: int, saves: bool = True) -> list[Event]:
+    """The events of a seed: every kind as often as any other, in random order; gaps around their mean, none of less than a fifth of it.
+
+    Args:
+        saves: islands write checkpoints, so that some events may come in one.
+    """
+    moments = [m for m in MOMENTS if saves or m != "save"]
     rng, deck, events = random.Random(seed), list[str](), list[Event]()
     for _ in range(count):
         if not deck:
             deck = rng.sample(list(kinds), len(kinds))
         wait = gap * min(0.2 + 0.8 * rng.expovariate(1.0), 3.0)
-        events.append(Event(deck.pop(), wait, rng.choice(MOMENTS), rng.random(), rng.random()))
+        events.append(Event(deck.pop(), wait, rng.choice(moments), rng.random(), rng.random()))
     return events
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -17,12 +18,20 @@ from typing import Any
 from chaos_relay import Links, address
 
 from fsdp_demo.launch.launchers import shell_status
-from fsdp_demo.launch.processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send
+from fsdp_demo.launch.processes import adopt_orphans, descendants, reap, reserve_port, send
 from fsdp_demo.launch.restarts import returns
 
 SCRIPT = Path(__file__).with_name("chaos_island.py")
 FRESH = 3.0
 """Seconds since its last step within which an island counts as training."""
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """SIGKILL when this process is gone, however it ends: what stands still does not hear SIGTERM."""
+    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 @dataclass
@@ -123,7 +132,7 @@ class Lab:
     def _start(self, words: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
             return subprocess.Popen(
-                words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=end_with_parent
+                words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=_die_with_parent
             )
 
     def ask_where(self) -> None:
