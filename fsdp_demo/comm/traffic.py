@@ -137,9 +137,10 @@ class Traffic:
         elif (data := message.tensor(piece)) is not None:
             self._hand_over(message, piece, data, action.to)
         else:
-            if piece not in message.making:  # else a change has come meanwhile: once is enough, and goes to whom this view names
+            begun = piece in message.making
+            message.making[piece] = (view, action.to)  # first: the thread that calculates reads it
+            if not begun:  # else a change has come meanwhile: once is enough, and goes to whom this view names
                 message.tasks.put(lambda: self._average(message, contributors, piece))
-            message.making[piece] = (view, action.to)
 
     def _cut(self, message: Message, contributors: tuple[Member, ...], piece: Piece, view: int) -> None:
         made = message.cut(contributors, piece.attempt)
