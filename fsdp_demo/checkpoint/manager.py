@@ -258,7 +258,7 @@ class Checkpoints(Shelf):
 
         Args:
             resume: False: this is a new run, in folders that hold none. "auto": as True; where nothing is held by all, islands that hold
-                none take over from the others.
+                none take over from the others; and where islands may come and go, and none is held by all, the newest that any holds.
             take_over: islands without the newest common step take over from those that have it; what was theirs alone is lost. Where no
                 step is common, the newest that any island holds. Give it on all islands.
 
@@ -284,7 +284,9 @@ class Checkpoints(Shelf):
             raise NeedsDecision(
                 f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or give another folder, or remove this one"
             )
-        how = "take_over" if take_over else "auto" if resume == "auto" else "common"
+        # where islands may leave one by one, the last to end has the newest state, and the others lost their place when they left
+        newest = take_over or (resume == "auto" and self.topology.elastic)
+        how = "take_over" if newest else "auto" if resume == "auto" else "common"
 
         def choice() -> Any:
             chosen = self._board.choose(held, how, resume=resume, take_over=take_over)

@@ -13,23 +13,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from ..errors import PeerLost, WireError
+from ..errors import PeerLost
 from . import moves
 from .change import ChangeDesk
-from .epochs import Ballot, Member, Piece, Record, needed
+from .epochs import Ballot, Member, Record
 from .guests import Guests
-from .held import Due, Message
+from .held import Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
 from .signs import BEAT, SOON, Signs
-from .streams import Streams
+from .traffic import Traffic
 from .wire import Wire
 
 log = logging.getLogger("fsdp_demo")
@@ -69,10 +67,8 @@ class Driver:
         self._expelled, self.guests = expelled, guests
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
-        self._messages: dict[int, Message] = {}
         self._last: Message | None = None
-        self._streams = Streams(hub, self.lanes, self._refused, labels)
-        self._forwards: dict[tuple[int, Piece], Member] = {}
+        self._traffic = Traffic(hub, signs, lambda: self.machine, labels, self._post, self._take_later, self._lost)
         self._work: deque[Callable[[], None]] = deque()
         self._early: list[tuple[int, Event]] = []
         self._asked = machine.record.epoch
@@ -85,7 +81,7 @@ class Driver:
         self._desk.epoch = machine.record.epoch
         if machine.record.epoch == 0 and machine.rank == 0:
             self._desk.begin(machine.record)
-        self._adopt_connections(machine.record)
+        self._traffic.adopt(machine.record)
         signs.forgive(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
@@ -143,7 +139,7 @@ class Driver:
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
-        self._post(lambda: self._widen(lanes))
+        self._post(lambda: self._traffic.widen(lanes))
 
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
@@ -191,8 +187,7 @@ class Driver:
             self._read_notes(wire, member)
         for wire in list(self.siblings.values()):
             self._read_notes(wire, None)
-        for stream in self._streams.done():
-            self._arrived(stream)
+        self._traffic.look()
         if self.guests is not None:
             self._serve_guest(self.guests)
         if stopped:
@@ -216,8 +211,7 @@ class Driver:
         for action in actions:
             _ACTIONS[type(action)](self, action)
         if any(type(a) is moves.Adopted for a in actions):
-            for n in sorted(self._messages):
-                self._await(self._messages[n])
+            self._traffic.expect_all()
 
     def _take(self, event: Event) -> None:
         """An event from the store."""
@@ -263,8 +257,7 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         self._failed, self._closed = self._failed or reason, True
-        for message in [*self._messages.values(), *([self._last] if self._last else [])]:  # the last may wait in `_work`
-            message.tasks.put(PeerLost(reason))
+        self._traffic.fail(reason, [self._last] if self._last else [])  # the last may wait in `_work`
         with self.changed:
             self.changed.notify_all()
 
@@ -274,115 +267,22 @@ class Driver:
         if self._failed:
             message.tasks.put(PeerLost(self._failed))
             return
-        self._messages[message.n], self.signs.began[message.n] = message, time.monotonic()
+        self._traffic.open(message)
         self._step(moves.Launched(message.n, message.kind))
-        self._await(message)
-
-    def _widen(self, lanes: Mapping[Member, Wire]) -> None:
-        for m, wire in lanes.items():
-            if m not in self.lanes:  # lost meanwhile
-                wire.close(0)
-                continue
-            with self._hub.changed:
-                wire.renew(self.machine.record.view)
-            self.lanes[m].append(wire)
-
-    def _await(self, message: Message) -> None:
-        """Make room for what this rank lacks of a message, as it is settled."""
-        rank, n = self.machine, message.n
-        entry = next((e for e in rank.open if e.n == n), None)
-        if entry is None or entry.delivered or rank.state != "running":
-            return
-        settled = rank.record.settlement(n)
-        wanted = [p for p in needed(entry.kind, settled) - entry.pieces if p.of != rank.me]
-        if entry.kind != "gather" and settled.attempt == rank.record.view and Piece("part", rank.me, settled.attempt) not in entry.pieces:
-            wanted += [Piece("share", m, settled.attempt) for m in settled.contributors if m != rank.me and m not in entry.shares]
-        for piece in wanted:
-            self._streams.expect(message, piece, self._forwards.get((n, piece), piece.of), settled.contributors)
-
-    def _arrived(self, stream: Any) -> None:
-        """All of a piece is here: check it, here or, if it is long, in the thread that waits."""
-        view, label = self.machine.record.view, self._labels(stream.piece.of.slot)
-
-        def check() -> None:
-            try:
-                stream.check(label)
-            except WireError as error:
-                why = str(error)
-                self._post(lambda: self._refused(stream.sender, why))
-            else:
-                self._post(lambda: self._kept(stream, view))
-
-        if stream.data.numel() > SHORT:
-            stream.message.tasks.put(check)
-        else:
-            check()
-
-    def _kept(self, stream: Any, view: int) -> None:
-        message, piece = stream.message, stream.piece
-        if self.machine.state != "running" or view != self.machine.record.view or message.n not in self._messages:
-            return
-        message.keep(piece, stream.data, stream.header)
-        message.received += stream.data.numel()
-        self.signs.next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
-        wire = self.notes.get(stream.sender)
-        epoch = max([w.record for w in self.lanes[stream.sender]], default=0)
-        landed = wire.landed if wire else 0
-        self._take_later(epoch, moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed))
+        self._traffic.expect(message)
 
     def _send(self, action: moves.Send) -> None:
-        message = self._messages[action.n]
-        piece, view = action.piece, action.view
-        if piece.what == "share":
-            contributors = self.machine.record.settlement(action.n).contributors
-            message.tasks.put(lambda: self._cut(message, contributors, piece, view))
-        elif (data := message.tensor(piece)) is not None:
-            self._hand_over(message, piece, data, action.to)
-        else:
-            if piece not in message.making:  # else a change has come meanwhile: once is enough, and goes to whom this view names
-                contributors = self.machine.record.settlement(action.n).contributors
-                message.tasks.put(lambda: self._average(message, contributors, piece))
-            message.making[piece] = (view, action.to)
-
-    def _cut(self, message: Message, contributors: tuple[Member, ...], piece: Piece, view: int) -> None:
-        made = message.cut(contributors, piece.attempt)
-
-        def send() -> None:
-            if view == self.machine.record.view:
-                for m in contributors:
-                    if m != self.machine.me:
-                        self._hand_over(message, piece, made[m], (m,))
-
-        self._post(send)
-
-    def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece) -> None:
-        made = message.average(contributors, piece.attempt)
-
-        def send() -> None:
-            view, to = message.making.pop(piece)
-            if view == self.machine.record.view:
-                self._hand_over(message, piece, made, to)
-
-        self._post(send)
-
-    def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member]) -> None:
-        for member in to:
-            if member in self.lanes:
-                self._streams.send(message, piece, data, member)
-                message.sent += data.numel()
+        self._traffic.send(action)
 
     def _cast(self, action: moves.CastVote) -> None:
         n, rank, view = action.ballot
         self.signs.say(["vote", n, rank, view, action.epoch], self.siblings.values())
 
     def _deliver(self, action: moves.Deliver) -> None:
-        message = self._messages[action.n]
-        self.signs.rounds.append(time.monotonic() - self.signs.began.pop(action.n, time.monotonic()))
-        message.tasks.put(Due(action.contributors, self.machine.record.settlement(action.n).attempt))
+        self._traffic.deliver(action)
 
     def _free(self, action: moves.Free) -> None:
-        self._messages.pop(action.n, None)
-        self._streams.forget(action.n)
+        self._traffic.free(action)
 
     def _seal(self, action: moves.SealAllowed) -> None:
         with self.changed:
@@ -427,7 +327,7 @@ class Driver:
 
     def _freeze(self, action: moves.Freeze) -> None:
         self._frozen_at = time.monotonic()
-        self._streams.clear()
+        self._traffic.freeze()
         lost = [m.slot for m in self.machine.lost]
         self.signs.say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
 
@@ -447,22 +347,12 @@ class Driver:
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
             self.signs.drop(member)
-        self._adopt_connections(record)
-        self._forwards = {
-            (f.n, f.piece): f.sender for f in record.forwards if f.line == self.machine.rank and self.machine.me in f.to
-        }
+        self._traffic.adopt(record)
         self.changes += 1
         self.signs.forgive(time.monotonic())
         if self.machine.rank == 0:
             left, lost = ", ".join(self._labels(m.slot) for m in record.members), ", ".join(self._labels(m.slot) for m in gone)
             log.warning("epoch %d: %s lost, training goes on with %s", record.epoch, lost or "nobody", left)
-
-    def _adopt_connections(self, record: Record) -> None:
-        with self._hub.changed:
-            for wires in self.lanes.values():
-                for wire in wires:
-                    wire.renew(record.view)
-        self._streams.clear()
 
     def _gone(self, action: moves.Expelled) -> None:
         self._closed = True
@@ -481,13 +371,13 @@ class Driver:
             try:
                 word = json.loads(wire.notes.popleft())
                 self._hear(word, member)
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+            except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
                 if member is not None:
-                    self._refused(member, f"a note that cannot be read ({error!r:.80})")
+                    self._lost(member, f"a note that cannot be read ({error!r:.80})")
 
     def _hear(self, word: list[Any], member: Member | None) -> None:
         what = word[0]
-        if what == "vote":
+        if what == "vote" and member is None:
             n, rank, view, epoch = word[1:]
             self._take_later(epoch, moves.Voted(Ballot(n, rank, view), epoch))
         elif what == "frozen":
@@ -526,13 +416,6 @@ class Driver:
             self.machine = replace(self.machine, lost=self.machine.lost | set(lost[:-1]))
             self._step(moves.PeerLost(lost[-1]))
 
-    def _refused(self, member: Member, why: str) -> None:
-        """What a peer sends is damaged: nothing of it is taken, and it is taken for lost."""
-        self._lost(member, why)
-
-
-SHORT = 4 << 20
-"""Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that waits for it."""
 
 _ACTIONS: dict[type, Callable[[Driver, Any], None]] = {
     moves.Send: Driver._send,

@@ -48,6 +48,7 @@ class Hub:
         self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
+        self._attended: set[Any] = set()
         self._near, self._far = socket.socketpair()
         for end in (self._near, self._far):
             end.setblocking(False)
@@ -82,11 +83,13 @@ class Hub:
     def attend(self, socket: Any, serve: Callable[[int], None]) -> None:
         """Let `serve` read from a socket of another kind."""
         self._owners[socket] = serve
+        self._attended.add(socket)
         self._poller.register(socket, zmq.POLLIN)
 
     def neglect(self, socket: Any) -> None:
         """Undo `attend`, and close the socket."""
         if self._owners.pop(socket, None) is not None:
+            self._attended.discard(socket)
             self._poller.unregister(socket)
             socket.close(0)
 
@@ -223,6 +226,8 @@ class Hub:
             for wire in list(self.wires):
                 wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain
                 wire.close(linger)
+            for other in list(self._attended):
+                self.neglect(other)
             self.context.term()
         finally:
             self._near.close()

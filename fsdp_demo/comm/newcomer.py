@@ -23,6 +23,7 @@ from .frames import LONGEST
 from .guests import WIRES, connections, greeting, knock
 from .header import WITHIN
 from .hub import Hub
+from .joining import LONGEST as LONGEST_HEAD
 from .joining import Expected, Tick, unpacked
 from .record_json import read_record
 from .store_client import Asker
@@ -142,6 +143,7 @@ class Follow:
         self._record: Record | None = None
         self.base: int | None = None
         self.next = 0
+        self._caught_up = 0
 
     @property
     def planned(self) -> bool:
@@ -208,24 +210,25 @@ class Follow:
                 found = self._messages.begin(60.0)
             n = int(found["n"])
             self.next = n + 1 if n >= 0 else self.next
-            parts: list[Tensor] = []
-            sizes = self._messages.sizes
-            head = self._part(16 << 20)
-            try:
-                wanted = expected.sizes(head)
-            except WireError:
-                if expected.kind not in WITHIN or not self._skips(head):
-                    raise
-                wanted = sizes[1:]
-            parts = [head, *(self._part(size) for size in wanted)]
+            sizes = self._messages.sizes[1:]
+            head = self._part(LONGEST_HEAD)
+            skipped = self._skips(head, expected)
+            parts = [head, *(self._part(size) for size in (sizes if skipped else expected.sizes(head)))]
             self._messages.end()
-            if not (expected.kind in WITHIN and self._skips(head)):
+            if not skipped:
                 return unpacked(parts, expected)
 
-    def _skips(self, head: Tensor) -> bool:
-        """Whether it is a question between two steps, which a newcomer that follows does not ask."""
-        kinds = {h["kind"] for h in json.loads(bytes(head.tolist()))["headers"]}
-        return not kinds & set(WITHIN)
+    def _skips(self, head: Tensor, expected: Expected) -> bool:
+        """Whether it is a question between two steps that a newcomer does not ask: it asks none in a step, nor those of the step at which
+        it has caught up and before."""
+        try:
+            headers = json.loads(bytes(head.tolist()))["headers"]
+            asked = {(int(h["kind"]), int(h["step"])) for h in headers}
+        except (ValueError, KeyError, TypeError):
+            return False  # `Expected.sizes` says what is wrong with it
+        if any(kind in WITHIN for kind, _ in asked):
+            return False
+        return expected.kind in WITHIN or all(step <= self._caught_up for _, step in asked)
 
     def _part(self, longest: int) -> Tensor:
         part = None
@@ -241,8 +244,9 @@ class Follow:
                 raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
         assert self._record is not None
         self.base = self._record.base[self._record.members.index(self._me)]
+        self._caught_up = step
         self._become(self._record)
-        log.info("goes on from step %d, and takes part from message %d on", step, self.base)
+        log.info("this island goes on from step %d, and takes part from message %d on", step, self.base)
 
     def over(self) -> None:
         """This island takes part from here on, and follows no more. In the driver's thread."""

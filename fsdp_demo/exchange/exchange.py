@@ -192,10 +192,11 @@ class Exchange(Readings):
         """
         line = self._line
         if line is not None and line.elastic:
-            others = len(line.alive) > 1
+            alone = len(line.alive) == 1
             line.leave()
-            if others:
-                return
+            if alone and self.topology.rank == 0:
+                self._presence.end("left")
+            return
         self._presence.tell_stop(self.step)
         if stopped:
             self._presence.wait_for_stops(self.topology.stop_timeout)
@@ -303,13 +304,19 @@ class Exchange(Readings):
         seen = self._mailbox.watch
         loss = None if math.isnan(seen.loss) else seen.loss
         found = {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
-        if (line := self._line) is not None and line.elastic:
-            found |= {"alive": len(line.alive), "participating": line.size, "epoch": line.epoch}
-        return found
+        return found | self._members()
+
+    def _members(self) -> dict[str, int]:
+        """Where islands come and go: how many are members, how many took part in the last message, how often members have changed."""
+        line = self._line
+        if line is None or not line.elastic:
+            return {}
+        return {"alive": len(line.alive), "participating": line.size, "epoch": line.epoch}
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
-        at the last exchange, contributions of any island that were not finite (where there were any).
+        at the last exchange, contributions of any island that were not finite (where there were any), and where islands come and go how
+        many there are.
 
         All ranks of the island call it together."""
         meter, seen = self._meter, self._mailbox.watch
@@ -320,7 +327,7 @@ class Exchange(Readings):
         out["seconds_waiting"] = waited
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
-        return out | ({"not_finite": int(left_out)} if left_out else {})
+        return out | self._members() | ({"not_finite": int(left_out)} if left_out else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.

@@ -16,6 +16,9 @@ from .startup import specification
 
 FORMAT = 1
 
+AT_START = ("agree.at",)
+"""Facts that islands compare when they start together, and that say nothing to one that joins later: the step from which they go on."""
+
 _BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
 
 
@@ -109,11 +112,15 @@ def write(flow: Flow, told: Mapping[str, Any], stand: Stand, states: Sequence[st
         "island": flow.topology.island,
         "name": flow.topology.name,
         "place": place(flow),
-        "facts": specification(flow.config, flow.shards, told),
+        "facts": _run(flow, told),
         "parameters": [facts.described(s) for s in flow.shards.shards],
         "states": list(states),
         "stand": stand.to_json(),
     }
+
+
+def _run(flow: Flow, told: Mapping[str, Any]) -> dict[str, Any]:
+    return specification(flow.config, flow.shards, {k: v for k, v in told.items() if k not in AT_START})
 
 
 def place(flow: Flow) -> dict[str, int]:
@@ -149,7 +156,7 @@ def read(
     def refuse(what: str) -> ValueError:
         return ValueError(agreement.unlike_runs(island, name, flow.topology.name, what))
 
-    may, must = agreement.apart(specification(flow.config, flow.shards, told), found, name)
+    may, must = agreement.apart(_run(flow, told), found, name)
     must += [f"{k}: {v} here, {where.get(k)} there" for k, v in place(flow).items() if where.get(k) != v]
     if must:
         raise refuse("; ".join(must[:6]))

@@ -394,8 +394,8 @@ def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
         model, optimizer, _ = made(config, 7)
         state = fsdp_demo.attach(optimizer, config, model=model, topology=fsdp_demo.Topology()).state_dict()
         model, optimizer, _ = made(config, 7)
-        where = joining.topology(joining.Fed(record, 4))
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, agree={"steps": 100})
+        where, facts = joining.topology(joining.Fed(record, 4)), {"steps": 100, "at": 2}  # the Trainer's step, where it starts anew
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, agree=facts)
         compare(config, joining.stand(exchange._flow), truth[6])
         assert exchange.council._step() == 6
         exchange.detach()

@@ -149,6 +149,15 @@ KEPT = {
     "exchange/test_stops.py": {
         "test_who_waits_for_an_island_that_stops_is_told": r"^2$",
     },
+    "exchange/test_survivors.py": {
+        "test_survivors_train_on": r"^(demo|streaming_diloco)$",
+    },
+    "comm/test_member_line.py": {
+        "test_a_second_one_is_killed_in_the_change": r"_freeze|True-_adopted",
+    },
+    "comm/test_lossy_links.py": {
+        "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
+    },
     "exchange/test_not_finite.py": {
         "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",
     },

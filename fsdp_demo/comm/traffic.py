@@ -1,0 +1,196 @@
+"""The messages of one rank that are kept, and their pieces on the connections to the other islands.
+
+All of it runs in the driver's thread, but the calculations (`held.py`), which run in the thread that waits for the message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from ..errors import PeerLost, WireError
+from . import moves
+from .epochs import Member, Piece, Record, needed
+from .held import Due, Message
+from .hub import Hub
+from .membership import Rank
+from .signs import Signs
+from .streams import Stream, Streams
+from .wire import Wire
+
+SHORT = 4 << 20
+"""Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that waits for it."""
+
+
+class Traffic:
+    """Moves pieces as the membership of this rank asks for it.
+
+    Args:
+        hub: of all connections. signs: the connections, and who is heard on them.
+        rank: asked for the membership as it is now. labels: how errors name an island, by slot.
+        do: runs a job in the driver's thread.
+        received: called with an epoch and the event that a piece is here. refused: called with a peer whose piece is damaged, and why.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        signs: Signs,
+        rank: Callable[[], Rank],
+        labels: Callable[[int], str],
+        do: Callable[[Callable[[], None]], None],
+        received: Callable[[int, moves.Event], None],
+        refused: Callable[[Member, str], None],
+    ):
+        self._hub, self._signs, self._rank, self._labels = hub, signs, rank, labels
+        self._do, self._received, self._refused = do, received, refused
+        self._messages: dict[int, Message] = {}
+        self._streams = Streams(hub, signs.lanes, refused, labels)
+        self._forwards: dict[tuple[int, Piece], Member] = {}
+
+    # ---- messages --------------------------------------------------------------------------------------------------------
+
+    def open(self, message: Message) -> None:
+        """This rank launches a message."""
+        self._messages[message.n], self._signs.began[message.n] = message, time.monotonic()
+
+    def deliver(self, action: moves.Deliver) -> None:
+        """It is complete."""
+        self._signs.rounds.append(time.monotonic() - self._signs.began.pop(action.n, time.monotonic()))
+        self._messages[action.n].tasks.put(Due(action.contributors, self._rank().record.settlement(action.n).attempt))
+
+    def free(self, action: moves.Free) -> None:
+        """All have it."""
+        self._messages.pop(action.n, None)
+        self._streams.forget(action.n)
+
+    def fail(self, reason: str, more: Iterable[Message]) -> None:
+        """Nothing more comes: whoever waits is told."""
+        for message in [*self._messages.values(), *more]:
+            message.tasks.put(PeerLost(reason))
+
+    # ---- what comes ------------------------------------------------------------------------------------------------------
+
+    def expect(self, message: Message) -> None:
+        """Make room for what this rank lacks of a message, as it is settled."""
+        rank, n = self._rank(), message.n
+        entry = next((e for e in rank.open if e.n == n), None)
+        if entry is None or entry.delivered or rank.state != "running":
+            return
+        settled = rank.record.settlement(n)
+        wanted = [p for p in needed(entry.kind, settled) - entry.pieces if p.of != rank.me]
+        if entry.kind != "gather" and settled.attempt == rank.record.view and Piece("part", rank.me, settled.attempt) not in entry.pieces:
+            wanted += [Piece("share", m, settled.attempt) for m in settled.contributors if m != rank.me and m not in entry.shares]
+        for piece in wanted:
+            self._streams.expect(message, piece, self._forwards.get((n, piece), piece.of), settled.contributors)
+
+    def expect_all(self) -> None:
+        """The same for all messages, oldest first."""
+        for n in sorted(self._messages):
+            self.expect(self._messages[n])
+
+    def look(self) -> None:
+        """Take what has come."""
+        for stream in self._streams.done():
+            self._arrived(stream)
+
+    def _arrived(self, stream: Stream) -> None:
+        """All of a piece is here: check it, here or, if it is long, in the thread that waits."""
+        view, label = self._rank().record.view, self._labels(stream.piece.of.slot)
+
+        def check() -> None:
+            try:
+                stream.check(label)
+            except WireError as error:
+                why = str(error)
+                self._do(lambda: self._refused(stream.sender, why))
+            else:
+                self._do(lambda: self._kept(stream, view))
+
+        if stream.data.numel() > SHORT:
+            stream.message.tasks.put(check)
+        else:
+            check()
+
+    def _kept(self, stream: Stream, view: int) -> None:
+        message, piece, rank = stream.message, stream.piece, self._rank()
+        if rank.state != "running" or view != rank.record.view or message.n not in self._messages or stream.header is None:
+            return
+        message.keep(piece, stream.data, stream.header)
+        message.received += stream.data.numel()
+        self._signs.next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
+        wire = self._signs.notes.get(stream.sender)
+        epoch = max([w.record for w in self._signs.lanes[stream.sender]], default=0)
+        landed = wire.landed if wire else 0
+        self._received(epoch, moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed))
+
+    # ---- what goes -------------------------------------------------------------------------------------------------------
+
+    def send(self, action: moves.Send) -> None:
+        """Send a piece, once it has been calculated."""
+        message, piece, view = self._messages[action.n], action.piece, action.view
+        contributors = self._rank().record.settlement(action.n).contributors
+        if piece.what == "share":
+            message.tasks.put(lambda: self._cut(message, contributors, piece, view))
+        elif (data := message.tensor(piece)) is not None:
+            self._hand_over(message, piece, data, action.to)
+        else:
+            if piece not in message.making:  # else a change has come meanwhile: once is enough, and goes to whom this view names
+                message.tasks.put(lambda: self._average(message, contributors, piece))
+            message.making[piece] = (view, action.to)
+
+    def _cut(self, message: Message, contributors: tuple[Member, ...], piece: Piece, view: int) -> None:
+        made = message.cut(contributors, piece.attempt)
+
+        def send() -> None:
+            rank = self._rank()
+            for m in contributors if view == rank.record.view else ():
+                if m != rank.me:
+                    self._hand_over(message, piece, made[m], (m,))
+
+        self._do(send)
+
+    def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece) -> None:
+        made = message.average(contributors, piece.attempt)
+        message.sent += made.numel() * len(message.making[piece][1])  # now: the message may be complete before this has left
+
+        def send() -> None:
+            view, to = message.making.pop(piece)
+            if view == self._rank().record.view:
+                self._hand_over(message, piece, made, to, counted=True)
+
+        self._do(send)
+
+    def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member], counted: bool = False) -> None:
+        for member in to:
+            if member in self._signs.lanes:
+                self._streams.send(message, piece, data, member)
+                message.sent += 0 if counted else data.numel()
+
+    # ---- the connections ---------------------------------------------------------------------------------------------------
+
+    def widen(self, lanes: Mapping[Member, Wire]) -> None:
+        """One more connection to each peer."""
+        for m, wire in lanes.items():
+            if m not in self._signs.lanes:  # lost meanwhile
+                wire.close(0)
+                continue
+            with self._hub.changed:
+                wire.renew(self._rank().record.view)
+            self._signs.lanes[m].append(wire)
+
+    def freeze(self) -> None:
+        """Wait for nothing."""
+        self._streams.clear()
+
+    def adopt(self, record: Record) -> None:
+        """A view begins: its frames pass from now on, and what others forward is waited for from them."""
+        with self._hub.changed:
+            for wires in self._signs.lanes.values():
+                for wire in wires:
+                    wire.renew(record.view)
+        self._streams.clear()
+        rank = self._rank()
+        self._forwards = {(f.n, f.piece): f.sender for f in record.forwards if f.line == rank.rank and rank.me in f.to}

@@ -1,0 +1,110 @@
+"""Records and reports as text: what is written reads back, and what is none is refused with its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_demo.comm.epochs import Forward, Held, Member, Piece, Record, Report, Settlement, first_record
+from fsdp_demo.comm.record_json import read_record, read_report, record_text, report_text
+
+number = st.integers(0, 2**31)
+members = st.builds(Member, st.integers(0, 127), st.integers(0, 50))
+several = st.lists(members, max_size=6, unique=True).map(lambda found: tuple(sorted(found)))
+pieces = st.builds(Piece, st.sampled_from(["body", "share", "part"]), members, number)
+kinds = st.sampled_from(["gather", "reduce", "mixed"])
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    who = tuple(sorted(draw(st.lists(members, min_size=1, max_size=6, unique_by=lambda m: m.slot))))
+    base = draw(st.lists(number, min_size=len(who), max_size=len(who)))
+    settlements = st.lists(st.builds(Settlement, number, several, number), max_size=3).map(tuple)
+    forwards = st.lists(st.builds(Forward, st.integers(0, 8), number, pieces, members, several), max_size=3).map(tuple)
+    history = st.text(st.characters(exclude_categories=("Cs",)), max_size=16)
+    return Record(draw(number), draw(number), who, tuple(base), draw(settlements), draw(forwards), draw(number), draw(history))
+
+
+reports = st.builds(
+    Report,
+    number,
+    members,
+    st.integers(0, 8),
+    several.map(frozenset),
+    number,
+    st.lists(st.builds(Held, number, kinds, st.booleans(), st.frozensets(pieces, max_size=4)), max_size=3).map(tuple),
+    st.booleans(),
+)
+
+
+@given(records())
+def test_a_record_reads_back(record: Record) -> None:
+    text = record_text(record)
+    assert read_record(text) == record and " " not in text.replace(json.dumps(record.history), "")
+    assert read_record(text).digest() == record.digest()
+
+
+@given(reports)
+def test_a_report_reads_back(report: Report) -> None:
+    assert read_report(report_text(report)) == report
+
+
+@given(reports, st.data())
+def test_a_torn_report_is_refused(report: Report, data: st.DataObject) -> None:
+    text = report_text(report)
+    with pytest.raises(ValueError, match="a report in the store cannot be read"):
+        read_report(text[: data.draw(st.integers(0, len(text) - 1))])
+
+
+RECORD = json.loads(record_text(first_record([Member(0), Member(1)])))
+REPORT = json.loads(report_text(Report(0, Member(0), 0, frozenset([Member(0)]), 3, (Held(3, "gather", False, frozenset()),))))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "7",
+        '"epoch"',
+        "[" * 5000,
+        json.dumps({k: v for k, v in RECORD.items() if k != "base"}),
+        json.dumps({**RECORD, "epoch": "later"}),
+        json.dumps({**RECORD, "epoch": float("inf")}),
+        json.dumps({**RECORD, "base": [0]}),
+        json.dumps({**RECORD, "members": []}),
+        json.dumps({**RECORD, "members": [[0, 0], [0, 1]]}),
+        json.dumps({**RECORD, "members": [[0, 0], 1]}),
+        json.dumps({**RECORD, "members": [[0], [1]]}),
+        json.dumps({**RECORD, "settlements": [[1, [[0, 0]]]]}),
+        json.dumps({**RECORD, "forwards": [[0, 1, ["body", "ab", 0], [0, 0], [[1, 0]]]]}),
+        json.dumps({**RECORD, "forwards": [[0, 1, ["soul", [0, 0], 0], [0, 0], [[1, 0]]]]}),
+    ],
+)
+def test_what_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a record in the store cannot be read"):
+        read_record(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "null",
+        "[" * 5000,
+        json.dumps(REPORT[:-1]),
+        json.dumps([*REPORT, 0]),
+        json.dumps([float("inf"), *REPORT[1:]]),
+        json.dumps([0, "ab", *REPORT[2:]]),
+        json.dumps([*REPORT[:5], [[3, "gossip", False, []]], True]),
+        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", [0, 0]]]]], True]),
+    ],
+)
+def test_what_is_no_report_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a report in the store cannot be read"):
+        read_report(text)

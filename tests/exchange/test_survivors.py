@@ -1,0 +1,132 @@
+"""Training goes on when an island is killed or expelled: real processes over ZeroMQ, real presets, and the survivors end with one model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+
+try:
+    import zmq
+except ModuleNotFoundError:
+    zmq = None  # type: ignore[assignment]
+
+pytestmark = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+CASES = {
+    "demo": preset("demo"),
+    "demo, late": preset("demo", **{"clock.delay": 2}),
+    "random": preset("random"),
+    "full": preset("full"),
+    "diloco": preset("diloco", period=3, momentum_warmup=0),
+    "diloco, int4": preset("diloco", period=3, momentum_warmup=0, code="int4"),
+    "diloco, tokens": preset("diloco", period=3, momentum_warmup=0, **{"reducer.weight": "tokens"}),
+    "streaming_diloco": preset("streaming_diloco", period=6, delay=3, layers=1),
+    "desloc": preset("desloc", period=2),
+    "decoupled_momentum": preset("decoupled_momentum", period=3),
+    "decoupled_momentum, late": preset("decoupled_momentum", period=2, **{"clock.delay": 3}),
+    "muloco": preset("muloco", period=3),
+}
+BY_SGD = ("demo", "random", "full")
+ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4"}
+
+
+class Small(torch.nn.Module):
+    """Four layers, for presets that cut between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def backward(model: torch.nn.Module, island: int, t: int) -> None:
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * t + island))
+    (model(x) - x).square().mean().backward()
+
+
+def optimizer_for(case: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if case.startswith("muloco"):
+        return fsdp_demo.MuonAdamW(list(model.named_parameters()), lr=1e-3)
+    kind = torch.optim.SGD if case.startswith(BY_SGD) else torch.optim.AdamW
+    return kind(model.parameters(), lr=1e-3)
+
+
+def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
+    """Train; the victim dies in a process of its own, so that its end tells the server nothing."""
+    if me.island == victim and (child := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        model = Small()
+        optimizer = optimizer_for(case, model)
+        exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+        for t in range(steps):
+            if me.island == victim and t == at:
+                os._exit(9)
+            backward(model, me.island, t)
+            exchange.note(tokens=10 + me.island, loss=1.0 + me.island)
+            optimizer.step()
+            optimizer.zero_grad()
+        metrics = exchange.metrics()
+        exchange.finish()
+        values = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return exchange.digests_equal(), exchange._line and exchange._line.slots, metrics, values
+    finally:
+        if me.island == victim:
+            os._exit(1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_survivors_train_on(run_ranks, case: str) -> None:
+    found = run_ranks(trained, 3, 1, env=ENV, args=(case, 1, 7))
+    assert found[1] == 9
+    one, two = found[0], found[2]
+    assert all(torch.isfinite(v).all() for v in one[3].values())
+    if CASES[case].consensus:
+        assert one[0] and two[0]
+        assert all(torch.equal(one[3][n], two[3][n]) for n in one[3])
+    assert one[2]["loss"] == two[2]["loss"] == 2.0  # of islands 0 and 2
+
+
+def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(run_ranks, tmp_path: Path) -> None:
+    """SIGSTOP for longer than ISLAND_DEAD."""
+
+    def fn(me: Any) -> Any:
+        os.environ["ISLAND_STATUS"] = str(tmp_path / f"status{me.island}")
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, preset("full"), model=model)
+        steps, stopped = tmp_path / f"steps{me.island}", tmp_path / "stopped"
+        for t in range(10):
+            backward(model, me.island, t)
+            if me.island == 1 and t == 4:
+                stopped.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.write_text(str(t + 1))
+            while me.island == 0 and t == 3 and not stopped.exists():
+                time.sleep(0.02)
+        exchange.finish()
+        if me.island == 0:
+            os.kill(int(stopped.read_text()), signal.SIGCONT)
+        return exchange.digests_equal(), model.layers[0].weight.detach().clone()
+
+    one, two, three = run_ranks(fn, 3, 1, env={**ENV, "ISLAND_DEAD": "2"}, check=False)
+    assert one.error is None and three.error is None, (one.log, three.log)
+    assert one.value[0] and torch.equal(one.value[1], three.value[1])
+    assert two.status == 75 and (tmp_path / "status1" / "rank0").read_text() == "75", two.log
+    assert (tmp_path / "steps1").read_text() == "4" and (tmp_path / "steps0").read_text() == "10"
+    assert "was expelled" in two.log and "nothing is saved" in two.log
