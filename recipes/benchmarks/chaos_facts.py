@@ -169,7 +169,9 @@ def at_tokens(curve: Sequence[tuple[int, float]], tokens: float) -> float | None
 STOOD = ("stop", "kill_rank", "kill_island")
 """Kinds whose victim cannot step by our doing: its own time does not count."""
 
-QUIET = ("poison", "disk_full")  # kinds that nobody has to wait for, while another event lasts
+QUIET = ("poison", "disk_full", "store")  # kinds for which nobody waits, where another event still lasts
+
+AFTER = 15.0  # seconds for which a link that was hurt may be why an island that was not named ends
 
 LINKS = ("cut", "cut_off", "one_way", "damage")
 """Kinds that hurt a link: either side of it may be left out, and of two islands the one with the lower number goes on."""
@@ -193,11 +195,12 @@ def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
 
 def survived(tape: Tape, event: Fact, events: Sequence[Fact]) -> str:
     """Empty where those that were not hit went on; else who did not. Where a link was hurt one island may be left out, whichever."""
-    went, why = 0, []
+    why = []
+    went = any(f["time"] > event["struck"] + 0.2 for s, life in event["lives"].items() for f in tape.steps[int(s), life])
+    went = went or any(life["status"] == 0 for life in tape.lives)
     for slot in sorted({*event["others"], *event["victims"]}):
         over, life = _life(tape, event, slot), event["lives"][str(slot)]
         went_on = any(f["time"] > event["struck"] + 0.2 for f in tape.steps[slot, life]) or (over is not None and over["status"] == 0)
-        went += went_on
         if slot in event["victims"] and event["kind"] not in LINKS:
             continue
         if _lost_by(tape, event, events, slot):
@@ -228,16 +231,15 @@ def _life(tape: Tape, event: Fact, slot: int) -> Fact | None:
 
 
 def _lost_by(tape: Tape, event: Fact, events: Sequence[Fact], slot: int) -> bool:
-    """Whether an island's life ended by this event: after it, and after no other that hit it, or hurt a link, in the same life."""
+    """Whether an island's life ended by this event: the last one that hit it, else the last one that hurt a link, else the last of all."""
     over = _life(tape, event, slot)
     if over is None or over["status"] in (None, 0) or over["ended"] < event["struck"]:
         return False
-    life, later = over["life"], [e for e in events if event["struck"] < e["struck"] <= over["ended"]]
-    same = [e for e in later if e["lives"][str(slot)] == life]
-    if slot in event["victims"]:
-        return not any(slot in e["victims"] for e in same)
-    hit = [e for e in events if slot in e["victims"] and e["lives"][str(slot)] == life and e["struck"] <= over["ended"]]
-    return not hit and not any(e["kind"] in LINKS for e in same)
+    came = [e for e in events if e["lives"][str(slot)] == over["life"] and e["struck"] <= over["ended"]]
+    named = [e for e in came if slot in e["victims"]]
+    links = [e for e in came if e["kind"] in LINKS and over["ended"] < min(e["over"], tape.ends) + AFTER]
+    blamed = (named or links or came)[-1:]
+    return bool(blamed) and blamed[0] is event
 
 
 def unexpected(lives: Sequence[Fact]) -> list[str]:

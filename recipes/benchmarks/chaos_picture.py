@@ -53,7 +53,7 @@ def _spans(tape: Tape, slot: int, first: float) -> list[list[Any]]:
         begun = min(told.get((life["life"], "start"), ended), ended)
         add("dead", last, begun)
         add("joining", begun, times[0] if times else ended)
-        for a, b in zip(times, [*times[1:], ended], strict=True):
+        for a, b in zip(times, [*times[1:], ended], strict=False):
             add("stalled" if b - a > STALL else "training", a, b)
         last = ended if life["status"] != 0 else tape.ends
     add("dead", last, tape.ends)
