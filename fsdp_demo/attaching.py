@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,12 +13,16 @@ from .checkpoint.exchange_state import Saved
 from .comm.topology import Topology
 from .config.load import load_config
 from .config.schema import ExchangeConfig
+from .errors import PeerLost
 from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .exchange.startup import Start
 from .hosts import registry
 from .hosts.base import Shards
 from .hosts.torch_params import TorchShards, unwrap, unwrap_model
+from .status import SAVED, leave, tell_launcher
+
+log = logging.getLogger("fsdp_demo")
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -103,9 +108,25 @@ def join(
     facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
     topology = topology or Topology.from_env()
     log_setup.speak(topology)
-    exchange = Exchange(shards, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up))
+    try:
+        exchange = Exchange(shards, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up))
+    except PeerLost as error:
+        _try_again(topology, error)
+        raise
     _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange
+
+
+def _try_again(topology: Topology, error: PeerLost) -> None:
+    """An island that could not join a run under way ends with status 75, so that its supervisor starts it again: the run needs it not."""
+    try:
+        joins = topology.under_way()
+    except PeerLost:  # not even the store answers
+        return
+    if joins:
+        log.error("%s could not join the run: %s", topology.name, error)
+        tell_launcher(topology.rank, SAVED)
+        leave(SAVED)
 
 
 def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -53,7 +53,7 @@ class MemberLine(Line):
         self._counter: Counter | None = None
         self._submit: Callable[[Callable[[], None]], Any] | None = None
         self._follow: Follow | None = None
-        self._lanes = 1
+        self._lanes, self._since = 1, 0.0
         self._set(slots)
 
     def drive(self, driver: Driver, lanes: int = 1) -> None:
@@ -177,13 +177,17 @@ class MemberLine(Line):
 
     def _finished(self, message: Message) -> Due:
         """Do what the message asks for, until it is complete."""
-        while True:
-            task = message.tasks.get()
-            if isinstance(task, Due):
-                return task
-            if isinstance(task, BaseException):
-                raise task
-            task()
+        self._since = time.monotonic()
+        try:
+            while True:
+                task = message.tasks.get()
+                if isinstance(task, Due):
+                    return task
+                if isinstance(task, BaseException):
+                    raise task
+                task()
+        finally:
+            self._since = 0.0
 
     def _count(self, sent: int, received: int, setup: bool) -> None:
         if setup:
@@ -220,6 +224,11 @@ class MemberLine(Line):
     def alive(self) -> tuple[int, ...]:
         """The slots of the islands that are members now."""
         return self.slots if self._driver is None else tuple(m.slot for m in self._driver.machine.record.members)
+
+    @property
+    def waiting(self) -> float:
+        """See `Line`."""
+        return time.monotonic() - since if (since := self._since) else 0.0
 
     @property
     def epoch(self) -> int:

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from .zeromq import bracketed
 log = logging.getLogger("fsdp_demo")
 
 AGAIN = 1.0  # seconds between two questions to somebody who is busy
+TO_CONNECT = 15.0  # seconds after which connections that do not stand are given up, and made again
 
 
 @dataclass
@@ -43,6 +44,30 @@ class Reached:
     member: Member
     wires: dict[str, Wire]
     lanes: list[Wire]
+    until: float = field(default_factory=lambda: time.monotonic() + TO_CONNECT)
+
+    @property
+    def every(self) -> list[Wire]:
+        """All connections."""
+        return [*self.wires.values(), *self.lanes]
+
+    @property
+    def met(self) -> bool:
+        """Whether all stand."""
+        return all(w.met for w in self.every)
+
+    @property
+    def failed(self) -> str:
+        """Why they will not; empty while they may."""
+        if why := next((w.gone for w in self.every if w.gone), ""):
+            return why
+        trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
+        return "" if self.met or time.monotonic() < self.until else trouble
+
+    def close(self) -> None:
+        """Close all."""
+        for w in self.every:
+            w.close(0)
 
 
 def newest(at: Asker) -> Record | None:
@@ -70,26 +95,42 @@ def reach(
     while time.monotonic() < end:
         record = newest(at)
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
+        for m in [m for m in reached if m not in members or reached[m].failed]:  # lost meanwhile, or to be tried again
+            why = reached[m].failed and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
+            reached.pop(m).close()
         missing = [m for m in members if m not in reached]
-        if record is not None and not missing and all(m.slot != me.slot for m in record.members):
-            found = [reached[m] for m in members]
-            _meet(hub, found, labels, end)
-            at.set(key, "1")
-            return found
-        if not missing:
+        still = record is None or any(m.slot == me.slot for m in record.members)
+        if still:
             why = f"{name} is a member still: the others have not noticed that it was lost"
         for m in missing:  # in the order of slots, and no further than one lets in: nobody waits for the other in a circle
             request = {"run": prefix, "slot": me.slot, "life": me.incarnation, "line": line, "name": name}
             answer = _ask(hub, at, m, line, request)
-            if "ports" in answer:
-                reached[m] = _dial(hub, prefix, me, m, line, answer)
-            elif "refused" in answer:
+            if "refused" in answer:
                 raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
-            else:
+            if "ports" not in answer:
                 why = f"{labels(m.slot)}: {answer['later']}"
                 break
-        time.sleep(AGAIN / 5)
+            reached[m] = _dial(hub, prefix, me, m, line, answer)
+        found = [reached[m] for m in members if m in reached]
+        _drive(hub, found)
+        if members and len(found) == len(members) and all(r.met for r in found) and not still:
+            at.set(key, "1")
+            return found
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
+
+
+def _drive(hub: Hub, reached: Sequence[Reached]) -> None:
+    """Let connections come to stand, for a moment."""
+    end = time.monotonic() + AGAIN / 5
+    wires = [w for r in reached for w in r.every]
+    while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
+        for w in wires:
+            if not w.met and not w.gone:
+                w.dial_again()
+        if wires:
+            hub.drive(min(left, 0.02), lambda: False)
+        else:
+            time.sleep(left)
 
 
 def _ask(hub: Hub, at: Asker, member: Member, line: int, request: dict[str, Any]) -> dict[str, Any]:
@@ -110,16 +151,6 @@ def _dial(hub: Hub, prefix: str, me: Member, member: Member, line: int, answer: 
         wires[k] = wire
     lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
     return Reached(member, wires, lanes)
-
-
-def _meet(hub: Hub, reached: Sequence[Reached], labels: Callable[[int], str], end: float) -> None:
-    wires = [(r.member, w) for r in reached for w in [*r.wires.values(), *r.lanes]]
-    while missing := [(m, w) for m, w in wires if not w.met]:
-        for m, w in missing:
-            if w.gone or time.monotonic() > end:
-                raise PeerLost(f"{labels(m.slot)} could not be connected: {w.gone or w.trouble or 'it does not answer'}")
-            w.dial_again()
-        hub.drive(0.02, lambda: all(w.met for _, w in wires))
 
 
 class Follow:

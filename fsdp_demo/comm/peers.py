@@ -255,6 +255,11 @@ class Line:
         return tuple(range(self.size))
 
     @property
+    def waiting(self) -> float:
+        """Seconds for which the message under way has been, where islands come and go; else 0."""
+        return 0.0
+
+    @property
     def epoch(self) -> int:
         """How often the members have changed."""
         return 0

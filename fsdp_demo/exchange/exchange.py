@@ -27,7 +27,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
-from ..status import SAVED, leave, tell_launcher
+from ..status import leave
 from . import finish, replay, result, resume, snapshot, startup, summary
 from .connections import Connections
 from .consensus import Council
@@ -102,10 +102,8 @@ class Exchange(Readings):
             summary.announce(self._flow, start.batch, summary.total_steps(start.facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
-        except BaseException as error:  # Ctrl-C while waiting for peers, too
+        except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
-            if isinstance(error, PeerLost) and topology.under_way():
-                tell_launcher(topology.rank, SAVED)  # to be started again
             raise
         self._presence.start()
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,6 +15,10 @@ from ..status import DECIDE, SAVED, leave, tell_launcher
 from .exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")
+
+
+STUCK = 5.0
+"""Seconds that a rank which is told to end may stand in one exchange."""
 
 
 def undecided(error: NeedsDecision, rank: int) -> NoReturn:
@@ -60,13 +66,34 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
         >>> with fsdp_demo.guard(exchange, save=None, resume="python train.py --resume"):
         ...     pass  # the training loop
     """
-    old = signal.signal(signal.SIGTERM, lambda *_: exchange.request_stop())
+    old = signal.signal(signal.SIGTERM, lambda *_: _told(exchange))
     try:
         yield
     except (PeerLost, WireError, Stopped) as error:
         _leave(exchange, error, save, resume)
     finally:
         signal.signal(signal.SIGTERM, old)
+
+
+def _told(exchange: Exchange) -> None:
+    """SIGTERM. Where islands come and go, a rank that stands in an exchange does not come to the end of its step: it ends without saving,
+    before its launcher kills it, and may join again."""
+    exchange.request_stop()
+    if exchange.topology.elastic:
+        threading.Thread(target=_end_if_stuck, args=(exchange,), name="stop", daemon=True).start()
+
+
+def _end_if_stuck(exchange: Exchange) -> None:
+    step, since = exchange.step, time.monotonic()
+    while not exchange.closed:
+        time.sleep(0.5)
+        now = time.monotonic()
+        if exchange.step != step or exchange.waiting < STUCK:
+            step, since = exchange.step, now
+        elif now - since > STUCK:
+            log.error("%s: told to end, but step %d waits for the others: ends, and nothing is saved", exchange.topology.name, step)
+            tell_launcher(exchange.topology.rank, SAVED)
+            leave(SAVED)
 
 
 def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str) -> None:

@@ -111,6 +111,11 @@ class Readings:
         return not (self.finished or self._mailbox.broken)
 
     @property
+    def waiting(self) -> float:
+        """Seconds for which the message under way has been, where islands come and go; else 0."""
+        return 0.0 if self._line is None else self._line.waiting
+
+    @property
     def closed(self) -> bool:
         """Whether the connections to the other replicas are gone."""
         return self._connections.closed
