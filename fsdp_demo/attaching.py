@@ -120,7 +120,7 @@ def join(
 def _try_again(topology: Topology, error: PeerLost) -> None:
     """An island that could not join a run under way ends with status 75, so that its supervisor starts it again: the run needs it not."""
     try:
-        joins = topology.under_way()
+        joins = topology.elastic and topology.under_way()
     except PeerLost:  # not even the store answers
         return
     if joins:

@@ -119,6 +119,7 @@ KEPT = {
     "launch/test_cli.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
         "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",
+        "test_rehearse_over_zeromq_has_a_durable_store": "",
     },
     "recipes/test_launch_recipes.py": {
         "test_slurm_islands_on_two_nodes": "",
@@ -156,6 +157,22 @@ KEPT = {
         "test_a_second_one_is_killed_in_the_change": r"False-_freeze|True-_adopted",
         "test_killed_at_each_piece": r"some",
         "test_killed_within_a_long_message_dealt_to_several_connections": r"some",
+        "test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later": r"1",
+    },
+    "comm/test_attempts.py": {
+        "test_all_ranks_of_an_island_take_part_in_one_attempt": r"^torch",
+    },
+    "comm/test_store_silent.py": {
+        "test_a_frozen_store_is_an_error_at_the_start": r"^$",
+        "test_a_process_ends_though_its_store_is_frozen": r"zmq",
+        "test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure": r"^$",
+        "test_training_goes_on_without_the_store": r"zmq",
+    },
+    "deepspeed/test_zero_joining.py": {
+        "test_it_goes_on_as_an_engine_that_walked_there": r"zero3|zero2",
+    },
+    "exchange/test_joining.py": {
+        "test_a_newcomer_stands_where_the_others_stand": r"^demo(-adamw|-late|-rates|-norm)?$|^(diloco|desloc|released|streaming.*|local_sgd-late)$",
     },
     "comm/test_lossy_links.py": {
         "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
