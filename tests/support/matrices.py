@@ -172,7 +172,9 @@ KEPT = {
         "test_it_goes_on_as_an_engine_that_walked_there": r"zero3|zero2",
     },
     "exchange/test_joining.py": {
-        "test_a_newcomer_stands_where_the_others_stand": r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late)$",
+        "test_a_newcomer_stands_where_the_others_stand": (
+            r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late)$"
+        ),
     },
     "comm/test_lossy_links.py": {
         "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
