@@ -109,6 +109,9 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
             when = "to resume" if status == SAVED else "once that is mended"
             who = "this island" if status == SAVED and exchange.topology.elastic else "all islands"
             log.error("%s: %s; %s, start %s again with: %s", where, done, when, who, command)
+    except PeerLost as lost:  # what the others have is not known: it must not be saved, and is not needed to start again
+        log.error("%s: nothing was saved: %s", where, lost)
+        status = SAVED if exchange.topology.elastic else 1
     except Exception:
         log.exception("%s: saving failed", where)
         status = 1
