@@ -51,6 +51,7 @@ stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f
 stop_islands() { for rank in "${!hosts[@]}"; do stop "${hosts[rank]}" "$rank"; done; }
 trap stop_islands INT TERM
 finish() {
+    kill "${watcher:-}" 2>/dev/null || true
     stop "${hosts[0]}" store
     for rank in "${!hosts[@]}"; do ssh -o BatchMode=yes "${hosts[rank]}" "rm -f $(file "$rank")" </dev/null || true; done
 }
@@ -60,6 +61,12 @@ endpoint=${addresses[0]}:$PORT
 keep=""
 [ "${ISLAND_TRANSPORT:-}" != zeromq ] || { endpoint=zmq://$endpoint; keep="--file $(file store).sqlite"; } # the durable one
 start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind $endpoint $keep"
+store=$!
+watch() { # a store that ends at once (its port is taken, say) ends the islands, too: they would wait for it
+    for _ in $(seq 60); do sleep 1; kill -0 "$store" 2>/dev/null || { kill -TERM $$; return; }; done
+}
+watch &
+watcher=$!
 train="recipes/pretrain.py --model $MODEL --data $DATA --tokenizer $TOKENIZER --exchange $EXCHANGE --steps $STEPS --output $OUTPUT"
 train="$train --save-every $SAVE_EVERY $OPTIONS"
 islands=()

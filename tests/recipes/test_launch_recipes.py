@@ -8,7 +8,6 @@ import importlib.machinery
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
 
 import fsdp_demo  # noqa: E402
+from fsdp_demo.launch.processes import reserve_port  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -43,12 +43,6 @@ for pid in "${pids[@]}"; do wait "$pid" || { one=$?; [ $one -le $status ] || sta
 exit $status""",
     "hostname": "[ $1 = -I ] && echo 127.0.0.1 10.9.8.7",
 }
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -73,7 +67,7 @@ def launch(tmp_path):
             "MODEL": "tiny",
             "STEPS": "4",
             "PROCS": "1",
-            "PORT": str(free_port()),
+            "PORT": str(reserve_port()),
             "OUTPUT": str(start.output),
             "OPTIONS": SMALL,
             **{name: str(value) for name, value in variables.items()},
