@@ -18,7 +18,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python=.venv/bin/python
 
 "$python" -m ruff check . || { echo "tests/run.sh: ruff found the above; tests were not run" >&2; exit 1; }
-"$python" -m mypy || { echo "tests/run.sh: mypy found the above; tests were not run" >&2; exit 1; }
+mypy() { "$python" -m mypy || { echo "tests/run.sh: mypy found the above$1" >&2; exit 1; }; }
+if [ "$fast" = 0 ]; then
+    mypy "; tests were not run"
+else # beside the tests, which do not keep two cores busy to their end
+    mypy "" &
+    types=$!
+fi
 
 # A hundred processes import these: compile them once. pytest keeps what it makes of the tests' assertions, too: a third of a collection.
 unset PYTHONDONTWRITEBYTECODE
@@ -28,4 +34,9 @@ unset PYTHONDONTWRITEBYTECODE
 selection="" dist=loadfile
 [ "${FSDP_DEMO_SLOW:-0}" = 1 ] || selection="not slow"
 [ "$fast" = 0 ] || { selection="not ranks and not launch and not slow"; dist=worksteal; }
-exec "$python" -m pytest -n "${FSDP_DEMO_JOBS:-2}" --dist "$dist" -m "$selection" "${words[@]+"${words[@]}"}"
+words=(-n "${FSDP_DEMO_JOBS:-2}" --dist "$dist" -m "$selection" "${words[@]+"${words[@]}"}")
+[ "$fast" = 1 ] || exec "$python" -m pytest "${words[@]}"
+status=0
+"$python" -m pytest "${words[@]}" || status=$?
+wait "$types" || status=1
+exit $status
