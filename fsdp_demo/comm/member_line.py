@@ -205,13 +205,7 @@ class MemberLine(Line):
         """See `Line`; connect(k) gives wires by member."""
         if self.size == 1:
             return
-        seen = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.all_gather(torch.zeros(1, dtype=torch.uint8))
-            seen.append(time.perf_counter() - start)
-        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
-        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+        rtt = self.round_trip()
         count = streams(rtt)
         for k in range(1, count):
             assert self._driver is not None

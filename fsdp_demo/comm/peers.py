@@ -224,6 +224,16 @@ class Line:
         sizes = [size if j == donor and needs[mine] else 0 for j in range(self.size)]
         return self.swap(header, outgoing, sizes, setup=True)[1][donor]
 
+    def round_trip(self) -> float:
+        """Seconds of a round trip, the longest that a rank of the line has seen; five short messages."""
+        seen = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.all_gather(torch.zeros(1, dtype=torch.uint8))
+            seen.append(time.perf_counter() - start)
+        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
+        return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+
     def widen(self, connect: Callable[[int], Any]) -> None:
         """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
 
@@ -234,13 +244,7 @@ class Line:
         """
         if self.size == 1:
             return
-        seen = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.all_gather(torch.zeros(1, dtype=torch.uint8))
-            seen.append(time.perf_counter() - start)
-        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
-        rtt = max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+        rtt = self.round_trip()
         count = streams(rtt)
         self.more = [connect(k) for k in range(1, count)]
         if self.more:
