@@ -29,8 +29,8 @@ LOOK = 0.05
 """Seconds between two looks into the store while a change is on."""
 
 MINORITY = 2.0
-"""Seconds for which reports of less than half of the islands are held back: who is cut off from most of the others sees it a moment
-before or after them, and must not be the first to write a record."""
+"""Seconds for which reports of less than half of the islands, or of a half without the lowest slot, are held back: who is cut off from most
+of the others sees it a moment before or after them, and must not be the first to write a record."""
 
 
 class ChangeDesk:
@@ -167,7 +167,8 @@ class ChangeDesk:
                     watched.take(key, text)
         waited = time.monotonic() > watched.until and not watched.waited
         watched.waited, watched.new = watched.waited or waited, watched.new or waited
-        few = 2 * len({r.member for r in watched.found.values()}) < len(watched.members)
+        have, of = {r.member for r in watched.found.values()}, len(watched.members)
+        few = 2 * len(have) < of or (2 * len(have) == of and watched.members[0] not in have)
         if watched.new and not (few and time.monotonic() < watched.since + MINORITY):
             watched.new = False
             self._tell(moves.ReportsSeen(tuple(watched.found.values()), watched.waited))
