@@ -19,32 +19,27 @@ from typing import Any
 import zmq
 
 from . import frames
+from .tcp import keep_alive
 from .wire import WAITING, Piece, Wire
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
 SEALED = 64  # bytes by which a piece may grow when it is encrypted
-NAT = 15.0  # seconds between signs of life on a quiet connection, which keep it open on the way
-
-QUIET = 120.0
-"""Seconds without a sign of life after which a connection is closed, at least: a sign waits behind the piece that is on its way, and that
-takes 70 s where eight connections share 1 Mbit/s. Who waits for a piece has a timeout of its own."""
 
 
 class Hub:
     """All sockets of one rank.
 
     Args:
-        silence: seconds without a sign of life after which a connection is closed, also if nobody waits; see `QUIET`.
         keys: `curve.Keys`, or None.
 
     Attributes:
         changed: lock of all that waits and is queued; told when something has moved. keys: as given. context: of ZeroMQ.
     """
 
-    def __init__(self, silence: float, keys: Any = None):
+    def __init__(self, keys: Any = None):
         self.changed = threading.Condition()
         self.wires: list[Wire] = []
-        self._silence, self.keys = silence, keys
+        self.keys = keys
         self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
@@ -66,8 +61,7 @@ class Hub:
         made.maxmsgsize = frames.LARGEST + SEALED
         made.linger = 0
         made.reconnect_ivl = 2**31 - 1  # never by itself: what was under way is lost with a connection
-        made.heartbeat_ivl = round(1e3 * NAT)
-        made.heartbeat_timeout = min(round(1e3 * max(self._silence, QUIET)), 2**31 - 1)
+        keep_alive(made)
         return made
 
     def add(self, epoch: int, listens: bool) -> Wire:
