@@ -50,6 +50,7 @@ class Hub:
         self._poller.register(self._far.fileno(), zmq.POLLIN)
         self._owners[self._far.fileno()] = self._woken
         self._driven = self.closed = False
+        self._driver = 0  # the thread that drives
         self._claims = 0  # threads that wait for `alone`
 
     # ---- connections ---------------------------------------------------------------------------------------------------
@@ -66,26 +67,29 @@ class Hub:
 
     def add(self, epoch: int, listens: bool) -> Wire:
         """A connection to be."""
-        wire = Wire(self, epoch)
-        if self.keys is not None:
-            (self.keys.listen if listens else self.keys.connect)(wire.socket)
-        self.wires.append(wire)
-        self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
-        self._poller.register(wire.monitor, zmq.POLLIN)
-        return wire
+        with self.alone():
+            wire = Wire(self, epoch)
+            if self.keys is not None:
+                (self.keys.listen if listens else self.keys.connect)(wire.socket)
+            self.wires.append(wire)
+            self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
+            self._poller.register(wire.monitor, zmq.POLLIN)
+            return wire
 
     def attend(self, socket: Any, serve: Callable[[int], None]) -> None:
         """Let `serve` read from a socket of another kind."""
-        self._owners[socket] = serve
-        self._attended.add(socket)
-        self._poller.register(socket, zmq.POLLIN)
+        with self.alone():
+            self._owners[socket] = serve
+            self._attended.add(socket)
+            self._poller.register(socket, zmq.POLLIN)
 
     def neglect(self, socket: Any) -> None:
         """Undo `attend`, and close the socket."""
-        if self._owners.pop(socket, None) is not None:
-            self._attended.discard(socket)
-            self._poller.unregister(socket)
-            socket.close(0)
+        with self.alone():
+            if self._owners.pop(socket, None) is not None:
+                self._attended.discard(socket)
+                self._poller.unregister(socket)
+                socket.close(0)
 
     def other_socket(self, kind: int) -> Any:
         """A socket for what is not a connection of a line."""
@@ -129,7 +133,7 @@ class Hub:
             if self._driven or self._claims:
                 self.changed.wait(seconds)
                 return
-            self._driven = True
+            self._enter()
         try:
             self._turn(seconds)
         finally:
@@ -143,7 +147,7 @@ class Hub:
             if self._driven or self._claims:
                 self._wake()
                 return
-            self._driven = True
+            self._enter()
         try:
             wire.serve(zmq.POLLOUT)
             if wire.gone:
@@ -153,14 +157,17 @@ class Hub:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody drives within: for what touches sockets while another thread may drive, as when connections are added."""
+        """Nobody else drives within: for what touches sockets while another thread may drive, as when connections are added or closed."""
+        if self._driver == threading.get_ident():
+            yield
+            return
         with self.changed:
             self._claims += 1
             self._wake()
             while self._driven:
                 self.changed.wait(1.0)
             self._claims -= 1
-            self._driven = True
+            self._enter()
         try:
             yield
         finally:
@@ -180,9 +187,13 @@ class Hub:
         with suppress(BlockingIOError):
             self._far.recv(4096)
 
+    def _enter(self) -> None:
+        """This thread drives from here on. With `changed` held."""
+        self._driven, self._driver = True, threading.get_ident()
+
     def _leave(self) -> None:
         with self.changed:
-            self._driven = False
+            self._driven, self._driver = False, 0
             self.changed.notify_all()
 
     def _turn(self, seconds: float) -> None:
@@ -215,7 +226,7 @@ class Hub:
             self._wake()
             while self._driven:
                 self.changed.wait(1.0)
-            self._driven = True
+            self._enter()
         try:
             for wire in list(self.wires):
                 wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain
