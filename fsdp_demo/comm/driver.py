@@ -190,6 +190,9 @@ class Driver:
             self._read_notes(wire, member)
         for wire in list(self.siblings.values()):
             self._read_notes(wire, None)
+        for wires in self.lanes.values():
+            for wire in wires:
+                wire.notes.clear()  # signs: that they came is all
         self._traffic.look()
         if self.guests is not None:
             self._serve_guest(self.guests)
@@ -204,6 +207,7 @@ class Driver:
         if now - self._beat_at >= BEAT:
             self._beat_at = now
             self._beat()
+            self.signs.watch(now)
 
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)

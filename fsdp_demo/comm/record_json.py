@@ -1,23 +1,42 @@
-"""Records and reports as JSON, for the store. What cannot be read is a ValueError that names it."""
+"""Records and reports as JSON, for the store. What cannot be read is a ValueError that names it.
+
+A record names each member once, in "who" (sorted), and after that by its place there. A set of them is a number in hexadecimal digits whose
+bits are those places: sets are sorted in every record. Forwards of one message on one line stand together. So the record of 64 islands of
+64 ranks with four open messages, of which all pieces must be forwarded, stays below the bound of the store (`stores.LARGEST`).
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, get_args
 
 from .epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement
 
+MOST = 1024
+"""Members that a record can name: lives of the islands of one run that are or were members at once."""
+
 
 def record_text(record: Record) -> str:
     """A record, without blanks."""
+    named = {*record.members, *(m for s in record.settlements for m in s.contributors)}
+    who = sorted(named.union(*((f.sender, f.piece.of, *f.to) for f in record.forwards)))
+    at, pieces = {m: i for i, m in enumerate(who)}, sorted({f.piece for f in record.forwards})
+    piece_at = {p: i for i, p in enumerate(pieces)}
     return _text(
         {
             "epoch": record.epoch,
             "view": record.view,
-            "members": record.members,
+            "who": who,
+            "members": _bits(record.members, at),
             "base": record.base,
-            "settlements": record.settlements,
-            "forwards": record.forwards,
+            "settlements": [[s.n, _bits(s.contributors, at), s.attempt] for s in record.settlements],
+            "pieces": [[p.what, at[p.of], p.attempt] for p in pieces],
+            "forwards": [
+                [n, line, [[piece_at[f.piece], at[f.sender], _bits(f.to, at)] for f in found]]
+                for (n, line), found in groupby(record.forwards, lambda f: (f.n, f.line))
+            ],
             "stable": record.stable,
             "history": record.history,
         }
@@ -32,15 +51,20 @@ def read_record(text: str) -> Record:
     """
     try:
         found = json.loads(text)
+        who = _members(found["who"])
+        if len(who) > MOST or list(who) != sorted(set(who)):
+            raise ValueError(f"{len(who)} members that are too many, or in no order")
+        pieces = [_piece([what, _one(of, who), attempt]) for what, of, attempt in found["pieces"]]
         record = Record(
             epoch=int(found["epoch"]),
             view=int(found["view"]),
-            members=_members(found["members"]),
+            members=_several(found["members"], who),
             base=tuple(int(n) for n in found["base"]),
-            settlements=tuple(Settlement(int(n), _members(who), int(attempt)) for n, who, attempt in found["settlements"]),
+            settlements=tuple(Settlement(int(n), _several(of, who), int(attempt)) for n, of, attempt in found["settlements"]),
             forwards=tuple(
-                Forward(int(line), int(n), _piece(piece), _member(sender), _members(to))
-                for line, n, piece, sender, to in found["forwards"]
+                Forward(int(line), int(n), _one(piece, pieces), _one(sender, who), _several(to, who))
+                for n, line, rows in found["forwards"]
+                for piece, sender, to in rows
             ),
             stable=int(found["stable"]),
             history=str(found["history"]),
@@ -73,7 +97,26 @@ def read_report(text: str) -> Report:
         raise ValueError(f"a report in the store cannot be read ({error!r:.80}): {text!r:.120}") from None
 
 
-_WRONG = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+_WRONG = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
+
+
+def _bits(members: Iterable[Member], at: dict[Member, int]) -> str:
+    return f"{sum(1 << at[m] for m in members):x}"
+
+
+def _several(bits: Any, who: Sequence[Member]) -> tuple[Member, ...]:
+    if type(bits) is not str or len(bits) > MOST:
+        raise ValueError(f"a set {bits!r:.20}")
+    number = int(bits, 16)
+    if not 0 <= number < 1 << len(who):
+        raise ValueError(f"a set {bits!r:.20} of {len(who)} members")
+    return tuple(m for i, m in enumerate(who) if number >> i & 1)
+
+
+def _one(place: Any, among: Sequence[Any]) -> Any:
+    if type(place) is not int or place < 0:
+        raise ValueError(f"a place {place!r:.20}")
+    return among[place]
 
 
 def _member(found: Any) -> Member:

@@ -1,7 +1,8 @@
 """Signs of life between the ranks of a run, and what one rank concludes from them: who is lost, and why.
 
 Each rank says a short word twice a second to its peers, from a thread of the process that trains. A peer is lost when its connections are
-gone, when it was silent for too long, or when it speaks but makes no progress. The store has no part in it.
+gone, when it was silent for too long, when one of its connections stands while others move, or when it speaks but makes no progress. The
+store has no part in it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Signs:
         self.next_of: dict[Member, int] = {}
         self.leaving: set[Member] = set()
         self._ended: dict[Member, float] = {}
+        self._signed, self._standing = 0.0, dict[Wire, float]()
 
     @property
     def wires(self) -> list[Wire]:
@@ -67,6 +69,21 @@ class Signs:
             with self._hub.changed:
                 wire.post_note(Piece(self._hub, torch.frombuffer(data, dtype=torch.uint8)))
             self._hub.nudge(wire)
+
+    def watch(self, now: float) -> None:
+        """With every beat: a sign on each connection for messages, from time to time, and a look which connections stand.
+
+        A connection stands when nothing has come on it for half of `dead` (2 s at least) while something came on another of the same peer.
+        A slow link is not taken for that: what the kernel has received counts, and a sign that waits behind a long piece is not needed."""
+        if now - self._signed > self.dead / 5:
+            self._signed = now
+            self.say(["sign"], [w for wires in self.lanes.values() for w in wires if not w.waiting])
+        half, standing = max(self.dead / 2, 4 * BEAT), dict[Wire, float]()
+        for member in self.notes:
+            stood = {w: seconds for w in self._of(member) if (seconds := w.stood) is not None}
+            if min(stood.values(), default=half) < half:
+                standing |= {w: self._standing.get(w, now) for w, seconds in stood.items() if seconds > half}
+        self._standing = standing
 
     def admit(self, member: Member, notes: Wire, lanes: list[Wire], now: float) -> None:
         """A peer more."""
@@ -84,7 +101,7 @@ class Signs:
         """All begin anew: nobody was silent or slow so far."""
         for wire in self.wires:
             wire.heard_at = now
-        self.began = dict.fromkeys(self.began, now)
+        self.began, self._standing = dict.fromkeys(self.began, now), {}
 
     def quiet(self, now: float) -> list[Member]:
         """Peers that have missed several beats."""
@@ -104,6 +121,8 @@ class Signs:
                 continue
             elif now - self._heard_at(member) > (limit := self._silence(member)):
                 found[member], silent = f"silent for {limit:g} s", True
+            elif any(now - self._standing.get(w, now) > self.dead for w in self._of(member)):
+                found[member] = f"one of its connections has stood for {self.dead:g} s while others move"
             elif late and self.next_of.get(member, 0) <= oldest:
                 found[member] = f"no progress for {now - self.began[oldest]:.0f} s"
         if silent:  # who has fallen silent with it would otherwise stand in the report as heard

@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import StoreSilent
 
-LARGEST = 1 << 16
-"""Bytes of a value that is believed: notes and lists of steps, a few hundred bytes each."""
+LARGEST = 1 << 20
+"""Bytes of a value that is believed: notes and lists of steps of a few hundred bytes each, and records of a change of members, which have
+up to this where many islands of many ranks have all pieces to forward (`record_json.py`)."""
 
 LONGEST = 512
 """Bytes of a key."""

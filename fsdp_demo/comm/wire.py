@@ -18,6 +18,7 @@ from . import frames
 from .frames import Frame
 from .header import memory
 from .inbox import Counts, Inbox, Place
+from .tcp import stood
 
 TURN = 4  # pieces that one connection takes or gives before the next has its turn
 WAITING = 2  # pieces that wait in the library: what is there cannot be overtaken any more
@@ -158,6 +159,11 @@ class Wire:
     def waiting(self) -> int:
         """Pieces and notes that are not handed to the library yet."""
         return len(self._queue)
+
+    @property
+    def stood(self) -> float | None:
+        """Seconds for which no byte has come, also none of a piece under way; None where nobody knows."""
+        return None if self.gone or not self.ready else stood(self._file)
 
     @property
     def met(self) -> bool:

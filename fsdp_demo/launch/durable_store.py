@@ -24,7 +24,7 @@ from .records import KEYS, MEMORY, ROOM, Records
 from .store import cure, reached_at, resolved
 
 TOGETHER = 256  # questions that share one commit at most
-WAITING = 8  # questions of one connection that wait in the library at most
+WAITING = 2  # questions of one connection that wait in the library at most; a client has one open at a time
 LOOK = 0.2  # seconds between two looks whether to end
 
 

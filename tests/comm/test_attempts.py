@@ -257,7 +257,7 @@ def test_there_is_no_presence_without_islands() -> None:
     [
         ("{", "JSONDecodeError"),
         ("[" * 60_000, "RecursionError"),
-        ("[" * 200_000, "200000 bytes, allowed are 65536"),
+        ("[" * (2 * LARGEST), f"{2 * LARGEST} bytes, allowed are {LARGEST}"),
         ('{"name": "island1"}', "KeyError"),
         (json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}), "its 'count' is '2'"),
     ],

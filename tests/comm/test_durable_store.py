@@ -312,14 +312,14 @@ def test_keys_and_values_are_bounded_on_both_sides(run_ranks) -> None:
         return texts, client.check(["fourth", "sum"])
 
     texts, there = alone(run_ranks, fn)
-    wanted = ["65537 bytes, allowed are 65536"] * 2 + ["0 bytes, allowed are 1 to 512", "513 bytes, allowed"]
+    wanted = [f"{LARGEST + 1} bytes, allowed are {LARGEST}"] * 2 + ["0 bytes, allowed are 1 to 512", "513 bytes, allowed"]
     wanted += ["no sum of 64 bits"] * 2 + ["holds 3 keys, and no more"]
     assert there and all(part in text for part, text in zip(wanted, texts, strict=True))
 
 
 def test_a_full_disk_is_said_and_nothing_else_is_lost(run_ranks) -> None:
     def fn(folder: Path) -> Any:
-        client = Durable(folder / "keys", room=300_000).client()
+        client = Durable(folder / "keys", room=5 * LARGEST).client()
         client.set("first", "kept")
         with pytest.raises(StoreSilent) as error:
             for n in range(9):
@@ -333,7 +333,7 @@ def test_a_full_disk_is_said_and_nothing_else_is_lost(run_ranks) -> None:
 
 
 def test_one_question_that_fails_does_not_take_those_beside_it_along(tmp_path: Path) -> None:
-    records = Records(tmp_path / "keys", room=200_000)
+    records = Records(tmp_path / "keys", room=3 * LARGEST)
     clients = [bytes([n]) * 16 for n in range(6)]
     asked = [question(Kind.SET, records, 1, b"k%d" % n, b"x" * (LARGEST if n == 3 else 9), client=c) for n, c in enumerate(clients)]
     asked[2] = question(Kind.SET, records, 1, b"k2", b"x" * LARGEST, client=clients[2])

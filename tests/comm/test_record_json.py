@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_demo.comm.epochs import Forward, Held, Member, Piece, Record, Report, Settlement, first_record
-from fsdp_demo.comm.record_json import read_record, read_report, record_text, report_text
+from fsdp_demo.comm.epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement, first_record, needed
+from fsdp_demo.comm.record_json import MOST, read_record, read_report, record_text, report_text
+from fsdp_demo.comm.settlement import propose
+from fsdp_demo.comm.stores import LARGEST, value_bytes
 
 number = st.integers(0, 2**31)
 members = st.builds(Member, st.integers(0, 127), st.integers(0, 50))
@@ -76,13 +79,25 @@ REPORT = json.loads(report_text(Report(0, Member(0), 0, frozenset([Member(0)]), 
         json.dumps({**RECORD, "epoch": "later"}),
         json.dumps({**RECORD, "epoch": float("inf")}),
         json.dumps({**RECORD, "base": [0]}),
-        json.dumps({**RECORD, "members": []}),
-        json.dumps({**RECORD, "members": [[0, 0], [0, 1]]}),
-        json.dumps({**RECORD, "members": [[0, 0], 1]}),
-        json.dumps({**RECORD, "members": [[0], [1]]}),
-        json.dumps({**RECORD, "settlements": [[1, [[0, 0]]]]}),
-        json.dumps({**RECORD, "forwards": [[0, 1, ["body", "ab", 0], [0, 0], [[1, 0]]]]}),
-        json.dumps({**RECORD, "forwards": [[0, 1, ["soul", [0, 0], 0], [0, 0], [[1, 0]]]]}),
+        json.dumps({**RECORD, "members": "0"}),
+        json.dumps({**RECORD, "members": ""}),
+        json.dumps({**RECORD, "members": "-1"}),
+        json.dumps({**RECORD, "members": "7"}),
+        json.dumps({**RECORD, "members": "f" * 100_000}),
+        json.dumps({**RECORD, "members": 3}),
+        json.dumps({**RECORD, "who": [[0, 0], [0, 1]]}),
+        json.dumps({**RECORD, "who": [[1, 0], [0, 0]]}),
+        json.dumps({**RECORD, "who": [[0, 0], [0, 0]]}),
+        json.dumps({**RECORD, "who": [[0, 0], 1]}),
+        json.dumps({**RECORD, "who": [[0], [1]]}),
+        json.dumps({**RECORD, "who": [[n, 0] for n in range(MOST + 1)]}),
+        json.dumps({**RECORD, "settlements": [[1, "1"]]}),
+        json.dumps({**RECORD, "pieces": [["body", "ab", 0]]}),
+        json.dumps({**RECORD, "pieces": [["body", 2, 0]]}),
+        json.dumps({**RECORD, "pieces": [["body", -1, 0]]}),
+        json.dumps({**RECORD, "pieces": [["soul", 0, 0]]}),
+        json.dumps({**RECORD, "forwards": [[0, 1, [[0, 0, "2"]]]]}),
+        json.dumps({**RECORD, "pieces": [["body", 0, 0]], "forwards": [[0, 1, [[0, 0, "4"]]]]}),
     ],
 )
 def test_what_is_no_record_is_refused(text: str) -> None:
@@ -108,3 +123,40 @@ def test_what_is_no_record_is_refused(text: str) -> None:
 def test_what_is_no_report_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a report in the store cannot be read"):
         read_report(text)
+
+
+def large(kind: Kind) -> Record:
+    """64 islands of 64 ranks: island 5 is lost while four messages are open, and each rank lacks half of the pieces of each."""
+    generator, members, ranks = random.Random(0), [Member(slot, slot % 3) for slot in range(64)], 64
+    old = first_record(members)
+    pieces = {n: sorted(needed(kind, old.settlement(n))) for n in range(100, 104)}
+    reports = {}
+    for m in members:
+        if m.slot != 5:
+            reports[m] = tuple(
+                Report(
+                    0,
+                    m,
+                    rank,
+                    frozenset(members) - {members[5]},
+                    100,
+                    tuple(Held(n, kind, False, frozenset(generator.sample(found, len(found) // 2))) for n, found in pieces.items()),
+                )
+                for rank in range(ranks)
+            )
+    return propose(old, reports)
+
+
+def test_the_record_of_64_islands_of_64_ranks_fits() -> None:
+    record = large("mixed")
+    assert len(record.members) == 63 and len(record.forwards) > 64 * 4 * 60
+    text = record_text(record)
+    assert len(value_bytes("record/1", text)) <= LARGEST
+    assert read_record(text) == record
+
+
+def test_the_reports_of_64_islands_are_short() -> None:
+    members = [Member(slot) for slot in range(64)]
+    pieces = needed("mixed", first_record(members).settlement(0))
+    report = Report(9, members[0], 63, frozenset(members), 100, tuple(Held(n, "mixed", False, pieces) for n in range(100, 104)))
+    assert len(report_text(report)) <= 1 << 14 and read_report(report_text(report)) == report
