@@ -19,13 +19,14 @@ LONGEST = 10_000_000
 
 VARIABLES = {
     "ISLAND_RANK": "which island this is, from 0",
-    "ISLAND_COUNT": "number of islands",
+    "ISLAND_COUNT": "number of islands that are expected at the start",
+    "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default ISLAND_COUNT (zeromq)",
     "ISLAND_ENDPOINT": "host:port of the store, zmq://host:port or redis://host:port",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
-    "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
-    "ISLAND_MIN": "islands that must be left to train on when others are lost (zeromq)",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and of silence after which a peer counts as lost",
+    "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to train on when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
@@ -76,6 +77,15 @@ def least(env: Mapping[str, str], islands: int) -> int:
     if not 1 <= value <= islands:
         raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})")
     return value
+
+
+def suffice(env: Mapping[str, str], islands: int) -> int:
+    """How many islands suffice to begin when the time to wait for the others is over: ISLAND_MIN where it is set; 0: all are needed.
+
+    Raises:
+        ValueError: see `least`.
+    """
+    return least(env, islands) if env.get("ISLAND_MIN", "").strip() else 0
 
 
 def dead(env: Mapping[str, str]) -> float:
