@@ -67,6 +67,38 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     return value
 
 
+def slots(env: Mapping[str, str], count: int, transport: str) -> int:
+    """ISLAND_SLOTS, default ISLAND_COUNT: how many islands there may be at most.
+
+    Args:
+        count: ISLAND_COUNT. transport: ISLAND_TRANSPORT.
+
+    Raises:
+        ValueError: it is no whole number, less than ISLAND_COUNT, or more with a transport whose islands are fixed.
+    """
+    value = whole(env, "ISLAND_SLOTS", count)
+    if value != count and not env.get("ISLAND_COUNT", "").strip():
+        raise ValueError(f"ISLAND_SLOTS={value} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands that begin, on all islands")
+    if value < count:
+        raise ValueError(f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, one slot for each island")
+    if value > count and transport == "gloo":
+        raise ValueError(f"ISLAND_SLOTS={value} with ISLAND_COUNT={count} needs ISLAND_TRANSPORT=zeromq: with gloo none can join later")
+    return value
+
+
+def place(env: Mapping[str, str], count: int, slots: int) -> int:
+    """ISLAND_RANK, the slot of this island.
+
+    Raises:
+        ValueError: it is no whole number, or out of range.
+    """
+    island = whole(env, "ISLAND_RANK", 0)
+    if count < 1 or not 0 <= island < slots:
+        name, most = ("ISLAND_COUNT", count) if slots == count else ("ISLAND_SLOTS", slots)
+        raise ValueError(f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}")
+    return island
+
+
 def least(env: Mapping[str, str], islands: int) -> int:
     """ISLAND_MIN, default 1.
 

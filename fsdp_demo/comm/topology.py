@@ -54,7 +54,8 @@ class Topology:
 
     Attributes:
         kind: "islands", "mesh" or "single".
-        island, islands: index of this replica, and how many there are.
+        island, islands: index of this replica, and how many there are; where they may come and go, its slot, and how many slots there
+            are (ISLAND_SLOTS). The data is cut into as many parts: `dataset.shard(islands, island)`.
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
@@ -112,16 +113,16 @@ class Topology:
         env = os.environ if env is None else env
         environment.warn_of_unknown(env)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        islands, island = environment.whole(env, "ISLAND_COUNT", 1), environment.whole(env, "ISLAND_RANK", 0)
+        count, transport = environment.whole(env, "ISLAND_COUNT", 1), environment.transport(env)
+        islands = environment.slots(env, count, transport)
+        island = environment.place(env, count, islands)
         name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
         common: dict[str, Any] = {"name": name, "run": run}
         common |= {"timeout": environment.patience(env), "stop_timeout": environment.stop_timeout(env), "dead": environment.dead(env)}
-        if islands < 1 or not 0 <= island < islands:
-            raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
-        place, transport = environment.endpoint(env), environment.transport(env)
-        common |= {"least": environment.least(env, islands), "suffice": environment.suffice(env, islands)}
+        place = environment.endpoint(env)
+        common |= {"count": count, "least": environment.least(env, count), "suffice": environment.suffice(env, count)}
         environment.refuse_gloo(place, transport)
         common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": transport, "token": env.get("ISLAND_TOKEN", "")}
         return cls("islands", island, islands, endpoint=str(place), password=place.password, rank=rank, world=world, **common)
@@ -337,7 +338,7 @@ class Topology:
         return infos
 
     def _announcement(self, position: Position) -> dict[str, Any]:
-        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
+        layout = {"count": self.count, "shards": position.shards, "copies": position.copies}
         return {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
 
     def _compare(self, infos: Mapping[int, dict[str, Any]], position: Position) -> None:
@@ -364,8 +365,8 @@ class Topology:
             for i in wanted:
                 if i not in infos and store.check([first.format(i)]):
                     infos[i] = other = store.note(first.format(i), f"island {i}", fields)
-                    if other["count"] != self.islands:  # at once: the larger number would wait for islands that nobody starts
-                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
+                    if other["count"] != self.count:  # at once: the larger number would wait for islands that nobody starts
+                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.count}"
                         raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
             missing = [str(i) for i in wanted if i not in infos]
             if not missing:

@@ -71,3 +71,25 @@ def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int
     one, two, three = found[0], found[procs], found[2 * procs]
     assert one[1] == three[1] == (0, 2) and one[0] == three[0] == 0 and two[0] >= 4
     assert all(f[5] == ((0, 2), 3, 3) for f in found)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
+    """It comes while the others train; or before they do, and waits."""
+
+    def env(me: Any) -> dict[str, str]:
+        if early and me.island == 2:
+            (me.folder / "begun").touch()
+        return {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+
+    found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, 3))
+    agree(found)
+    assert found[0][1] == found[1][1] == (0, 1) and found[2][0] > 0
+    assert all(f[5] == ((0, 1), 3, 2) for f in found)
+
+
+def test_a_run_of_one_grows(run_ranks) -> None:
+    env = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
+    found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
+    agree(found)
+    assert found[0][1] == (0,) and found[1][0] >= 4
