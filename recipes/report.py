@@ -94,8 +94,9 @@ class Report:
         self.accelerator, self.exchange, self.steps, self.log_every = accelerator, exchange, steps, log_every
         self.topology, self.output, self.facts, self.parameters = exchange.topology, output, facts, parameters
         self.folder = output / self.topology.name
-        self.worlds = 1 if self.topology.kind == "mesh" else self.topology.islands
-        self.procs = accelerator.num_processes * self.worlds // self.topology.islands
+        self.islands = self.topology.count  # at the start; who joins or is lost later is not counted
+        self.worlds = 1 if self.topology.kind == "mesh" else self.islands
+        self.procs = accelerator.num_processes * self.worlds // self.islands
         self.flops: float | None = None
         self.main = accelerator.is_main_process
         self.start = self.step = exchange.step
@@ -150,7 +151,7 @@ class Report:
 
     def count_flops(self, per_token: float, peak: float | None) -> None:
         """Report MFU: the model's flops as a share of the peak of all devices; without a peak it stays unknown."""
-        self.flops = per_token / (peak * self.procs * self.topology.islands) if peak else None
+        self.flops = per_token / (peak * self.procs * self.islands) if peak else None
 
     def micro_batch(self, loss: torch.Tensor, tokens: int) -> None:
         self.losses.append(loss.detach())
@@ -183,7 +184,7 @@ class Report:
 
     def finish(self, digests_equal: bool | None) -> dict[str, Any]:
         """Write what there is to write; returns the summary (the same numbers on every rank of an island, seconds aside)."""
-        values, metrics, islands = self._island(), self._metrics(), self.topology.islands
+        values, metrics, islands = self._island(), self._metrics(), self.islands
         steps, seconds = self.step - self.start, time.monotonic() - self.began
         sent, full = int(values["bytes_sent"]), full_bytes(self.parameters, steps, islands)
         speed = values["tokens"] / self._seconds()
@@ -251,7 +252,7 @@ class Report:
             "loss": loss,
             "global_loss": None if math.isnan(everywhere) else everywhere,
             "tokens": int(tokens) * self.worlds,
-            "bytes_sent": int(sent) * self.worlds // self.topology.islands,
+            "bytes_sent": int(sent) * self.worlds // self.islands,
             "seconds_waiting": waiting,
             "peak_memory": int(ranks[:, 5].max()),
         }

@@ -97,7 +97,9 @@ def _rank(held: Held) -> tuple[int, bool]:
     return held.step, held.kind == "checkpoint"
 
 
-def choose(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> list[Held | None] | None:
+def choose(
+    names: Sequence[str], held: Sequence[Sequence[Held]], how: str, slots: Sequence[int] | None = None
+) -> list[Held | None] | None:
     """The state from which each island goes on; None for one that takes over from the others. None in all where nobody holds any.
 
     Args:
@@ -105,6 +107,7 @@ def choose(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> li
         held: what each holds.
         how: "common": what all hold. "auto": else islands that hold none take over from the others. "take_over": else all that do not hold
             the newest of them.
+        slots: the numbers of the islands, if they are not all.
 
     Raises:
         NeedsDecision: a person must choose; or the folders of islands are swapped.
@@ -123,7 +126,7 @@ def choose(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> li
     if chosen is None:
         raise NeedsDecision(_choices(names, held, how))
     if how != "take_over":
-        _check_owners(names, chosen)
+        _check_owners(names, chosen, range(len(names)) if slots is None else slots)
     return chosen
 
 
@@ -162,13 +165,13 @@ def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> 
     )
 
 
-def _check_owners(names: Sequence[str], chosen: Sequence[Held | None]) -> None:
+def _check_owners(names: Sequence[str], chosen: Sequence[Held | None], slots: Sequence[int]) -> None:
     """Folders that change hands between islands mix up data and accumulators; a copy of one island's folder is a way to take over."""
     owners = [h.owner if h is not None else -1 for h in chosen]
-    swapped = [i for i, owner in enumerate(owners) if owner not in (-1, i)]
+    swapped = [i for i, owner in enumerate(owners) if owner not in (-1, slots[i])]
     known = [owner for owner in owners if owner != -1]
     if swapped and len(set(known)) == len(known):
-        who = ", ".join(f"{names[i]} (ISLAND_RANK={i}) finds what island {owners[i]} saved" for i in swapped)
+        who = ", ".join(f"{names[i]} (ISLAND_RANK={slots[i]}) finds what island {owners[i]} saved" for i in swapped)
         raise NeedsDecision(
             f"folders of islands are swapped: {who}. Give each island the ISLAND_RANK or the folder that it had, or take over on purpose "
             "(take_over=True; recipes/pretrain.py: --take-over)"

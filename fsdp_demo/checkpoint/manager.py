@@ -298,7 +298,7 @@ class Checkpoints(Shelf):
 
     def _go_on(self, chosen: list[Held | None]) -> int:
         """Put aside what is newer than what this island goes on from."""
-        self.chosen = mine = chosen[self.topology.island]
+        self.chosen = mine = chosen[self.topology.starters.index(self.topology.island)]
         step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
         self.common = step if mine is not None and mine.kind == "checkpoint" and len({h and h.step for h in chosen}) == 1 else -1
         if mine is None and self.topology.rank == 0:

@@ -40,7 +40,10 @@ class Board:
         self._silent = False
 
     def choose(self, mine: Sequence[Held], how: str, **same: Any) -> list[Held | None] | None:
-        """Tell the islands what this one holds, and hear from which state each goes on (`choice.choose`). All islands come together.
+        """Tell the islands what this one holds, and hear from which state each goes on (`choice.choose`). All that begin come together.
+
+        Returns:
+            In the order of `Topology.starters`.
 
         Args:
             same: what must be told alike on all islands, by name.
@@ -58,7 +61,7 @@ class Board:
             names, held = [str(n["name"]) for n in notes], [[Held(*h) for h in n["held"]] for n in notes]
         except (KeyError, TypeError) as error:
             raise ValueError(f"an island has left a note of another form ({error!r:.80}): use one release everywhere") from None
-        return choose(names, held, how)
+        return choose(names, held, how, self.topology.starters)
 
     def common(self, mine: Sequence[Held]) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for rotation. Islands need not come together:
@@ -73,7 +76,7 @@ class Board:
         return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Leave a note and wait for those of all islands; in order of the islands.
+        """Leave a note and wait for those of all islands that begin; in order of the islands.
 
         Raises:
             ValueError: the run id was used before.
@@ -93,22 +96,23 @@ class Board:
                 "island, or a new ISLAND_RUN on all"
             )
         store.set(f"note/{t.island}", json.dumps(note))
-        deadline, keys = time.monotonic() + t.timeout, [f"note/{i}" for i in range(t.islands)]
-        while missing := [i for i, key in enumerate(keys) if not store.check([key])]:
+        deadline, keys = time.monotonic() + t.timeout, {i: f"note/{i}" for i in t.starters}
+        while missing := [i for i, key in keys.items() if not store.check([key])]:
             if time.monotonic() > deadline:
                 raise PeerLost(
                     f"waited {t.timeout:g} s for islands {missing} to say which checkpoints they hold: check that they run, and their "
                     "ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
                 )
             time.sleep(0.02)
-        notes = [store.note(key, f"island {i}") for i, key in enumerate(keys)]
-        for i, found in enumerate(notes):
+        notes = [store.note(key, f"island {i}") for i, key in keys.items()]
+        for i, found in zip(keys, notes, strict=True):
             if not isinstance(found, dict):
                 raise ValueError(f"island {i} has left a note in the store that is no object ({found!r:.40}): use one release everywhere")
         return notes
 
     def exchange(self, held: Any) -> list[Any]:
-        """Say what this island holds, and hear what the others have said last; nothing yet is None. In order of the islands.
+        """Say what this island holds, and hear what the others have said last; nothing yet is None. In order of the islands, without those
+        that have not begun with the others and have said nothing.
 
         Raises:
             StoreSilent: no answer within `PATIENCE` seconds, or at once where the store has been silent before.
@@ -118,9 +122,8 @@ class Board:
             return [held]
         with self._asking(PATIENCE) as store:
             store.set(f"held/{t.island}", json.dumps(held))
-            keys = [f"held/{i}" for i in range(t.islands)]
-            said = [store.note(key, f"island {i}") if store.check([key]) else None for i, key in enumerate(keys)]
-        return [held if i == t.island else value for i, value in enumerate(said)]
+            said = {i: store.note(key, f"island {i}") for i in range(t.islands) if store.check([key := f"held/{i}"])}
+        return [held if i == t.island else said.get(i) for i in range(t.islands) if i in said or i in t.starters]
 
     def close(self) -> None:
         """Drop the connection."""

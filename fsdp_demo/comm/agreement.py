@@ -80,12 +80,12 @@ def warned(unlike: list[str]) -> bool:
 
 def unequal(line: Line, j: int, what: str) -> str:
     """The sentence that this island and island j do not run the same."""
-    return unlike_runs(j, line.names[j], line.names[line.rank], what)
+    return unlike_runs(line.label(j), line.names[line.rank], what)
 
 
-def unlike_runs(j: int, there: str, here: str, what: str) -> str:
-    """The sentence that island j, which is named `there`, does not run the same as the one named `here`."""
-    return f"island {j} ({there}) runs something else than {here}: {what}"
+def unlike_runs(there: str, here: str, what: str) -> str:
+    """The sentence that an island (`Line.label`) does not run the same as the one named `here`."""
+    return f"{there} runs something else than {here}: {what}"
 
 
 def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:

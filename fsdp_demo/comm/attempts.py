@@ -7,6 +7,7 @@ Keys of a run in the store:
     <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them, where islands may come and go
     <run>/<n>/life/<island>   how often its place was taken anew
     <run>/<n>/beat/<island>   counts up every second while that process lives; where islands may come and go, until they have met
+    <run>/<n>/came, starters  who begins the attempt, where islands may come and go (`roll.py`)
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
 
@@ -30,7 +31,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ..errors import PeerLost
+from ..errors import PeerLost, StoreSilent
+from . import roll
 from .store_client import Asker
 
 log = logging.getLogger("fsdp_demo")
@@ -43,6 +45,7 @@ PATIENCE = 5.0  # seconds that whoever stops waits for the store
 
 _lock = threading.RLock()
 _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its id: a fork has none
+_in_vain: dict[tuple[int, str, str, int], PeerLost] = {}  # who has waited in vain would take its own place for that of somebody dead
 
 
 class Place(Protocol):
@@ -54,7 +57,10 @@ class Place(Protocol):
     rank: int
     world: int
     timeout: float
+    name: str
     islands: int
+    count: int
+    suffice: int
     token: str
 
     @property
@@ -80,12 +86,19 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
 
     Raises:
         ValueError: the run has finished, or a process that lives plays the same island.
-        PeerLost: no store; on other ranks: rank 0 did not say in time.
+        PeerLost: no store; too few islands came (`roll.call`); on other ranks: rank 0 did not say in time.
     """
     known = os.getpid(), topology.endpoint, topology.run, topology.island
     with _lock:
+        if known in _in_vain:
+            raise _in_vain[known]
         if known not in _pulses:
-            place = _from_first(topology, lambda: _take(topology, store or topology.open_store()))
+            try:
+                place = _from_first(topology, lambda: _begin(topology, store or topology.open_store()))
+            except PeerLost as error:
+                if not isinstance(error, StoreSilent):
+                    _in_vain[known] = error
+                raise
             _pulses[known] = Pulse(topology, place, beats=topology.rank == 0, store=store)
         elif topology.world > 1 and topology.rank == 0:  # who joins later than rank 0 reads it there
             _from_first(topology, lambda: _pulses[known].taken)
@@ -93,11 +106,13 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
 
 
 class Taken(NamedTuple):
-    """A place in an attempt: its number, how often the place was taken before in it, and whether the others train already."""
+    """A place in an attempt: its number, how often the place was taken before in it, whether the others train already, and, where islands
+    may come and go, which ones began or begin it."""
 
     number: int
     life: int = 0
     late: bool = False
+    starters: tuple[int, ...] = ()
 
 
 def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
@@ -108,7 +123,7 @@ def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's ranks may find the store of those before them
     key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
     if topology.rank:
-        return _told(own, key, topology.timeout + 60)
+        return _told(own, key, (2 if topology.elastic else 1) * topology.timeout + 60)
     try:
         taken = decide()
     except (ValueError, PeerLost) as error:
@@ -127,7 +142,19 @@ def _told(own: Asker, key: str, seconds: float) -> Taken:
     place, lost, text = own.note(key, "rank 0")
     if place[0] < 0:
         raise PeerLost(text) if lost else ValueError(text)
-    return Taken(*place)
+    number, life, late, starters = place
+    return Taken(number, life, late, tuple(starters))
+
+
+def _begin(topology: Place, store: Asker) -> Taken:
+    """A place in an attempt, once it is known who begins it; where it ends before that, one in the next."""
+    while True:
+        taken = _take(topology, store)
+        if not topology.elastic:
+            return taken
+        called = roll.call(store.under(f"{topology.run}/{taken.number}"), topology, taken.late, BEAT, BEATS * BEAT)
+        if called is not None:
+            return taken._replace(late=called.late, starters=called.starters)
 
 
 def _take(topology: Place, store: Asker) -> Taken:
@@ -150,12 +177,23 @@ def _take(topology: Place, store: Asker) -> Taken:
             return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
         if _live(t, at, [t.island]):
             raise ValueError(f"{once}, which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands")
+        if _waits(t, at) and at.compare_set(f"slot/{t.island}", before, me) == me:  # nobody has begun with it
+            at.add(f"beat/{t.island}", 1)
+            return Taken(int(text), at.add(f"life/{t.island}", 1))
         others = [j for j in range(t.islands) if j != t.island]
         if t.elastic and at.peek("begun") and _live(t, at, others) and at.compare_set(f"slot/{t.island}", before, me) == me:
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), at.add(f"life/{t.island}", 1), True)
         log.info("island %d was started before and is gone: attempt %s of run %r has ended", t.island, text, t.run)
         at.compare_set("ended", "", str(t.island))
+
+
+def _waits(topology: Place, at: Asker) -> bool:
+    """Whether this island does not begin an attempt that has not begun: the end of its process before then ends nothing."""
+    if not topology.elastic or at.peek("begun"):
+        return False
+    starters = roll.decided(at, topology.count)
+    return topology.island >= topology.count or (starters is not None and topology.island not in starters)
 
 
 def _live(topology: Place, at: Asker, islands: Sequence[int]) -> bool:

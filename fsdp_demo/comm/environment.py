@@ -19,13 +19,14 @@ LONGEST = 10_000_000
 
 VARIABLES = {
     "ISLAND_RANK": "which island this is, from 0",
-    "ISLAND_COUNT": "number of islands",
+    "ISLAND_COUNT": "number of islands that are expected at the start",
+    "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default ISLAND_COUNT (zeromq)",
     "ISLAND_ENDPOINT": "host:port of the store, zmq://host:port or redis://host:port",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
-    "ISLAND_TIMEOUT": "seconds of silence after which a peer counts as lost",
-    "ISLAND_MIN": "islands that must be left to train on when others are lost (zeromq)",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and of silence after which a peer counts as lost",
+    "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to train on when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
@@ -66,6 +67,38 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     return value
 
 
+def slots(env: Mapping[str, str], count: int, transport: str) -> int:
+    """ISLAND_SLOTS, default ISLAND_COUNT: how many islands there may be at most.
+
+    Args:
+        count: ISLAND_COUNT. transport: ISLAND_TRANSPORT.
+
+    Raises:
+        ValueError: it is no whole number, less than ISLAND_COUNT, or more with a transport whose islands are fixed.
+    """
+    value = whole(env, "ISLAND_SLOTS", count)
+    if value != count and not env.get("ISLAND_COUNT", "").strip():
+        raise ValueError(f"ISLAND_SLOTS={value} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands that begin, on all islands")
+    if value < count:
+        raise ValueError(f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, one slot for each island")
+    if value > count and transport == "gloo":
+        raise ValueError(f"ISLAND_SLOTS={value} with ISLAND_COUNT={count} needs ISLAND_TRANSPORT=zeromq: with gloo none can join later")
+    return value
+
+
+def place(env: Mapping[str, str], count: int, slots: int) -> int:
+    """ISLAND_RANK, the slot of this island.
+
+    Raises:
+        ValueError: it is no whole number, or out of range.
+    """
+    island = whole(env, "ISLAND_RANK", 0)
+    if count < 1 or not 0 <= island < slots:
+        name, most = ("ISLAND_COUNT", count) if slots == count else ("ISLAND_SLOTS", slots)
+        raise ValueError(f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}")
+    return island
+
+
 def least(env: Mapping[str, str], islands: int) -> int:
     """ISLAND_MIN, default 1.
 
@@ -76,6 +109,15 @@ def least(env: Mapping[str, str], islands: int) -> int:
     if not 1 <= value <= islands:
         raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})")
     return value
+
+
+def suffice(env: Mapping[str, str], islands: int) -> int:
+    """How many islands suffice to begin when the time to wait for the others is over: ISLAND_MIN where it is set; 0: all are needed.
+
+    Raises:
+        ValueError: see `least`.
+    """
+    return least(env, islands) if env.get("ISLAND_MIN", "").strip() else 0
 
 
 def dead(env: Mapping[str, str]) -> float:

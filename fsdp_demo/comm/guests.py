@@ -87,6 +87,7 @@ class Guests:
         hub: of all connections. prefix: keys of the run. me, line: this rank. address: where others reach it, "" if nobody can.
         lanes: asked for the number of connections for messages.
         refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how this rank stands, for `look.py`.
+        names: of the islands, by slot; a newcomer's is added.
 
     Attributes:
         guest: who is there.
@@ -103,9 +104,10 @@ class Guests:
         lanes: Callable[[], int],
         refused: Callable[[Member], str],
         status: Callable[[], dict[str, Any]] = dict,
+        names: dict[int, str] | None = None,
     ):
         self._hub, self._prefix, self._me, self._line, self._address = hub, prefix, me, line, address
-        self._lanes, self._refused, self._status = lanes, refused, status
+        self._lanes, self._refused, self._status, self._names = lanes, refused, status, {} if names is None else names
         self.guest: Guest | None = None
         self.endpoint = ("", 0)
         self._door: Any = None
@@ -153,6 +155,7 @@ class Guests:
             wires[k] = wire
         lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
         self.guest = Guest(who, name, wires, lanes)
+        self._names[who.slot] = name
         return {"ports": ports, "lanes": len(lanes)}
 
     # ---- the guest -------------------------------------------------------------------------------------------------------

@@ -34,14 +34,14 @@ class Place:
     """Where a rank stands on the lines.
 
     Attributes:
-        slot: of this island. rank, ranks: this line, and how many an island has. names: of the islands, by slot.
+        slot: of this island. rank, ranks: this line, and how many an island has. names: of the islands, by slot; who joins adds its own.
         share: ranks of an island that use its link at once. process: this rank, as its launcher counts.
     """
 
     slot: int
     rank: int
     ranks: int
-    names: Mapping[int, str]
+    names: dict[int, str]
     share: int = 1
     process: int = 0
 
@@ -53,7 +53,7 @@ class Place:
 def member_line(
     meeting: Meeting, place: Place, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
 ) -> MemberLine:
-    """Meet the other islands of a run that begins, all at once.
+    """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
 
     Args:
         meeting: of the line: `rank` and `size` are slots; `prefix` is that of all lines.
@@ -68,19 +68,20 @@ def member_line(
 
     hub = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
     try:
-        members = [Member(slot) for slot in range(meeting.size)]
+        members = {slot: Member(slot) for slot in meeting.ranks}
         at_line = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
         transport = ZeroMQ(at_line, hub)
         notes, lanes = (_by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(hub, meeting, place, members[place.slot])
-        line = MemberLine(members[place.slot], place.names, range(meeting.size), meeting.timeout, link, place.share)
+        line = MemberLine(members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share)
         start = Starter(hub, meeting, place, members[place.slot], siblings, open_store, dead, min_continue, line)
-        start.member(first_record(members), notes, {m: [wire] for m, wire in lanes.items()})
+        start.member(first_record(members.values()), notes, {m: [wire] for m, wire in lanes.items()})
     except BaseException:
         hub.close(0)
         raise
     try:
         line.widen(lambda k: _by_member(transport.open(k), members))
+        start.open_door()  # not before: who comes in has as many connections as the others
     except BaseException:
         line.release()
         raise
@@ -112,6 +113,7 @@ def newcomer_line(
 
         def become(record: Record) -> None:
             start.member(record, {r.member: r.wires["notes"] for r in reached}, {r.member: r.lanes for r in reached})
+            start.open_door()
 
         donor = reached[0]
         line.follow(newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become))
@@ -129,7 +131,7 @@ def _siblings(hub: Any, meeting: Meeting, place: Place, me: Member) -> dict[int,
         return {}
     own = tuple(f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks))
     prefix = f"{meeting.prefix}/island/{me.slot}.{me.incarnation}"
-    inside = replace(meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own)
+    inside = replace(meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own, among=None)
     return dict(ZeroMQ(inside, hub).open("siblings").wires)
 
 
@@ -150,12 +152,13 @@ class Starter:
     ):
         self._hub, self._meeting, self._place, self._me, self._siblings = hub, meeting, place, me, siblings
         self._open_store, self._dead, self._min, self._line = open_store, dead, min_continue, line
+        self._guests: Guests | None = None
 
     def member(self, record: Record, notes: Mapping[Member, Any], lanes: Mapping[Member, Sequence[Any]]) -> None:
-        """This rank takes part in `record`, over these connections; the line has its driver, and others may knock at its door."""
+        """This rank takes part in `record`, over these connections; the line has its driver."""
         meeting, place = self._meeting, self._place
         driver: list[Driver] = []
-        guests = Guests(
+        guests = self._guests = Guests(
             self._hub,
             meeting.prefix,
             self._me,
@@ -164,6 +167,7 @@ class Starter:
             lambda: max((len(w) for w in driver[0].lanes.values()), default=1) if driver else 1,
             lambda who: driver[0].busy(who) if driver else "it starts",
             lambda: driver[0].status() if driver else {"silent": True},
+            place.names,
         )
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         lanes = {m: wires for m, wires in lanes.items() if m in record.members}
@@ -181,13 +185,16 @@ class Starter:
                 guests,
             )
         )
-        if guests.endpoint[1]:
-            at = self._open_store()
-            at.set(f"door/{self._me.slot}.{self._me.incarnation}.{place.rank}", "{}:{}".format(*guests.endpoint))
         self._line.drive(driver[0], max((len(w) for w in lanes.values()), default=1))
 
+    def open_door(self) -> None:
+        """Others may knock at this member's door, where it can be reached."""
+        if self._guests is not None and self._guests.endpoint[1]:
+            at = self._open_store()
+            at.set(f"door/{self._me.slot}.{self._me.incarnation}.{self._place.rank}", "{}:{}".format(*self._guests.endpoint))
 
-def _by_member(connections: Any, members: Sequence[Member]) -> dict[Member, Any]:
+
+def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, Any]:
     return {members[slot]: wire for slot, wire in connections.wires.items()}
 
 

@@ -33,7 +33,7 @@ class MemberLine(Line):
     """The ranks that hold the same shard on every island that lives.
 
     Args:
-        me: this island. names: of the islands, by slot.
+        me: this island. names: of the islands, by slot; those that join later add theirs.
         timeout, link, share: as for `Line`.
         driver: moves the messages; None for a newcomer until it is a member (`become`).
         slots: of the islands that take part.
@@ -48,7 +48,7 @@ class MemberLine(Line):
         self, me: Member, names: Mapping[int, str], slots: Sequence[int], timeout: float, link: Link | None = None, share: int = 1
     ):
         super().__init__(None, 0, 0, [], timeout, link, share)
-        self._me, self._names, self._next = me, dict(names), 0
+        self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
         self._counter: Counter | None = None
         self._submit: Callable[[Callable[[], None]], Any] | None = None

@@ -54,11 +54,14 @@ class Topology:
 
     Attributes:
         kind: "islands", "mesh" or "single".
-        island, islands: index of this replica, and how many there are.
+        island, islands: index of this replica, and how many there are; where they may come and go, its slot, and how many slots there
+            are (ISLAND_SLOTS). The data is cut into as many parts: `dataset.shard(islands, island)`.
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
         dead, least: where islands may come and go, seconds of silence after which one is lost, and how many must be left to train on.
+        count, suffice: islands that are expected at the start, default `islands`; where they may come and go, how many suffice to begin
+            when `timeout` is over (0: all).
         transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores that
             know one. password: of a redis at `endpoint`.
         rank, world: this rank inside the island and the island's size.
@@ -85,6 +88,8 @@ class Topology:
     stop_timeout: float = 10.0
     dead: float = 10.0
     least: int = 1
+    count: int = 0
+    suffice: int = 0
     transport: str = next(iter(TRANSPORTS))
     token: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
@@ -92,6 +97,9 @@ class Topology:
     _prefix: str = field(default="", repr=False)
     _late: bool = field(default=False, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
+
+    def __post_init__(self) -> None:
+        self.count = self.count or self.islands
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
@@ -105,16 +113,16 @@ class Topology:
         env = os.environ if env is None else env
         environment.warn_of_unknown(env)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        islands, island = environment.whole(env, "ISLAND_COUNT", 1), environment.whole(env, "ISLAND_RANK", 0)
+        count, transport = environment.whole(env, "ISLAND_COUNT", 1), environment.transport(env)
+        islands = environment.slots(env, count, transport)
+        island = environment.place(env, count, islands)
         name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
         common: dict[str, Any] = {"name": name, "run": run}
         common |= {"timeout": environment.patience(env), "stop_timeout": environment.stop_timeout(env), "dead": environment.dead(env)}
-        if islands < 1 or not 0 <= island < islands:
-            raise ValueError(f"ISLAND_RANK={island} with ISLAND_COUNT={islands}: allowed is 0 <= ISLAND_RANK < ISLAND_COUNT")
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
-        place, transport = environment.endpoint(env), environment.transport(env)
-        common["least"] = environment.least(env, islands)
+        place = environment.endpoint(env)
+        common |= {"count": count, "least": environment.least(env, count), "suffice": environment.suffice(env, count)}
         environment.refuse_gloo(place, transport)
         common |= {"address": env.get("ISLAND_ADDRESS", ""), "transport": transport, "token": env.get("ISLAND_TOKEN", "")}
         return cls("islands", island, islands, endpoint=str(place), password=place.password, rank=rank, world=world, **common)
@@ -166,10 +174,10 @@ class Topology:
         except StoreSilent as error:
             raise self._cured(error) from None
         store.deadline = self.question
-        lanes = min(info["copies"] for info in infos)
+        lanes = min(info["copies"] for info in infos.values())
         if position.copy >= lanes:
             return None, lanes
-        names = [i["name"] for i in infos]
+        names = self._names(infos)
         if self.elastic:
             from .meet import member_line
 
@@ -201,6 +209,15 @@ class Topology:
         """
         return self.elastic and attempts.join(self).taken.late
 
+    @property
+    def starters(self) -> tuple[int, ...]:
+        """The islands that begin the run together: all, but where they may come and go.
+
+        Raises:
+            ValueError, PeerLost: see `prefix`.
+        """
+        return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
+
     def _come_later(self, store: Asker, position: Position, link: Link | None) -> tuple[Line | None, int]:
         """`join` of an island that comes when the run is under way."""
         from .meet import newcomer_line
@@ -219,9 +236,7 @@ class Topology:
         store.deadline = self.question
         if position.copy >= lanes:
             return None, lanes
-        names = [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
-        names[self.island] = self.name
-        meeting, place = self._place(store, position, lanes, names)
+        meeting, place = self._place(store, position, lanes, self._names({**infos, self.island: mine}))
         pulse = attempts.join(self)
         met = newcomer_line(meeting, place, pulse.taken.life, self._own_store, link, self.dead, self.least)
         pulse.quiet()
@@ -235,7 +250,9 @@ class Topology:
         from .meet import Place
 
         where, ranks = self.address or route_to(self.endpoint), position.shards * lanes
-        meeting = Meeting(store, self._prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token)
+        meeting = Meeting(
+            store, self._prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token, among=self.starters
+        )
         return meeting, Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
 
     def _cured(self, error: StoreSilent) -> StoreSilent:
@@ -307,17 +324,21 @@ class Topology:
         _epochs[self.endpoint, self.run] = epoch + 1
         return store
 
-    def _meet(self, store: Asker, position: Position) -> list[dict[str, Any]]:
-        """Announce this rank, wait for one rank of every island and compare layouts; returns each island's announcement in order."""
+    def _names(self, infos: Mapping[int, dict[str, Any]]) -> list[str]:
+        """Of all islands; of those that have not come, the one that is likely."""
+        return [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
+
+    def _meet(self, store: Asker, position: Position) -> dict[int, dict[str, Any]]:
+        """Announce this rank, wait for one rank of every island that begins and compare layouts; returns each one's announcement."""
         mine = self._announcement(position)
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         store.set(key.format(self.island), json.dumps(mine))
         infos = self._gather(store, {name: type(value) for name, value in mine.items()})
         self._compare(infos, position)
-        return [infos[i] for i in range(self.islands)]
+        return infos
 
     def _announcement(self, position: Position) -> dict[str, Any]:
-        layout = {"count": self.islands, "shards": position.shards, "copies": position.copies}
+        layout = {"count": self.count, "shards": position.shards, "copies": position.copies}
         return {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
 
     def _compare(self, infos: Mapping[int, dict[str, Any]], position: Position) -> None:
@@ -336,25 +357,25 @@ class Topology:
                 )
 
     def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:
-        """The announcements of all islands, as they come."""
+        """The announcements of all islands that begin, as they come."""
         first = f"{self._prefix}/join/{{}}/0.0"
         infos: dict[int, dict[str, Any]] = {}
-        deadline, look = time.monotonic() + self.timeout, time.monotonic()
+        deadline, look, wanted = time.monotonic() + self.timeout, time.monotonic(), self.starters
         while True:
-            for i in range(self.islands):
+            for i in wanted:
                 if i not in infos and store.check([first.format(i)]):
                     infos[i] = other = store.note(first.format(i), f"island {i}", fields)
-                    if other["count"] != self.islands:  # at once: the larger number would wait for islands that nobody starts
-                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.islands}"
+                    if other["count"] != self.count:  # at once: the larger number would wait for islands that nobody starts
+                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.count}"
                         raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
-            missing = [str(i) for i in range(self.islands) if i not in infos]
+            missing = [str(i) for i in wanted if i not in infos]
             if not missing:
                 return infos
             now = time.monotonic()
             if now > deadline:
                 came = ", ".join(f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)) or "nobody"
                 raise PeerLost(
-                    f"waited {self.timeout:g} s for {self.islands} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
+                    f"waited {self.timeout:g} s for {len(wanted)} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
                     f"{', '.join(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
                 )
             if now >= look:

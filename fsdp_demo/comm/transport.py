@@ -88,6 +88,7 @@ class Meeting:
         address: where the others reach this rank; "" if nobody can: then the others must be reachable.
         timeout: seconds to wait for the others, and of silence after which one counts as lost.
         token: the run's secret, "" for none. epoch: which membership these connections serve; what comes from another is refused.
+        among: the ranks that meet, where they are not all of them.
     """
 
     store: Asker
@@ -99,6 +100,17 @@ class Meeting:
     timeout: float
     token: str = ""
     epoch: int = 0
+    among: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that meet."""
+        return tuple(range(self.size)) if self.among is None else self.among
+
+    @property
+    def others(self) -> list[int]:
+        """Those that meet, but for this one."""
+        return [j for j in self.ranks if j != self.rank]
 
     def label(self, j: int) -> str:
         """How errors name the island of rank j."""

@@ -102,7 +102,7 @@ class ZeroMQ:
         bound: dict[int, tuple[Wire, str]] = {}
         if m.address:
             with self._hub.alone():
-                bound = {j: self._bind(m.address) for j in range(m.size) if j != m.rank}
+                bound = {j: self._bind(m.address) for j in m.others}
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(k, {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""}, end)
         wires: dict[int, Wire] = {}
@@ -145,7 +145,7 @@ class ZeroMQ:
         m, notes = self._meeting, dict[int, dict[str, Any]]()
         at = m.store.under(f"{m.prefix}/{k}")
         at.set(f"at/{m.rank}", json.dumps(mine))
-        while missing := [j for j in range(m.size) if j != m.rank and j not in notes]:
+        while missing := [j for j in m.others if j not in notes]:
             for j in missing:
                 if at.check([f"at/{j}"]):
                     notes[j] = note = at.note(f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str})

@@ -154,7 +154,7 @@ def read(
         raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 
     def refuse(what: str) -> ValueError:
-        return ValueError(agreement.unlike_runs(island, name, flow.topology.name, what))
+        return ValueError(agreement.unlike_runs(f"island {island} ({name})", flow.topology.name, what))
 
     may, must = agreement.apart(_run(flow, told), found, name)
     must += [f"{k}: {v} here, {where.get(k)} there" for k, v in place(flow).items() if where.get(k) != v]

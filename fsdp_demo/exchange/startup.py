@@ -158,8 +158,8 @@ def equalise_parameters(line: Line | None, island: Island, parameters: BoundChan
         changed = agreement.equalise(line, work, donor, keep)
     if island.any(changed):
         parameters.write(work, parameters.tensors("parameter"))
-        if parameters.position.shard == parameters.position.copy == 0:
-            log.info("parameters taken over from island %d", donor)
+        if line is not None and parameters.position.shard == parameters.position.copy == 0:
+            log.info("parameters taken over from %s", line.label(donor))
 
 
 def equalise_rest(

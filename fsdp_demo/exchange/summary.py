@@ -26,6 +26,7 @@ def announce(flow: Flow, batch: Sequence[int], steps: int | None = None) -> None
         return
     config, topology, place = flow.config, flow.topology, flow.island.position
     islands = f"island {topology.island} of {topology.islands}" if topology.islands > 1 else "one replica, nothing is sent"
+    islands += f" ({topology.count} expected at the start)" if topology.count < topology.islands else ""
     what = f"preset {config.preset}, {islands}, from step {flow.step}"
     inner = "inner " + ", ".join(type(o).__name__ for o in flow.shards.optimizers)
     shape = f"{place.shards} shards x {place.copies} copies ({flow.parameters.lanes} lanes)"
@@ -114,7 +115,7 @@ def clips(config: ExchangeConfig, shards: Shards) -> str:
 def _batch(topology: Topology, batch: Sequence[int]) -> str:
     if len(batch) != 2:
         return "batch not told (attach(batch=(rows, accumulation)))"
-    world, islands = topology.world, topology.islands
+    world, islands = topology.world, topology.count
     total = batch[0] * batch[1] * world * islands
     return f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x {world} ranks x {islands} islands"
 

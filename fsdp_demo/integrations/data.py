@@ -17,7 +17,7 @@ def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> A
     """This island's part of a training set; the data set itself where there is one replica, or a mesh (whose loader splits over all ranks).
 
     Rows are dealt in turn (island i of n gets rows i, i + n, ...), and all islands get equally many, so that an epoch has the same number
-    of steps everywhere: up to n - 1 rows at the end are left out.
+    of steps everywhere: up to n - 1 rows at the end are left out. With ISLAND_SLOTS that is n: islands that join later have their parts.
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset`, a torch dataset of either kind, or a sequence. Split the training set only: an

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from fsdp_demo.checkpoint.choice import Held, alike, choose, look, superfluous, 
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.errors import NeedsDecision
 
 
@@ -181,3 +183,26 @@ def test_the_third_failure_in_a_row_raises(caplog):
     failures.failed("it", full)
     with pytest.raises(OSError, match="No space left"):
         failures.failed("it", full)
+
+
+class Begun(fsdp_demo.Topology):
+    """Of a run that has begun without island 1 of 4."""
+
+    starters = (0, 2, 3)
+
+
+def test_islands_that_have_not_begun_are_not_asked():
+    """What they hold is not waited for, folders are those of slots, and rotation goes on without them until they say something."""
+    store = Asker(dist.HashStore(), "the test", 5.0)
+    boards = {i: Board(Begun("islands", i, 4, f"island{i}", timeout=5.0)) for i in (0, 1, 2, 3)}
+    for board in boards.values():
+        board._asker = store
+    for i in (2, 3):
+        store.set(f"note/{i}", json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]}))
+    assert boards[0].choose([Held(10, owner=0)], "common") == [Held(10, owner=i) for i in (0, 2, 3)]
+    boards[2].exchange([[10, ""]])
+    assert boards[0].common(at(10)) is None  # island 3 has not said anything yet
+    boards[3].exchange([[10, ""]])
+    assert boards[0].common(at(10)) == 10
+    boards[1].exchange([])
+    assert boards[0].common(at(10)) is None

@@ -82,3 +82,29 @@ def test_the_time_to_stop_is_checked(text: str) -> None:
         Topology.from_env({"ISLAND_STOP": text})
     assert Topology.from_env({"ISLAND_STOP": "4"}).stop_timeout == 4.0
     assert Topology.from_env({}).stop_timeout == 10.0
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"ISLAND_COUNT": "3", "ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 with ISLAND_COUNT=3: allowed are ISLAND_COUNT or more"),
+        ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "4", "ISLAND_RANK": "4"}, "ISLAND_RANK=4 with ISLAND_SLOTS=4: allowed is 0 <= ISLAND_RANK"),
+        ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "ISLAND_RANK=2 with ISLAND_COUNT=2"),
+        ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
+        ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
+        ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_TRANSPORT": "gloo"}, "needs ISLAND_TRANSPORT=zeromq"),
+    ],
+)
+def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Topology.from_env({"ISLAND_ENDPOINT": "host:1", "ISLAND_TRANSPORT": "zeromq", **variables})
+
+
+def test_slots_are_the_parts_of_the_data() -> None:
+    env = {"ISLAND_ENDPOINT": "zmq://host:1", "ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "2", "ISLAND_RANK": "2"}
+    t = Topology.from_env({**env, "ISLAND_SLOTS": "4"})
+    assert (t.kind, t.island, t.islands, t.count, t.suffice) == ("islands", 2, 4, 2, 0)
+    assert Topology.from_env({**env, "ISLAND_COUNT": "3"}).islands == 3  # without it as many as islands
+    alone = Topology.from_env({**env, "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2", "ISLAND_RANK": "0"})
+    assert (alone.kind, alone.islands, alone.count) == ("islands", 2, 1)
+    assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2

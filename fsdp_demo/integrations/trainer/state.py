@@ -189,7 +189,7 @@ def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> st
     if chosen is None:
         return None
     loaded = sources(chosen)
-    furthest, own = max(s for s in loaded if s is not None), loaded[topology.island]
+    furthest, own = max(s for s in loaded if s is not None), loaded[topology.starters.index(topology.island)]
     beside = [p for p in sorted(output_dir.parent.glob(f"*/checkpoint-{furthest}")) if furthest in whole_steps(p.parent, fresh)]
     found = str(output_dir / f"checkpoint-{own}") if own is not None else str(beside[0]) if beside else None
     return _with_others(found, furthest, own is not None, topology) if None in loaded else found

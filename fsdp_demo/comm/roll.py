@@ -1,0 +1,205 @@
+"""Who begins a run whose islands may come and go: one decision in the store, before the islands ask each other anything else.
+
+ISLAND_COUNT islands are expected. With ISLAND_MIN, that many suffice when one of them has waited ISLAND_TIMEOUT seconds. The others, and
+islands beyond ISLAND_COUNT, wait until the run has begun, and join it.
+
+Keys below those of the attempt:
+
+    came/<island>   what an island says of itself when all its ranks have come
+    starters        the islands that begin, a JSON list: compare_set, the first decides
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import PeerLost
+from .store_client import Asker
+
+log = logging.getLogger("fsdp_demo")
+
+LOOK = 0.1  # seconds between two looks
+
+FIELDS: dict[str, type] = {"name": str, "host": str, "count": int, "slots": int, "least": int}
+
+
+class Caller(Protocol):
+    """What is asked of a `Topology`."""
+
+    run: str
+    island: int
+    islands: int
+    count: int
+    suffice: int
+    name: str
+    endpoint: str
+    timeout: float
+
+
+class Called(NamedTuple):
+    """The islands that begin, and whether this one joins them later."""
+
+    starters: tuple[int, ...]
+    late: bool
+
+
+def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> Called | None:
+    """Wait until it is known who begins, and, on an island that does not, until they have begun.
+
+    Args:
+        at: the store, below the keys of the attempt. late: the run is under way already.
+        beat: seconds between two beats, which are made here meanwhile. silence: seconds without one after which an island is gone.
+
+    Returns:
+        None: the attempt has ended meanwhile; there is a place in the next.
+
+    Raises:
+        ValueError: islands have unlike numbers.
+        PeerLost: too few came within `timeout`, or the run has not begun by then.
+    """
+    roll = _Roll(at, place, beat, silence)
+    said = {"name": place.name, "host": socket.gethostname(), "count": place.count, "slots": place.islands, "least": place.suffice}
+    at.set(f"came/{place.island}", json.dumps(said))
+    expected = place.island < place.count
+    for i in range(place.islands):
+        if i != place.island and at.check([f"came/{i}"]):
+            roll.hear(i, begins=expected and not late)
+    if late:
+        return Called(roll.decided() or roll.everyone, True)
+    if expected:
+        starters = roll.decided() or (roll.wait() if place.suffice else roll.everyone)
+        if starters is None:
+            return None
+        if place.island in starters:
+            return Called(starters, False)
+    return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
+
+
+def decided(at: Asker, count: int) -> tuple[int, ...] | None:
+    """The islands that begin; None while that is open.
+
+    Raises:
+        ValueError: what stands there cannot be read.
+    """
+    text = at.peek("starters")
+    return _read(text, count) if text else None
+
+
+def _read(text: str, count: int) -> tuple[int, ...]:
+    try:
+        found = json.loads(text)
+        if not found or sorted({int(i) for i in found}) != found or not 0 <= found[0] <= found[-1] < count:
+            raise ValueError("not islands in their order")
+        return tuple(found)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"the islands that begin, in the store, cannot be read ({error!r:.60}): {text!r:.60}") from None
+
+
+class _Roll:
+    """One island's wait."""
+
+    def __init__(self, at: Asker, place: Caller, beat: float, silence: float):
+        self._at, self._place, self._each, self._silence = at, place, beat, silence
+        self._beat_at = 0.0
+        self._names: dict[int, str] = {}
+        self._moved: dict[int, tuple[int, float]] = {}  # beats of an island, and when they were last seen to move
+        self.everyone = tuple(range(place.count))
+
+    def decided(self) -> tuple[int, ...] | None:
+        """See `decided`."""
+        return decided(self._at, self._place.count)
+
+    def hear(self, i: int, begins: bool = True) -> None:
+        """What island i says of itself, compared with this one."""
+        other, p = self._at.note(f"came/{i}", f"island {i}", FIELDS), self._place
+        self._names[i] = f"{i} ({other['name']} on {other['host']})"
+        numbers: list[tuple[str, Any, Any]] = [
+            ("ISLAND_COUNT", other["count"], p.count),
+            ("ISLAND_SLOTS", other["slots"], p.islands),
+        ]
+        if begins and i < p.count:
+            numbers.append(("ISLAND_MIN", other["least"] or "unset", p.suffice or "unset"))
+        for variable, theirs, mine in numbers:
+            if theirs != mine:
+                both = f"{variable}={theirs}, {p.name} has {mine}"
+                raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
+
+    def wait(self) -> tuple[int, ...] | None:
+        """The islands that begin; None where the attempt has ended."""
+        p, end = self._place, time.monotonic() + self._place.timeout
+        while True:
+            if (known := self.decided()) is not None:
+                return known
+            if self._at.peek("ended"):
+                return None
+            here, over = self._here(), time.monotonic() > end
+            if len(here) == p.count or (over and len(here) >= p.suffice):
+                return self._decide(here)
+            if over:
+                raise PeerLost(self._too_few(here))
+            self._beat()
+            time.sleep(LOOK)
+
+    def wait_for_begin(self) -> bool:
+        """Until the others have met; False where the attempt has ended before."""
+        p, end = self._place, time.monotonic() + self._place.timeout
+        log.info("%s waits for run %r to begin, and joins it then", p.name, p.run)
+        while not self._at.peek("begun"):
+            if self._at.peek("ended"):
+                return False
+            if time.monotonic() > end:
+                raise PeerLost(
+                    f"{p.name} waited {p.timeout:g} s for run {p.run!r} at {p.endpoint} to begin, which it would join: start the islands "
+                    f"0 to {p.count - 1}, or raise ISLAND_TIMEOUT"
+                )
+            self._beat()
+            time.sleep(LOOK)
+        return True
+
+    def _here(self) -> list[int]:
+        """The islands that have come and live."""
+        now, here = time.monotonic(), []
+        for i in self.everyone:
+            if i != self._place.island:
+                if i not in self._names:
+                    if not self._at.check([f"came/{i}"]):
+                        continue
+                    self.hear(i)
+                beats = self._at.add(f"beat/{i}", 0)
+                if self._moved.get(i, (-1, now))[0] != beats:
+                    self._moved[i] = beats, now
+                if now - self._moved[i][1] > self._silence:
+                    continue
+            here.append(i)
+        return here
+
+    def _decide(self, here: list[int]) -> tuple[int, ...]:
+        starters = _read(self._at.compare_set("starters", "", json.dumps(here)), self._place.count)
+        if missing := [str(i) for i in self.everyone if i not in starters]:
+            log.warning(
+                "run %r begins with islands %s of %d: ISLAND_MIN=%d suffices after ISLAND_TIMEOUT; missing %s, which may join later",
+                self._place.run,
+                ", ".join(map(str, starters)),
+                self._place.count,
+                self._place.suffice,
+                ", ".join(missing),
+            )
+        return starters
+
+    def _beat(self) -> None:
+        if (now := time.monotonic()) - self._beat_at >= self._each:
+            self._beat_at = now
+            self._at.add(f"beat/{self._place.island}", 1)
+
+    def _too_few(self, here: list[int]) -> str:
+        p = self._place
+        came = ", ".join(self._names.get(i, f"{i} ({p.name} on {socket.gethostname()})") for i in here)
+        missing = ", ".join(str(i) for i in self.everyone if i not in here)
+        return (
+            f"waited {p.timeout:g} s for {p.count} islands, at least ISLAND_MIN={p.suffice}, at {p.endpoint}, run {p.run!r}: came {came}; "
+            f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+        )

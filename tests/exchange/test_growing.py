@@ -1,0 +1,95 @@
+"""A run begins with fewer islands than there may be, and others join it: real processes over ZeroMQ, and all end with the same bits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from .test_survivors import Small, backward
+
+pytest.importorskip("zmq")
+CASES = {"full": preset("full"), "diloco": preset("diloco", period=3, momentum_warmup=0)}
+MORE = 12
+"""Steps that all take together."""
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def grown(me: Any, case: str, late: int, islands: int) -> Any:
+    """Train until all have come and `MORE` steps longer. The one that is late comes when the others have taken a few steps."""
+    begun, together = me.folder / "begun", me.folder / "end"
+    if me.island == late:
+        wait_for(begun)
+    model = Small()
+    kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+    first, topology = exchange.step, exchange.topology
+    slots = exchange._line.slots
+    while exchange.step < (int(together.read_text() or 10**9) if together.exists() else 10**9):
+        backward(model, topology.island, exchange.step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if me.island == 0 and exchange.step == 4:
+            begun.touch()
+        if me.island == 0 and not together.exists():
+            time.sleep(0.02)
+            if len(exchange._line.slots) == islands:
+                part = me.folder / "part"
+                part.write_text(str(exchange.step + MORE))
+                part.rename(together)
+    exchange.finish()
+    found = exchange._line.slots if exchange._line else None
+    values = [p.detach().clone() for p in model.parameters()]
+    parts = topology.starters, topology.islands, topology.count
+    return first, slots, exchange.digests_equal(), exchange.step, values, parts, found
+
+
+def agree(found: list[Any]) -> None:
+    assert all(f[2] for f in found) and len({f[3] for f in found}) == 1
+    for f in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(f[4], found[0][4], strict=True))
+
+
+@pytest.mark.parametrize(("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2)])
+def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int) -> None:
+    def env(me: Any) -> dict[str, str]:
+        return {"ISLAND_TRANSPORT": "zeromq", "ISLAND_MIN": "2", "ISLAND_TIMEOUT": "40" if me.island == 1 else "5"}
+
+    found = run_ranks(grown, 3, procs, timeout=120, env=env, args=(case, 1, 3))
+    agree([found[i * procs] for i in range(3)])
+    one, two, three = found[0], found[procs], found[2 * procs]
+    assert one[1] == three[1] == (0, 2) and one[0] == three[0] == 0 and two[0] >= 4
+    assert all(f[5] == ((0, 2), 3, 3) for f in found)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
+    """It comes while the others train; or before they do, and waits."""
+
+    def env(me: Any) -> dict[str, str]:
+        if early and me.island == 2:
+            (me.folder / "begun").touch()
+        return {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+
+    found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, 3))
+    agree(found)
+    assert found[0][1] == found[1][1] == (0, 1) and found[2][0] > 0
+    assert all(f[5] == ((0, 1), 3, 2) for f in found)
+
+
+def test_a_run_of_one_grows(run_ranks) -> None:
+    env = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
+    found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
+    agree(found)
+    assert found[0][1] == (0,) and found[1][0] >= 4
