@@ -97,6 +97,7 @@ class ActiveChannel(BoundChannel):
         moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this lane.
         left_out: 1 where what is to be sent is not finite on some rank of this island, and counts as zeros; a number, or a scalar on the
             device.
+        measures: whether `encode` notes the norm of what it is given. square: the squared norm of the last, of this lane.
     """
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
@@ -104,6 +105,7 @@ class ActiveChannel(BoundChannel):
         self.section = Section(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
+        self.measures, self.square = False, torch.zeros((), device=self.shards.device)
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
@@ -173,6 +175,8 @@ class ActiveChannel(BoundChannel):
             assert source is not None
             work = transform(self.channel.codec, self.layout, source.clone() if self.channel.needs_own else source)
         out.own = source if self.channel.needs_own else None
+        if self.measures:  # in the transform domain, where a norm is the same
+            self.square = torch.linalg.vector_norm(work).square()
         out.body, out.vectors = self.section.encode(work, step)
         return out
 
@@ -199,6 +203,13 @@ class ActiveChannel(BoundChannel):
         if self.channel.before_step:
             return
         self._into_accumulator(self.tensors(self.channel.target), (), 1.0 / settings.beta, -settings.gain / settings.beta)
+
+    def drop(self, out: Outgoing) -> None:
+        """Forget what is accumulated here, and this replica's own part in what it has sent: the others have left it out."""
+        if self.accumulator is not None:
+            self.accumulator.zero_()
+        if self.channel.source == "delta" and out.own is not None:
+            out.own.zero_()
 
     # ---- what comes back -------------------------------------------------------------------------------------------
 

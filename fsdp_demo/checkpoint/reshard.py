@@ -258,6 +258,7 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
         begun=first.begun,
         tokens=tokens,
         weighed=weighed,
+        norms=first.norms,
     ).to_tree()
 
 

@@ -2,7 +2,8 @@
 
 56 bytes, little-endian:
 
-    magic "FDX2" (4s), wire version (u8), kind (u8), flags (u16), digest of the configuration (u64; 0 before it is agreed),
+    magic "FDX2" (4s), wire version (u8), kind (u8), flags (u8), norm (u8, see `norm_code`), digest of the configuration (u64; 0 before it
+    is agreed),
     step (u32), number of the message on its line (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64),
     weight (f32), loss (f32, NaN if none), CRC-32 of the body (u32), CRC-32 of the 52 bytes before it (u32)
 
@@ -13,6 +14,7 @@ not expect.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 import zlib
@@ -37,6 +39,7 @@ ENDING = 8  # flag: sent by finish()
 NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out
 SUMMED = 32  # flag: `total` is the sum of what must be equal
 LEAVING = 64  # flag beside STOP: this island was told to end (SIGTERM), and its process goes on no more
+FAR = 128  # never sent: the receivers have found the norm far from the members', and leave the contribution out (`exchange/norms.py`)
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
 KINDS = (
@@ -55,6 +58,26 @@ KINDS = (
 WITHIN = (PAYLOAD, PARTS, MEANS, NORM)  # kinds sent within a step; the others are sent between two
 
 
+PER_OCTAVE, ONE = 4, 128
+
+
+def norm_code(norm: float) -> int:
+    """A norm in a byte: 0 where there is none, else 1 to 255 in steps of a quarter of an octave, 128 for 1. So it is known to 9 %, between
+    3e-10 and 4e9; beyond that the nearest.
+
+    >>> [norm_code(norm) for norm in (0.0, 1.0, 2.0, 1e6, float("inf"))]
+    [0, 128, 132, 208, 255]
+    """
+    if not norm > 0:
+        return 0
+    return 255 if math.isinf(norm) else min(max(round(PER_OCTAVE * math.log2(norm)) + ONE, 1), 255)
+
+
+def norm_of(code: int) -> float:
+    """The inverse of `norm_code`."""
+    return 2.0 ** ((code - ONE) / PER_OCTAVE) if code else 0.0
+
+
 @dataclass(frozen=True)
 class Header:
     """What every message says about itself.
@@ -65,6 +88,7 @@ class Header:
         weight: the sender's share in a mean. loss: NaN where unknown.
         total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
         number: of the message on its line, the same on all its ranks.
+        norm: `norm_code` of what the sender contributes, of its whole island: the same on all its ranks. 0 where unknown.
     """
 
     digest: int
@@ -75,6 +99,7 @@ class Header:
     kind: int = PAYLOAD
     total: int = 0
     number: int = 0
+    norm: int = 0
 
     @property
     def when(self) -> str:
@@ -93,7 +118,7 @@ def fill(message: Tensor, header: Header) -> Tensor:
     """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU, contiguous), in place."""
     body = message[HEADER.size :]
     h, crc = header, zlib.crc32(memory(body))
-    fields = (MAGIC, VERSION, h.kind, h.flags, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
+    fields = (MAGIC, VERSION, h.kind, h.flags | h.norm << 8, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
     head = HEADER.pack(*fields, 0)[:-4]
     message[: HEADER.size] = torch.frombuffer(bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
     return message
@@ -131,8 +156,8 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         raise WireError(f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one release everywhere")
     if crc != zlib.crc32(head[:-4]):
         raise WireError(f"message from {sender} is damaged: the checksum of its header does not fit")
-    theirs = Header(digest, step, weight, loss, flags, kind, total, number)
-    if (kind, step, flags & ENDING) != (expected.kind, expected.step, expected.flags & ENDING):
+    theirs = Header(digest, step, weight, loss, flags & 0xFF & ~FAR, kind, total, number, flags >> 8)
+    if (kind, step, theirs.flags & ENDING) != (expected.kind, expected.step, expected.flags & ENDING):
         raise Mismatch(_apart(theirs, expected, sender))
     if digest != expected.digest:
         both = f"{digest:016x}, ours is {expected.digest:016x}"

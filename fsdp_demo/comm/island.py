@@ -90,6 +90,16 @@ class Island(Ranks):
             return self.largest(float(not math.isfinite(float(square))))[0]
         return self._any_there(square.isfinite().logical_not().float())
 
+    def norm(self, square: Tensor) -> float | Tensor:
+        """Root of the sum of a squared norm (fp32 scalar on the device) over all ranks of the island: a number, the same on all; or, where
+        it lies on a device that the island's own group reaches, a scalar there, which nobody has read."""
+        if self.device.type != "cpu" and (self.group is None or self._reaches_device()):
+            square = square.double()
+            if self.group is not None:
+                dist.all_reduce(square, group=self._ranks)
+            return square.sqrt()
+        return math.sqrt(self.total(float(square))[0])
+
     def _square(self, tensors: Sequence[Tensor]) -> Tensor:
         """Squared norm of local tensors, fp32 scalar on the device."""
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()

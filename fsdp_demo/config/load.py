@@ -13,7 +13,7 @@ from .parsing import nearest, one_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
 
-TOP = ("clip", "clip_over", "inner", "lr", "max_in_flight", "outer_state", "seed")
+TOP = ("clip", "clip_over", "inner", "lr", "max_in_flight", "norm_limit", "outer_state", "seed")
 
 
 def preset(name: str, **changes: Any) -> ExchangeConfig:
@@ -21,8 +21,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Args:
         name: one of `presets()`.
-        changes: keywords of the preset's function, top-level fields (`clip`, `clip_over`, `inner`, `max_in_flight`, `outer_state`,
-            `seed`, and `lr`, the inner rate, where the function has no `lr` of its own), or dotted paths.
+        changes: keywords of the preset's function, top-level fields (`clip`, `clip_over`, `inner`, `max_in_flight`, `norm_limit`,
+            `outer_state`, `seed`, and `lr`, the inner rate, where the function has no `lr` of its own), or dotted paths.
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name.

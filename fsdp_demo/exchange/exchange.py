@@ -91,7 +91,7 @@ class Exchange(Readings):
             bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.outer_state == "host" else None), model)
             self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
             # The hooks hold the flow, the flow this queue, and that, by `_gone`, the exchange: `attach` finds it again on the optimizer.
-            self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone)
+            self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone, config.norm_limit)
             self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
             self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
             self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
@@ -302,6 +302,7 @@ class Exchange(Readings):
         seen = self._mailbox.watch
         loss = None if math.isnan(seen.loss) else seen.loss
         found = {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
+        found["far"] = seen.far
         return found | self._members()
 
     def _members(self) -> dict[str, int]:
@@ -313,19 +314,20 @@ class Exchange(Readings):
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
-        at the last exchange, contributions of any island that were not finite (where there were any), and where islands come and go how
-        many there are.
+        at the last exchange, contributions of any island that were not finite or far from the others' (where there were any), and where
+        islands come and go how many there are.
 
         All ranks of the island call it together."""
         meter, seen = self._meter, self._mailbox.watch
         known = not math.isnan(seen.loss)
         sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known)
-        waited, count, left_out = self._island.largest(meter.seconds_waiting, meter.exchanges, seen.left_out)
+        waited, count, left_out, far = self._island.largest(meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far)
         out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
         out["seconds_waiting"] = waited
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
-        return out | self._members() | ({"not_finite": int(left_out)} if left_out else {})
+        out |= {name: int(n) for name, n in (("not_finite", left_out), ("far", far)) if n}
+        return out | self._members()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from ..channels.channel import ActiveChannel, Incoming, Outgoing, Received
 from ..comm.collectives import Arrived
-from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header
+from ..comm.header import FAR, LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header, norm_code, norm_of
 from ..comm.peers import Line
 from ..compression.staging import Staging
 from ..errors import PeerLost
 from .connections import Connections
 from .local_status import Said, give_up
 from .message import MessageLayout
+from .norms import Norms
 from .saved_state import InFlightState
 from .watch import Watch
 
@@ -79,6 +80,7 @@ class Mailbox:
         device: of what is sent.
         speaks: this rank logs what it sees in the messages of its line.
         gone: why what others send at a step will not come, empty if it will.
+        norm_limit: of the configuration.
 
     Attributes:
         flights: under way, oldest first; flown: those that have ended.
@@ -87,7 +89,7 @@ class Mailbox:
         broken: a message was lost.
         unsent: of `flights`, what a resumed run has to send once more.
         replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not mixed into what arrives.
-        watch: what this rank sees in the messages of its line.
+        watch: what this rank sees in the messages of its line. norms: what it remembers of them.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class Mailbox:
         device: torch.device,
         speaks: bool = False,
         gone: Callable[[float], str] = lambda step: "",
+        norm_limit: float | None = None,
     ):
         self.channels, self.device, self.connections, self._gone = list(channels), device, connections, gone
         self.watch = Watch(connections.line, speaks)
+        self.norms = Norms(norm_limit, max((c.channel.clock.in_flight for c in channels), default=0))
         self._staging = Staging(device)
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
@@ -127,7 +131,8 @@ class Mailbox:
         h = flight.header or Header(0, flight.step)
         loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self.device)
         bad = float(bool(h.flags & NOT_FINITE))
-        self._submit(flight, Said(h.weight, h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE), loss, bad))
+        flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
+        self._submit(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
 
     def _job(self, line: Line, flight: Flight, said: Said) -> Callable[[], Arrived]:
         """Start copying a message to the host; returns what sends it and brings back the others', in the courier's thread, where the copy
@@ -145,22 +150,26 @@ class Mailbox:
             found = staged()
             sections, sent = found[at[0] : at[1]], list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
-            give_up(float(found[0][2]))
+            give_up(float(found[0][2]), line)
             arrived = line.exchange(head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares)
             self.watch.compare(line, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
-            return self.pinned(lambda: arrived)
+            return self.pinned(flight, lambda: arrived)
 
         def weigh(headers: Sequence[Header]) -> list[list[float]]:
             self.watch.check(line, headers, message.before_step)
-            return message.weights(headers) if message.vectors else []
+            return message.weights(self.norms.judged(flight.members, headers)) if message.vectors else []
 
         return job
 
-    def pinned(self, get: Callable[[], Arrived]) -> Arrived:
-        """What `get` brings, where the device can fetch it by itself. In the courier's thread."""
+    def pinned(self, flight: Flight, get: Callable[[], Arrived]) -> Arrived:
+        """What `get` brings for a flight, where the device can fetch it by itself, with what is far from the others marked.
+
+        In the courier's thread, message by message in the order of the line."""
         arrived = get()
-        return replace(arrived, bodies=self._staging.pin(arrived.bodies), means=self._staging.pin(arrived.means))
+        headers = self.norms.judged(flight.members, arrived.headers)
+        self.norms.note(flight.members, flight.step, headers)
+        return replace(arrived, headers=headers, bodies=self._staging.pin(arrived.bodies), means=self._staging.pin(arrived.means))
 
     # ---- what is under way -----------------------------------------------------------------------------------------
 
@@ -205,8 +214,11 @@ class Mailbox:
             if not ready:
                 continue
             arrived = self._wait(flight)
-            alone = arrived is not None and self._left_out(arrived)
+            told = 0 if arrived is None else self._told(arrived)
+            alone = bool(told & (NOT_FINITE | FAR))
             for c in ready:
+                if told & FAR:
+                    c.drop(flight.parts[c.channel.name])
                 yield c, self._incoming(flight, c, arrived, last or alone or (self.replays and c.channel.source == "delta"))
                 self.applied[c.channel.name] = flight.step
             if not flight.parts:
@@ -214,11 +226,12 @@ class Mailbox:
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
                 self.flown.append(Flown(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
 
-    def _left_out(self, arrived: Arrived) -> bool:
-        """Whether this replica's own contribution was not finite. Of a message from a run with other islands nobody's is known."""
+    def _told(self, arrived: Arrived) -> int:
+        """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out. Of a message from a run with other islands
+        nobody's is known."""
         line = self.connections.line
-        own = [h for slot, h in zip(arrived.slots, arrived.headers, strict=False) if line is not None and slot == line.slot]
-        return any(h.flags & NOT_FINITE for h in own)
+        own = (h.flags for slot, h in zip(arrived.slots, arrived.headers, strict=False) if line is not None and slot == line.slot)
+        return next(own, 0)
 
     def _incoming(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> Incoming:
         """What one channel is to apply, which leaves the flight."""
@@ -283,6 +296,7 @@ class Mailbox:
         self.ask(lambda line: None)
         self.flights.clear()
         self.applied.clear()
+        self.norms.load({})
 
     def send_again(self) -> None:
         """Send what is `unsent`. The line is the courier's from here on."""
@@ -343,7 +357,8 @@ def _saved(f: Flight) -> InFlightState:
 
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
-    """A header with what has come from the device: (loss, bad, run), and the total."""
-    loss, bad, _ = numbers[0].tolist()
+    """A header with what has come from the device: (loss, bad, run, norm), and the total."""
+    loss, bad, _, norm = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
-    return replace(header, loss=loss, total=total, flags=header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1))
+    flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)
+    return replace(header, loss=loss, total=total, flags=flags, norm=norm_code(norm))

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ..comm.header import COUNTED, LEAVING, SKIPPED, STOP
 from ..comm.island import Island
+from ..comm.peers import Line
 from ..errors import NotFinite
 
 LIMIT = 10
-"""Steps or contributions in a row that may be left out because they are not finite. A replica that has as many does not come back by
-itself: it stops, with an error, while its last checkpoint is still whole."""
+"""Steps or contributions in a row that may be left out because they are not finite, or far from the others'. A replica that has as many
+does not come back by itself. Where islands come and go it ends with status 75, and joins again with the others' state; else it stops with
+an error, while its last checkpoint is still whole."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Said:
         weight, flags: as in `header.Header`.
         loss: a scalar, None where unknown.
         bad: 1 where the contribution is not finite, else 0; `run`: steps in a row whose gradients were not.
+        norm: of the contribution, of the whole island; 0 where it is not looked at.
         total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
     """
 
@@ -34,11 +37,12 @@ class Said:
     bad: float | Tensor = 0.0
     run: float | Tensor = 0.0
     total: Tensor | None = None
+    norm: float | Tensor = 0.0
 
     def numbers(self, device: torch.device) -> list[Tensor]:
-        """(loss, bad, run) as fp32 [3] on `device`, and the total if there is one."""
+        """(loss, bad, run, norm) as fp32 [4] on `device`, and the total if there is one."""
         loss = self.loss if self.loss is not None else float("nan")
-        parts = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (loss, self.bad, self.run)]
+        parts = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (loss, self.bad, self.run, self.norm)]
         return [torch.stack([p.float() for p in parts]), *([] if self.total is None else [self.total.view(1)])]
 
 
@@ -80,7 +84,7 @@ class Notes:
         """A tick begins: a wish that comes during it travels in the next one."""
         self._sent = self._wanted
 
-    def gradients(self, bad: float | Tensor) -> None:
+    def gradients(self, bad: float | Tensor, line: Line | None = None) -> None:
         """Whether this step's gradients are not finite on any rank of the island (1 or 0).
 
         Raises:
@@ -88,7 +92,7 @@ class Notes:
         """
         self.bad, self.run = bad, (self.run + 1.0) * bad
         if not isinstance(self.run, Tensor):
-            give_up(self.run)
+            give_up(self.run, line)
 
     def leaves(self, islands: int) -> bool:
         """Whether this island stops, though the others may not, if nothing is under way after this tick."""
@@ -136,10 +140,22 @@ class Notes:
         self._losses = [torch.tensor(v, device=device) for v in losses]
 
 
-def give_up(run: float) -> None:
-    """Raise NotFinite if `run` contributions in a row were not finite, and LIMIT are allowed."""
-    if run >= LIMIT:
-        raise NotFinite(
-            f"gradients or parameters of this island were not finite (NaN or Inf) {run:.0f} times in a row: look at the loss, the learning "
-            "rate and the data, and resume from a checkpoint. The other islands have taken nothing of it"
-        )
+def give_up(run: float, line: Line | None = None, what: str = "were not finite (NaN or Inf)") -> None:
+    """End this island if `run` contributions in a row were left out, and LIMIT are allowed.
+
+    Args:
+        line: of this rank. Where islands come and go and others train, the process ends with status 75 and saves nothing: it comes back
+            with their state.
+
+    Raises:
+        NotFinite: on a line of fixed members, or with nobody else.
+    """
+    if run < LIMIT:
+        return
+    text = f"gradients or parameters of this island {what} {run:.0f} times in a row"
+    if line is not None and line.elastic and line.following is None and len(line.alive) > 1:
+        line.expel(text)
+    raise NotFinite(
+        f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. The other islands have taken nothing of "
+        "it"
+    )

@@ -29,6 +29,7 @@ def state(flow: Flow) -> ExchangeState:
         weighed=weighed,
         loss=mailbox.watch.loss,
         losses=losses,
+        norms=mailbox.norms.state(),
     )
 
 
@@ -46,6 +47,7 @@ def load(flow: Flow, saved: ExchangeState) -> None:
     flow.step, flow.begun = max(flow.step, saved.step), saved.begun
     flow.mailbox.load(saved.in_flight, saved.last, saved.applied)
     flow.mailbox.watch.loss = saved.loss
+    flow.mailbox.norms.load(saved.norms)
     flow.notes.load(saved.tokens, saved.weighed, saved.losses, flow.shards.device)
 
 
@@ -56,6 +58,13 @@ def forget(flow: Flow) -> None:
     flow.drift, flow.begun = None, -1
     for c in flow.channels:
         c.present = [False] * len(c.covered)
+
+
+def agree_on_norms(mailbox: Mailbox, donor: int) -> None:
+    """What the donor remembers of the norms in messages is what all do: they must leave out the same."""
+    line = mailbox.connections.line
+    if line is not None and line.size > 1:
+        mailbox.norms.load(gather_json(line, mailbox.norms.state() if line.rank == donor else {})[donor])
 
 
 def agree(mailbox: Mailbox, step: int) -> None:

@@ -88,6 +88,8 @@ class Flow:
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.ticks = shards.ticks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
         self.notes = Notes(topology.elastic)
+        for c in bound.channels:
+            c.measures = config.norm_limit is not None and topology.islands > 1
         self.drift: float | None = None
         self.begun = -1
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
@@ -239,7 +241,7 @@ class Flow:
             self.shards.gradients([False] * len(self.shards.shards))
             if self.topology.rank == 0:
                 log.warning("%s: gradients of step %d are not finite (NaN or Inf): left out", self.topology.name, self.step + 1)
-        self.notes.gradients(bad)
+        self.notes.gradients(bad, self.line)
 
     def _mean_over_islands(self, value: float) -> float:
         step = self.step
@@ -265,7 +267,12 @@ class Flow:
             return
         by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
         said = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
-        self.mailbox.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing)))
+        self.mailbox.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)))
+
+    def _norm(self, names: Collection[str]) -> float | Tensor:
+        """The norm of what this island contributes to a message: one number, the same on all its ranks. 0 where nobody looks at it."""
+        squares = [c.square for c in self.channels if c.channel.name in names and c.measures]
+        return self.island.norm(torch.stack(squares).sum()) if squares else 0.0
 
     def _total(self, names: Collection[str]) -> Tensor | None:
         """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.

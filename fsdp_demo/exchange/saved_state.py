@@ -34,10 +34,10 @@ class InFlightState:
         """Dicts, lists, numbers and tensors (references)."""
         got, arrived = self.arrived, None
         if got is not None:
-            arrived = {**vars(got), "headers": [vars(h) for h in got.headers]}
+            arrived = {**vars(got), "headers": [_fields(h) for h in got.headers]}
             del arrived["slots"]  # they are of this run
         parts = {name: vars(out) for name, out in self.parts.items()}
-        said = None if self.said is None else vars(self.said)
+        said = None if self.said is None else _fields(self.said)
         return {"step": self.step, "members": self.members, "parts": parts, "arrived": arrived, "said": said}
 
     @classmethod
@@ -62,6 +62,7 @@ class ExchangeState:
         begun: the step whose gradients are in the accumulators.
         tokens: of this rank; weighed: of the island up to the last exchange of each channel.
         loss: the mean over the islands at the last exchange; losses: noted here since.
+        norms: of the last messages (`norms.Norms.state`).
     """
 
     step: int
@@ -75,6 +76,7 @@ class ExchangeState:
     weighed: dict[str, float] = field(default_factory=dict)
     loss: float = math.nan
     losses: list[float] = field(default_factory=list)
+    norms: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Dicts, lists, numbers and tensors (references): what `Exchange.state_dict` gives."""
@@ -88,6 +90,7 @@ class ExchangeState:
             "losses": [self.loss, self.losses],
             "channels": {name: kept.to_tree() for name, kept in self.channels.items()},
             "in_flight": [f.to_tree() for f in self.in_flight],
+            **({"norms": self.norms} if self.norms else {}),
         }
 
     @classmethod
@@ -110,4 +113,10 @@ class ExchangeState:
             weighed=dict(weighed),
             loss=loss,
             losses=list(losses),
+            norms=dict(tree.get("norms", {})),
         )
+
+
+def _fields(header: Header) -> dict[str, Any]:
+    """A header as it is saved: without a norm where it has none, as by earlier releases."""
+    return {name: value for name, value in vars(header).items() if value or name != "norm"}

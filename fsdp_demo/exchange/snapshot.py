@@ -104,6 +104,7 @@ def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mappi
     mailbox.last |= stand.last
     mailbox.applied = dict(stand.applied)
     mailbox.watch.loss = mailbox.watch.loss if stand.loss is None else stand.loss
+    mailbox.norms.load(stand.norms)
     mailbox.flights = [_flight(flow, i, f, tensors, following) for i, f in enumerate(stand.flights)]
 
 
@@ -164,7 +165,7 @@ def _flight(flow: Flow, number: int, f: Open, tensors: Mapping[str, Tensor], fol
     flight = Flight(f.step, list(f.members), parts, None, layout=mailbox.layout(f.members))
     if courier is not None and following is not None:
         wanted = Expected(PAYLOAD, f.step, flight.layout.body_bytes, flight.layout.vectors, flow.topology.islands)
-        flight.future = courier.submit(partial(mailbox.pinned, partial(following.arrived, wanted)))
+        flight.future = courier.submit(partial(mailbox.pinned, flight, partial(following.arrived, wanted)))
     return flight
 
 

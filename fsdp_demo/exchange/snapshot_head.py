@@ -10,7 +10,7 @@ from typing import Any
 from ..channels.channel import ActiveChannel
 from ..comm import agreement
 from ..version import __version__
-from . import facts
+from . import facts, norms
 from .runtime import Flow
 from .startup import specification
 
@@ -18,6 +18,9 @@ FORMAT = 1
 
 AT_START = ("agree.at",)
 """Facts that islands compare when they start together, and that say nothing to one that joins later: the step from which they go on."""
+
+MOST = 1 << 16
+"""Messages that norms are remembered of, and islands in one, at most."""
 
 _BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
 
@@ -42,6 +45,7 @@ class Stand:
         flights: what is under way, oldest first.
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
+        norms: of the last messages that have come (`norms.Norms`).
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
     """
 
@@ -53,6 +57,7 @@ class Stand:
     counts: list[dict[str, float]] | None
     same_rest: bool = False
     host: dict[str, Any] = field(default_factory=dict)
+    norms: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
@@ -63,7 +68,8 @@ class Stand:
             for f in mailbox.flights
         ]
         known = None if math.isnan(loss) else loss
-        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, same_rest, flow.tells())
+        heard = mailbox.norms.state([(f.members, f.step) for f in mailbox.flights])
+        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, same_rest, flow.tells(), heard)
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""
@@ -79,8 +85,8 @@ class Stand:
             counts = tree["counts"]
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
-            step, host = whole(tree["step"]), dict(tree["host"])
-            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host)
+            step, host, heard = whole(tree["step"]), dict(tree["host"]), norms.read(tree["norms"], set(last), MOST)
+            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, heard)
         except _BROKEN as error:
             raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 

@@ -1,4 +1,5 @@
-"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are not finite, that all say the same."""
+"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are not finite or far from the others, that
+all say the same."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.digests import odd_ones
-from ..comm.header import NOT_FINITE, SUMMED, Header
+from ..comm.header import FAR, NOT_FINITE, SUMMED, Header, norm_of
 from ..comm.peers import Line
 from ..errors import Mismatch, NotFinite
 from .local_status import give_up
@@ -26,14 +27,14 @@ class Watch:
         speaks: this rank logs what it sees (one rank of each island does).
 
     Attributes:
-        left_out: contributions of replicas that were not finite, so far.
+        left_out: contributions of replicas that were not finite, so far. far: those whose norm was far from the members'.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
         compares: no message yet that holds anything but zeros.
         loss: the mean over the islands of those in the last headers that had one. stop: flags STOP and LEAVING of what has arrived.
     """
 
     def __init__(self, line: Line | None, speaks: bool):
-        self.left_out, self.unlike, self._speaks, self._run = 0, False, speaks, 0.0
+        self.left_out, self.far, self.unlike, self._speaks, self._run = 0, 0, False, speaks, 0.0
         self.compares = speaks and line is not None and line.size > 1
         self.loss, self.stop = math.nan, 0
 
@@ -77,16 +78,22 @@ class Watch:
         """Count and name what was left out of the message of `step`; the error, if this replica does not come back by itself.
 
         `slots`: whose headers these are; empty where that is not known."""
-        bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
-        self.left_out += len(bad)
+        bad, far = ([j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR))
+        self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
         if line is None or not slots:
             return None
         if bad and self._speaks:
             names = ", ".join(line.label_of(slots[j]) for j in bad)
             log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
-        self._run = (self._run + 1.0) * (line.slot in [slots[j] for j in bad])
+        if far and self._speaks:
+            names = ", ".join(f"{line.label_of(slots[j])} ({norm_of(headers[j].norm):.2g})" for j in far)
+            others = max((norm_of(h.norm) for j, h in enumerate(headers) if j not in far), default=0.0)
+            log.warning("step %d: norm far from the others' (at most %.2g) on %s, left out", step + 1, others, names)
+        mine = line.slot in [slots[j] for j in (*bad, *far)]
+        self._run = (self._run + 1.0) * mine
+        others_too = len(bad) + len(far) == len(headers)  # no island has anything that this one could come back with
         try:
-            give_up(self._run)
+            give_up(self._run, None if others_too else line, "were far from the others'" if far else "were not finite (NaN or Inf)")
         except NotFinite as error:
             return error
         return None

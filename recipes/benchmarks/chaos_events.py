@@ -20,7 +20,7 @@ KINDS = {
     "one_way": "an island hears the others and is not heard",
     "store": "SIGKILL of the store, and its start some seconds later",
     "damage": "a bit of what one island sends another is flipped",
-    "poison": "an island's gradients are NaN or Inf at one step",
+    "poison": "an island's gradients are NaN, Inf or huge at one step",
     "disk_full": "an island's next checkpoint finds no room",
 }
 TAKES = ("kill_rank", "kill_island", "stop", "cut_off", "one_way", "damage")
@@ -225,7 +225,7 @@ class Storm:
         return f"from island {victim} to {other}"
 
     def _poison(self, event: Event, victim: int) -> str:
-        value = ("nan", "inf", "-inf")[int(event.how * 3)]
+        value = ("nan", "inf", "-inf", "1e6")[int(event.how * 4)]
         self.lab.order(f"poison-{victim}.{int(event.luck * 97) % self.lab.ranks}", value)
         return f"island {victim} with {value}"
 

@@ -3,7 +3,7 @@
     attach a preset; each step: data, backward, optimizer.step(); every few steps a digest and an evaluation, every few more a checkpoint
 
 Three lines are not ordinary. Connections to other islands go to a relay of the parent (`relayed`). What the others have agreed on is
-written down message by message (`noted`). Three files of the folder are orders: `poison-<slot>` (the next gradients are made NaN or Inf),
+written down message by message (`noted`). Three files of the folder are orders: `poison-<slot>` (the next gradients are NaN, Inf or huge),
 `full-<slot>` (the next checkpoint finds no room on the disk) and `finish` (the step after which all islands finish).
 
 It writes one JSON line for each step, message, digest, save, start and end to `facts-<slot>.<rank>.jsonl`; times are those of the machine's
@@ -38,7 +38,7 @@ from data import stdlib_files  # noqa: E402
 
 from fsdp_demo import Topology, attach, base_optimizer, guard, preset  # noqa: E402
 from fsdp_demo.checkpoint import Checkpoints, RunState  # noqa: E402
-from fsdp_demo.comm.header import NOT_FINITE, PAYLOAD, SKIPPED  # noqa: E402
+from fsdp_demo.comm.header import FAR, NOT_FINITE, PAYLOAD, SKIPPED  # noqa: E402
 
 CONTEXT, WIDTH, DEPTH = 8, 128, 4
 ROWS, LENGTH = 8, 64
@@ -134,9 +134,11 @@ def noted(facts: Facts) -> None:
     """From now on each payload that this island has agreed on with the others is written down: number, step, who counts, whether it was
     settled in a change of members, and made again."""
     from fsdp_demo.comm.member_line import MemberLine
+    from fsdp_demo.exchange.norms import Norms
 
-    run, finished = MemberLine._run, MemberLine._finished
+    run, finished, remember = MemberLine._run, MemberLine._finished, Norms.note
     settled: dict[int, Any] = {}
+    waiting: list[dict[str, Any]] = []  # for the verdict on the norms in it, which comes next in the same thread
 
     def finish(self: Any, message: Any) -> Any:
         view, due = self._driver.machine.record.view, finished(self, message)
@@ -145,14 +147,22 @@ def noted(facts: Facts) -> None:
 
     def exchange(self: Any, header: Any, *words: Any, **named: Any) -> Any:
         settled.pop(id(self), None)
+        waiting.clear()
         out = run(self, header, *words, **named)
         if header.kind == PAYLOAD and id(self) in settled:  # else a newcomer was told what others have agreed on
             n, again, changed = settled[id(self)]
-            counted = [s for s, h in zip(self.slots, out[0], strict=True) if h.weight > 0 and not h.flags & (NOT_FINITE | SKIPPED)]
-            facts.tell("message", n=n, step=header.step, slots=list(self.slots), counted=counted, again=again, changed=changed)
+            waiting.append({"n": n, "step": header.step, "slots": list(self.slots), "again": again, "changed": changed})
         return out
 
-    MemberLine._finished, MemberLine._run = finish, exchange
+    def note(self: Any, members: Any, step: int, headers: Any) -> None:
+        remember(self, members, step, headers)
+        for told in waiting:
+            out = FAR | NOT_FINITE | SKIPPED
+            counted = [s for s, h in zip(told["slots"], headers, strict=True) if h.weight > 0 and not h.flags & out]
+            facts.tell("message", counted=counted, **told)
+        waiting.clear()
+
+    MemberLine._finished, MemberLine._run, Norms.note = finish, exchange, note
 
 
 def ordered(folder: Path, name: str) -> str | None:

@@ -13,6 +13,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.exchange.local_status import LIMIT
 
 try:
     import zmq
@@ -130,3 +131,30 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(run_r
     assert two.status == 75 and (tmp_path / "status1" / "rank0").read_text() == "75", two.log
     assert (tmp_path / "steps1").read_text() == "4" and (tmp_path / "steps0").read_text() == "10"
     assert "saves nothing: the others go on without it" in two.log
+
+
+@pytest.mark.parametrize("bad", [1e6, float("nan")], ids=["far", "not finite"])
+def test_an_island_that_is_left_out_again_and_again_ends_with_75(run_ranks, tmp_path: Path, bad: float) -> None:
+    """It comes back as a newcomer; the others have taken nothing of it."""
+
+    def fn(me: Any) -> Any:
+        os.environ["ISLAND_STATUS"] = str(tmp_path / f"status{me.island}")
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, preset("demo", clip=None), model=model)
+        for t in range(8 + LIMIT + 3):
+            backward(model, me.island, t)
+            for p in model.parameters():
+                p.grad.mul_(bad if me.island == 1 and t >= 8 else 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            (tmp_path / f"steps{me.island}").write_text(str(t + 1))
+        metrics = exchange.metrics()
+        exchange.finish()
+        return exchange.digests_equal(), metrics["far"] + metrics["not_finite"], metrics["participating"]
+
+    one, two, three = run_ranks(fn, 3, 1, env=ENV, check=False)
+    assert one.error is None and three.error is None, (one.log, three.log)
+    assert one.value == three.value and one.value[0] and one.value[1] in (LIMIT - 1, LIMIT) and one.value[2] == 2
+    assert two.status == 75 and (tmp_path / "status1" / "rank0").read_text() == "75", two.log
+    assert (tmp_path / "steps1").read_text() == str(8 + LIMIT - 1) and f"{LIMIT} times in a row" in two.log

@@ -159,6 +159,7 @@ def stand(flow: Any) -> dict[str, Any]:
         "clocks": (dict(flow.applied), dict(flow.mailbox.last), [(f.step, f.members, list(f.parts)) for f in flow.mailbox.flights]),
         "accumulators": [c.accumulator.clone() for c in flow.channels if c.accumulator is not None],
         "loss": flow.mailbox.watch.loss,
+        "norms": flow.mailbox.norms.state([(f.members, f.step) for f in flow.mailbox.flights]),
     }
 
 
