@@ -37,6 +37,7 @@ ENDING = 8  # flag: sent by finish()
 NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out
 SUMMED = 32  # flag: `total` is the sum of what must be equal
 LEAVING = 64  # flag beside STOP: this island was told to end (SIGTERM), and its process goes on no more
+EARLY = 128  # flag: this island leaves, and sends what it has of the coming payload ahead of its time; `weight` is its share in every mean
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
 KINDS = (
@@ -113,6 +114,12 @@ def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tens
         raise WireError(f"message from {sender} is truncated: {message.numel()} bytes, of a header of {HEADER.size} and what it names")
     theirs, crc = open_head(message, expected, length, sender)
     return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
+
+
+def claimed(data: Tensor) -> Header:
+    """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
+    _, _, kind, flags, digest, step, number, _, total, weight, loss, _, _ = HEADER.unpack(bytes(data[: HEADER.size].tolist()))
+    return Header(digest, step, weight, loss, flags, kind, total, number)
 
 
 def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:

@@ -37,7 +37,7 @@ def read_record(text: str) -> Record:
             view=int(found["view"]),
             members=_members(found["members"]),
             base=tuple(int(n) for n in found["base"]),
-            settlements=tuple(Settlement(int(n), _members(who), int(attempt)) for n, who, attempt in found["settlements"]),
+            settlements=tuple(Settlement(int(n), _members(who), int(at), _members(early)) for n, who, at, early in found["settlements"]),
             forwards=tuple(
                 Forward(int(line), int(n), _piece(piece), _member(sender), _members(to))
                 for line, n, piece, sender, to in found["forwards"]
@@ -87,7 +87,7 @@ def _members(found: Any) -> tuple[Member, ...]:
 
 def _piece(found: Any) -> Piece:
     what, of, attempt = found
-    if what not in ("body", "share", "part"):
+    if what not in ("body", "share", "part", "early"):
         raise ValueError(f"a piece {what!r:.20}")
     return Piece(what, _member(of), int(attempt))
 
