@@ -66,11 +66,21 @@ def shares(vectors: Sequence[tuple[Tensor, str]], size: int) -> list[Tensor]:
     return [_pack([coding.encode(code, v[c[j] : c[j + 1]]) for (v, code), c in zip(vectors, cuts, strict=True)]) for j in range(size)]
 
 
-def part_of_mean(bodies: list[Tensor], spans: Spans, weights: Sequence[Sequence[float]], mine: int) -> Tensor:
-    """The coded mean of the part that rank `mine` owns, with room for a header, from everybody's shares in rank order (used up)."""
-    there, back = legs(spans, len(bodies))
+def part_of_mean(bodies: list[Any], spans: Spans, weights: Sequence[Sequence[float]], mine: int, size: int = 0) -> Tensor:
+    """The coded mean of the part that rank `mine` of `size` owns (0: as many as bodies), with room for a header, from everybody's shares in
+    rank order (used up): coded, or the values of each vector as `stretch` gives them."""
+    there, back = legs(spans, size or len(bodies))
     means = _means(bodies, there[mine], weights)
     return _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
+
+
+def stretch(coded: Tensor, spans: Spans, mine: int, size: int) -> list[Tensor]:
+    """The values of the part that rank `mine` of `size` owns, fp32, from vectors that were coded uncut (`shares` for one rank)."""
+    out = []
+    for (n, code), v in zip(spans, _unpack(coded, spans), strict=True):
+        at = coding.cuts(n, code, size)
+        out.append(v[at[mine] : at[mine + 1]].clone())
+    return out
 
 
 def whole(bodies: list[Tensor], spans: Spans) -> list[Tensor]:
@@ -85,11 +95,13 @@ def whole(bodies: list[Tensor], spans: Spans) -> list[Tensor]:
     return out
 
 
-def _means(arrived: list[Tensor], spans: Spans, weights: Sequence[Sequence[float]]) -> list[Tensor]:
+def _means(arrived: list[Any], spans: Spans, weights: Sequence[Sequence[float]]) -> list[Tensor]:
     """Weighted means of one's own part of the vectors from everybody's messages, which are used up, in rank order."""
     sums = [torch.zeros(n) for n, _ in spans]
     for j in range(len(arrived)):
-        parts = _unpack(arrived.pop(0), spans)
+        share = arrived.pop(0)
+        parts = iter(share) if isinstance(share, list) else _unpack(share, spans)
+        del share
         for i, acc in enumerate(sums):
             part = next(parts)
             if weights[i][j]:  # a replica without a share may hold NaN: it must not touch the sum

@@ -29,9 +29,10 @@ class Piece(NamedTuple):
 
     body: what `of` contributes. share: the part of `of`'s vector that the receiver owns (leg 1 of a reduce).
     part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one attempt: the view in which they were cut (K7).
+    early: all that `of` contributes, its vectors uncut: it leaves, and owns no part (K21).
     """
 
-    what: Literal["body", "share", "part"]
+    what: Literal["body", "share", "part", "early"]
     of: Member
     attempt: int = 0
 
@@ -55,11 +56,18 @@ class Forward(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """Whose contributions message n has, and the view whose parts make its mean."""
+    """Whose contributions message n has, and the view whose parts make its mean. `early`: those of the contributors that gave theirs early,
+    and left (K21)."""
 
     n: int
     contributors: tuple[Member, ...]
     attempt: int
+    early: tuple[Member, ...] = ()
+
+    @property
+    def owners(self) -> tuple[Member, ...]:
+        """The contributors that exchange the message: each owns a part of the mean."""
+        return tuple(m for m in self.contributors if m not in self.early)
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,8 @@ class Report:
     Attributes:
         heard: members whose frames this rank receives on its line; itself is among them.
         landed: all messages below it are delivered on this rank.
-        held: the messages of which the rank has anything and that it has not freed, in order.
+        held: the messages of which the rank has anything and that it has not freed, in order. The kind of one of which it has only what
+            came early is what the sender took it for.
         begun: false for a newcomer that has not launched its first message: it may still lack what comes before.
     """
 
@@ -166,10 +175,10 @@ def first_record(members: Iterable[Member]) -> Record:
 
 def needed(kind: Kind, settlement: Settlement) -> frozenset[Piece]:
     """The pieces that a rank must have to deliver a message as it is settled."""
-    _, members, attempt = settlement
-    bodies = [Piece("body", m) for m in members] if kind != "reduce" else []
-    parts = [Piece("part", m, attempt) for m in members] if kind != "gather" else []
-    return frozenset(bodies + parts)
+    owners = settlement.owners
+    bodies = [Piece("body", m) for m in owners] if kind != "reduce" else []
+    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind != "gather" else []
+    return frozenset(bodies + parts + [Piece("early", m) for m in settlement.early])
 
 
 def extended(history: str, n: int, contributors: Iterable[Member]) -> str:

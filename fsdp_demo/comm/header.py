@@ -39,7 +39,8 @@ ENDING = 8  # flag: sent by finish()
 NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out
 SUMMED = 32  # flag: `total` is the sum of what must be equal
 LEAVING = 64  # flag beside STOP: this island was told to end (SIGTERM), and its process goes on no more
-FAR = 128  # never sent: the receivers have found the norm far from the members', and leave the contribution out (`exchange/norms.py`)
+EARLY = 128  # flag: this island leaves, and sends what it has of the coming payload ahead of its time; `weight` is its share in every mean
+FAR = 256  # never sent: the receivers have found the norm far from the members', and leave the contribution out (`exchange/norms.py`)
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
 KINDS = (
@@ -118,7 +119,7 @@ def fill(message: Tensor, header: Header) -> Tensor:
     """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU, contiguous), in place."""
     body = message[HEADER.size :]
     h, crc = header, zlib.crc32(memory(body))
-    fields = (MAGIC, VERSION, h.kind, h.flags | h.norm << 8, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
+    fields = (MAGIC, VERSION, h.kind, h.flags & 0xFF | h.norm << 8, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
     head = HEADER.pack(*fields, 0)[:-4]
     message[: HEADER.size] = torch.frombuffer(bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
     return message
@@ -140,6 +141,12 @@ def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tens
     return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
 
 
+def claimed(data: Tensor) -> Header:
+    """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
+    _, _, kind, flags, digest, step, number, _, total, weight, loss, _, _ = HEADER.unpack(bytes(data[: HEADER.size].tolist()))
+    return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, flags >> 8)
+
+
 def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:
     """Check the first bytes of a message (uint8 [>= 56]) against what should come: `expected`, with a body of `size` bytes.
 
@@ -156,7 +163,7 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         raise WireError(f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one release everywhere")
     if crc != zlib.crc32(head[:-4]):
         raise WireError(f"message from {sender} is damaged: the checksum of its header does not fit")
-    theirs = Header(digest, step, weight, loss, flags & 0xFF & ~FAR, kind, total, number, flags >> 8)
+    theirs = Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, flags >> 8)
     if (kind, step, theirs.flags & ENDING) != (expected.kind, expected.step, expected.flags & ENDING):
         raise Mismatch(_apart(theirs, expected, sender))
     if digest != expected.digest:

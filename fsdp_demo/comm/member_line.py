@@ -20,7 +20,7 @@ from .driver import Driver
 from .epochs import Member
 from .guests import Counter
 from .header import HEADER, Header, room
-from .held import Due, Message
+from .held import Due, Early, Message
 from .joining import Expected
 from .link import Link
 from .newcomer import Follow
@@ -53,12 +53,13 @@ class MemberLine(Line):
         self._counter: Counter | None = None
         self._submit: Callable[[Callable[[], None]], Any] | None = None
         self._follow: Follow | None = None
-        self._lanes, self._since = 1, 0.0
+        self._lanes, self._since, self._longest_early = 1, 0.0, 0
         self._set(slots)
 
     def drive(self, driver: Driver, lanes: int = 1) -> None:
         """This rank is a member from now on."""
         self._driver, self._lanes = driver, lanes
+        driver.allow_early(self._longest_early)
         if driver.guests is not None:
             self._counter = Counter(driver.guests, driver.do, lambda: self._next)
             if self._submit is not None:
@@ -146,7 +147,7 @@ class MemberLine(Line):
         self._driver.launch(message)
         due = self._finished(message)
         out = message.result(due)
-        before, names = self.slots, [m.slot for m in due.contributors]
+        before, names = self.slots, [m.slot for m in message.counted(due.settled)]
         self._set(names)
         if not self.begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
@@ -228,6 +229,18 @@ class MemberLine(Line):
     def epoch(self) -> int:
         """See `Line`."""
         return 0 if self._driver is None else self._driver.machine.record.epoch
+
+    def allow_early(self, longest: int) -> None:
+        """See `Line`."""
+        self._longest_early = longest
+        if self._driver is not None:
+            self._driver.allow_early(longest)
+
+    def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
+        """See `Line`. In the courier's thread, after all that was launched."""
+        if self._driver is None or self._follow is not None:
+            return False
+        return self._driver.send_early(Early.of(self._next, header, body, vectors), seconds)
 
     def leave(self) -> None:
         """See `Line`."""

@@ -71,11 +71,11 @@ class Rank:
         if n != self.next or n >= end:
             raise ValueError(f"launched message {n}: the next is {self.next}, it must be below landed + window = {end}: wait for one")
         rank = replace(self, next=n + 1)
-        return rank._send_own(n, kind) if self.state == "running" else (rank._with(rank._entry(n, kind)), ())
+        return rank._send_own(n, kind) if self.state == "running" else (rank._with(rank._own(n, kind)), ())
 
     def _send_own(self, n: int, kind: Kind, repeat: bool = False) -> tuple[Rank, Actions]:
         """Send one's body and shares to all that take part; a repeat sends shares only (K6: from the kept vector)."""
-        entry, actions = self._entry(n, kind), []
+        entry, actions = self._own(n, kind), []
         members, attempt = self.record.contributors(n), self.record.settlement(n).attempt
         others = tuple(m for m in members if m != self.me)
         if kind != "reduce":
@@ -91,9 +91,11 @@ class Rank:
         """With all shares of leg 1 there, one's own part of the mean is made and sent (leg 2)."""
         settled = self.record.settlement(entry.n)
         own = Piece("part", self.me, settled.attempt)
-        if entry.kind == "gather" or own in entry.pieces or not entry.shares.issuperset(settled.contributors):
+        if entry.kind == "gather" or own in entry.pieces or not entry.shares.issuperset(settled.owners):
             return entry, []
-        others = tuple(m for m in settled.contributors if m != self.me)
+        if any(Piece("early", m) not in entry.pieces for m in settled.early):
+            return entry, []
+        others = tuple(m for m in settled.owners if m != self.me)
         return replace(entry, pieces=entry.pieces | {own}), [self._send(entry.n, entry.kind, own, others)]
 
     def _received(self, event: moves.Received) -> tuple[Rank, Actions]:
@@ -105,6 +107,8 @@ class Rank:
         entry = rank._entry(event.n, event.kind)
         if event.n < rank.freed or entry.delivered or not rank._wanted(event.n, event.kind, event.piece):
             return rank, actions
+        if event.piece.what != "early":  # whose sender does not know yet what the message will be
+            entry = replace(entry, kind=event.kind)
         if event.piece.what == "share":
             entry = replace(entry, shares=entry.shares | {event.piece.of})
         else:
@@ -119,8 +123,10 @@ class Rank:
     def _wanted(self, n: int, kind: Kind, piece: Piece) -> bool:
         """Whether a piece belongs to the message as it is settled: shares and parts of another attempt never mix (K7)."""
         settled = self.record.settlement(n)
+        if piece.what == "early":  # one that leaves may say it before the message is launched here (K21)
+            return piece.of in settled.contributors
         if piece.what == "share":
-            return piece.of in settled.contributors and piece.attempt == settled.attempt
+            return piece.of in settled.owners and piece.attempt == settled.attempt
         return piece in needed(kind, settled)
 
     def _kept(self, entry: Open) -> Open:
@@ -296,13 +302,18 @@ class Rank:
         return self, (moves.ProposeRecord(planned),)
 
     def _leave(self, event: moves.Leave) -> tuple[Rank, Actions]:
-        """The others hear it as `PeerLost` without waiting for a timer; what they hold of this island on every line counts (K21)."""
+        """The others hear it as `PeerLost` without waiting for a timer. What they hold of this island on every line counts, and so does
+        what it has sent ahead of a message that it has not launched (K21)."""
         return replace(self, state="left", open=(), ballots=frozenset()), (moves.Freeze(self.record.view),)
 
     # ---- small things --------------------------------------------------------------------------------------------------------------------
 
     def _entry(self, n: int, kind: Kind = "gather") -> Open:
         return next((e for e in self.open if e.n == n), None) or Open(n, kind)
+
+    def _own(self, n: int, kind: Kind) -> Open:
+        """A message that is launched here: now its kind is known."""
+        return replace(self._entry(n), kind=kind)
 
     def _with(self, entry: Open) -> Rank:
         return replace(self, open=tuple(sorted([*(e for e in self.open if e.n != entry.n), entry], key=lambda e: e.n)))

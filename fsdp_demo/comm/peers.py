@@ -268,6 +268,14 @@ class Line:
         """How often the members have changed."""
         return 0
 
+    def allow_early(self, longest: int) -> None:
+        """Bytes of header, body and coded vectors that an island which leaves may send ahead of a message (`send_early`)."""
+
+    def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
+        """Where islands come and go, and this one leaves: send what it contributes to the coming message ahead of its time. Whether the
+        others have it within so many seconds. Arguments as for `exchange`; `header.weight` is its share in every mean."""
+        return False
+
     def leave(self) -> None:
         """Tell the others that this island goes on no more."""
 

@@ -20,7 +20,7 @@ MOST = 1024
 
 def record_text(record: Record) -> str:
     """A record, without blanks."""
-    named = {*record.members, *(m for s in record.settlements for m in s.contributors)}
+    named = {*record.members, *(m for s in record.settlements for m in (*s.contributors, *s.early))}
     who = sorted(named.union(*((f.sender, f.piece.of, *f.to) for f in record.forwards)))
     at, pieces = {m: i for i, m in enumerate(who)}, sorted({f.piece for f in record.forwards})
     piece_at = {p: i for i, p in enumerate(pieces)}
@@ -31,7 +31,7 @@ def record_text(record: Record) -> str:
             "who": who,
             "members": _bits(record.members, at),
             "base": record.base,
-            "settlements": [[s.n, _bits(s.contributors, at), s.attempt] for s in record.settlements],
+            "settlements": [[s.n, _bits(s.contributors, at), s.attempt, _bits(s.early, at)] for s in record.settlements],
             "pieces": [[p.what, at[p.of], p.attempt] for p in pieces],
             "forwards": [
                 [n, line, [[piece_at[f.piece], at[f.sender], _bits(f.to, at)] for f in found]]
@@ -60,7 +60,9 @@ def read_record(text: str) -> Record:
             view=int(found["view"]),
             members=_several(found["members"], who),
             base=tuple(int(n) for n in found["base"]),
-            settlements=tuple(Settlement(int(n), _several(of, who), int(attempt)) for n, of, attempt in found["settlements"]),
+            settlements=tuple(
+                Settlement(int(n), _several(of, who), int(attempt), _several(early, who)) for n, of, attempt, early in found["settlements"]
+            ),
             forwards=tuple(
                 Forward(int(line), int(n), _one(piece, pieces), _one(sender, who), _several(to, who))
                 for n, line, rows in found["forwards"]
@@ -130,7 +132,7 @@ def _members(found: Any) -> tuple[Member, ...]:
 
 def _piece(found: Any) -> Piece:
     what, of, attempt = found
-    if what not in ("body", "share", "part"):
+    if what not in ("body", "share", "part", "early"):
         raise ValueError(f"a piece {what!r:.20}")
     return Piece(what, _member(of), int(attempt))
 

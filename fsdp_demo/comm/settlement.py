@@ -74,7 +74,7 @@ def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Re
     stable = min((r.landed for m in members for r in reports[m]), default=0)
     following = record.following(view=epoch, members=members, base=tuple(base[m] for m in members), settlements=(), stable=stable)
     settlements, forwards = [], []
-    for n, kind in sorted({(h.n, h.kind) for m in members for r in reports[m] for h in r.held if h.n >= stable}):
+    for n, kind in _kinds(h for m in members for r in reports[m] for h in r.held if h.n >= stable):
         held = {(r.rank, m): _held(r, n, kind) for m in following.contributors(n) for r in reports[m]}
         settlement = _settle(kind, record.settlement(n), following.default(n), held)
         if settlement != following.default(n):
@@ -83,6 +83,14 @@ def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Re
     return record.following(
         view=epoch, members=members, base=following.base, settlements=tuple(settlements), forwards=tuple(forwards), stable=stable
     )
+
+
+def _kinds(held: Iterable[Held]) -> list[tuple[int, Kind]]:
+    """The open messages, and of which kind they are: who has launched one knows better than who has only what came early of it."""
+    ahead = {True: dict[int, Kind](), False: dict[int, Kind]()}
+    for h in sorted(held, key=lambda h: (h.n, h.kind)):
+        ahead[bool(h.pieces) and all(p.what == "early" for p in h.pieces) and not h.delivered][h.n] = h.kind
+    return sorted({**ahead[True], **ahead[False]}.items())
 
 
 def _held(report: Report, n: int, kind: Kind) -> Held:
@@ -96,14 +104,18 @@ def _settle(kind: Kind, old: Settlement, fresh: Settlement, held: Mapping[tuple[
     Delivered by a member: as it was; all ranks of that member hold it, even where one has freed it.
     gather: the members, and of those lost whoever's body some member holds on every line.
     reduce, mixed: as it was, if the members together have all of it on every line (K7, K8); else again, among the members (K6).
+    all: with what was given early, if some member holds it on every line (K21).
     """
     delivered = any(h.delivered for h in held.values())
     lines = {line for line, _ in held}
     union = {line: frozenset().union(*(h.pieces for (at, _), h in held.items() if at == line)) for line in lines}
-    if kind == "gather":
-        stay = [m for m in old.contributors if delivered or m in fresh.contributors or all(Piece("body", m) in u for u in union.values())]
-        return fresh._replace(contributors=tuple(stay))
-    return old if delivered or all(needed(kind, old) <= u for u in union.values()) else fresh
+    if delivered or (kind != "gather" and all(needed(kind, old) <= u for u in union.values())):
+        return old if kind != "gather" else fresh._replace(contributors=old.contributors, early=old.early)
+    gone = [m for m in old.contributors if m not in fresh.contributors]
+    early = {m for m in gone if all(Piece("early", m) in u for u in union.values())}
+    bodies = {m for m in gone if kind == "gather" and m not in old.early and all(Piece("body", m) in u for u in union.values())}
+    stay = tuple(m for m in old.contributors if m in fresh.contributors or m in early | bodies)
+    return fresh._replace(contributors=stay, early=tuple(m for m in stay if m in early - bodies))
 
 
 def _forwards(

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import Mismatch, WireError
 from .epochs import Member, Piece
 from .frames import LARGEST
-from .header import HEADER, Header, check_body, open_head
-from .held import Message
+from .header import HEADER, Header, check_body, claimed, open_head
+from .held import Early, Message
 from .hub import Hub
 from .wire import Piece as Moving
 from .wire import Wire
@@ -31,12 +31,12 @@ class Stream:
     """A piece that comes from a peer.
 
     Attributes:
-        message, piece: what it is. sender: who sends it. contributors: of the message, when it was asked for.
+        message, piece: what it is. sender: who sends it. owners: of the parts of the message, when it was asked for.
         data: header and body, when all is here. header: as it was read.
     """
 
-    def __init__(self, message: Message, piece: Piece, sender: Member, contributors: tuple[Member, ...]):
-        self.message, self.piece, self.sender, self.contributors = message, piece, sender, contributors
+    def __init__(self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...]):
+        self.message, self.piece, self.sender, self.owners = message, piece, sender, owners
         self.data = torch.empty(LARGEST, dtype=torch.uint8)
         self.header: Header | None = None
         self.moving: deque[Moving] = deque()
@@ -45,11 +45,12 @@ class Stream:
     def open(self, label: str) -> int:
         """Read the header in the first megabyte; bytes in all. Raises as `open_head`."""
         length = int(HEADER.unpack(bytes(self.data[: HEADER.size].tolist()))[7])
-        limit = self.message.limit(self.piece.what, self.piece.of, self.contributors)
-        loose = self.message.longest is not None and self.piece.what == "body"
+        limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
+        loose = self.message.longest is not None and self.piece.what in ("body", "early")
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
-        expected = self.message.expected(self.piece.what)
+        message = self.message
+        expected = message.expected(claimed(self.data)) if isinstance(message, Early) else message.expected(self.piece.what)
         self.header, self._crc = open_head(self.data, expected, length if loose else limit, label)
         return HEADER.size + length
 
@@ -73,7 +74,7 @@ class Streams:
         self._hub, self._lanes, self._refused, self._labels = hub, lanes, refused, labels
         self._waiting: dict[tuple[int, Piece], Stream] = {}
 
-    def send(self, message: Message, piece: Piece, data: Tensor, to: Member) -> None:
+    def send(self, message: Message | Early, piece: Piece, data: Tensor, to: Member) -> None:
         """Hand a piece to the connections to one peer."""
         wires, touched = self._lanes[to][: message.lanes], []
         with self._hub.changed:
@@ -84,11 +85,11 @@ class Streams:
         for wire in touched:
             self._hub.nudge(wire)
 
-    def expect(self, message: Message, piece: Piece, sender: Member, contributors: tuple[Member, ...]) -> None:
+    def expect(self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...] = ()) -> None:
         """Make room for the first megabyte of a piece, unless it is waited for already."""
         if (message.n, piece) in self._waiting or sender not in self._lanes:
             return
-        stream = self._waiting[message.n, piece] = Stream(message, piece, sender, contributors)
+        stream = self._waiting[message.n, piece] = Stream(message, piece, sender, owners)
         self._post(stream, [stream.data], 0)
 
     def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
@@ -127,7 +128,8 @@ class Streams:
             size = stream.open(self._labels(stream.piece.of.slot))
         except Mismatch as error:  # the sender does something else: no other members would help
             del self._waiting[key]
-            stream.message.tasks.put(error)
+            if isinstance(stream.message, Message):
+                stream.message.tasks.put(error)
             return False
         except WireError as error:
             del self._waiting[key]
@@ -153,6 +155,6 @@ class Streams:
 
 
 def _number(n: int, piece: Piece) -> int:
-    """The number of a piece on its connections, from 1: of the 2 x SLOTS + 1 pieces that a message can have here."""
-    of = {"body": piece.of.slot, "part": SLOTS + piece.of.slot, "share": 2 * SLOTS}[piece.what]
-    return (n * (2 * SLOTS + 1) + of) % (2**32 - 1) + 1
+    """The number of a piece on its connections, from 1: of the 3 x SLOTS + 1 pieces that a message can have here."""
+    of = {"body": piece.of.slot, "part": SLOTS + piece.of.slot, "share": 2 * SLOTS, "early": 2 * SLOTS + 1 + piece.of.slot}[piece.what]
+    return (n * (3 * SLOTS + 1) + of) % (2**32 - 1) + 1

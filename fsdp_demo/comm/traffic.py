@@ -5,6 +5,7 @@ All of it runs in the driver's thread, but the calculations (`held.py`), which r
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from ..errors import PeerLost, WireError
 from . import moves
-from .epochs import Member, Piece, Record, needed
-from .held import Due, Message
+from .epochs import Kind, Member, Piece, Record, Settlement, needed
+from .held import Due, Early, Message
 from .hub import Hub
 from .membership import Rank
 from .signs import Signs
@@ -32,6 +33,9 @@ class Traffic:
         rank: asked for the membership as it is now. labels: how errors name an island, by slot.
         do: runs a job in the driver's thread.
         received: called with an epoch and the event that a piece is here. refused: called with a peer whose piece is damaged, and why.
+
+    Attributes:
+        longest: bytes that an island which leaves may send ahead of a message; until it is set, none.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Traffic:
         self._hub, self._signs, self._rank, self._labels = hub, signs, rank, labels
         self._do, self._received, self._refused = do, received, refused
         self._messages: dict[int, Message] = {}
+        self._early: dict[tuple[int, Member], Early] = {}
+        self.longest = 0
         self._streams = Streams(hub, signs.lanes, refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
 
@@ -55,15 +61,17 @@ class Traffic:
     def open(self, message: Message) -> None:
         """This rank launches a message."""
         self._messages[message.n], self._signs.began[message.n] = message, time.monotonic()
+        message.early.update({m: early for (n, m), early in self._early.items() if n == message.n})
 
     def deliver(self, action: moves.Deliver) -> None:
         """It is complete."""
         self._signs.rounds.append(time.monotonic() - self._signs.began.pop(action.n, time.monotonic()))
-        self._messages[action.n].tasks.put(Due(action.contributors, self._rank().record.settlement(action.n).attempt))
+        self._messages[action.n].tasks.put(Due(self._rank().record.settlement(action.n)))
 
     def free(self, action: moves.Free) -> None:
         """All have it."""
         self._messages.pop(action.n, None)
+        self._early = {(n, m): early for (n, m), early in self._early.items() if n != action.n}
         self._streams.forget(action.n)
 
     def fail(self, reason: str, more: Iterable[Message]) -> None:
@@ -80,16 +88,25 @@ class Traffic:
         if entry is None or entry.delivered or rank.state != "running":
             return
         settled = rank.record.settlement(n)
-        wanted = [p for p in needed(entry.kind, settled) - entry.pieces if p.of != rank.me]
+        wanted = [p for p in needed(entry.kind, settled) - entry.pieces if p.of != rank.me and p.what != "early"]
         if entry.kind != "gather" and settled.attempt == rank.record.view and Piece("part", rank.me, settled.attempt) not in entry.pieces:
-            wanted += [Piece("share", m, settled.attempt) for m in settled.contributors if m != rank.me and m not in entry.shares]
+            wanted += [Piece("share", m, settled.attempt) for m in settled.owners if m != rank.me and m not in entry.shares]
         for piece in wanted:
-            self._streams.expect(message, piece, self._forwards.get((n, piece), piece.of), settled.contributors)
+            self._streams.expect(message, piece, self._forwards.get((n, piece), piece.of), settled.owners)
 
     def expect_all(self) -> None:
-        """The same for all messages, oldest first."""
+        """The same for all messages, oldest first, and for what others forward of those that came early."""
+        for (n, piece), sender in self._forwards.items():
+            if piece.what == "early":
+                self._early.pop((n, piece.of), None)  # what came in a view that had frozen does not count
+                self.expect_early(sender, n, "mixed", piece)
         for n in sorted(self._messages):
             self.expect(self._messages[n])
+
+    def expect_early(self, sender: Member, n: int, kind: Kind, piece: Piece) -> None:
+        """Make room for what an island that leaves has sent ahead of message n."""
+        if self._rank().state == "running" and n >= self._rank().freed and (n, piece.of) not in self._early:
+            self._streams.expect(Early(n, kind, self.longest), piece, sender)
 
     def look(self) -> None:
         """Take what has come."""
@@ -109,52 +126,76 @@ class Traffic:
             else:
                 self._do(lambda: self._kept(stream, view))
 
-        if stream.data.numel() > SHORT:
+        if stream.data.numel() <= SHORT:
+            check()
+        elif isinstance(stream.message, Message):
             stream.message.tasks.put(check)
         else:
-            check()
+            threading.Thread(target=check, name="checksum", daemon=True).start()
 
     def _kept(self, stream: Stream, view: int) -> None:
         message, piece, rank = stream.message, stream.piece, self._rank()
-        if rank.state != "running" or view != rank.record.view or message.n not in self._messages or stream.header is None:
+        if rank.state != "running" or view != rank.record.view or stream.header is None:
             return
-        message.keep(piece, stream.data, stream.header)
-        message.received += stream.data.numel()
+        if isinstance(message, Early):
+            self._keep_early(message, stream)
+        elif message.n not in self._messages:
+            return
+        else:
+            message.keep(piece, stream.data, stream.header)
+            message.received += stream.data.numel()
         self._signs.next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
         wire = self._signs.notes.get(stream.sender)
         epoch = max([w.record for w in self._signs.lanes[stream.sender]], default=0)
         landed = wire.landed if wire else 0
         self._received(epoch, moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed))
+        if piece.what == "early" and stream.sender in self._signs.notes:
+            self._signs.say(["kept", message.n], [self._signs.notes[stream.sender]])
+
+    def _keep_early(self, early: Early, stream: Stream) -> None:
+        early.data, early.header = stream.data, stream.header
+        self._early[early.n, stream.piece.of] = early
+        if early.n in self._messages:
+            self._messages[early.n].early[stream.piece.of] = early
 
     # ---- what goes -------------------------------------------------------------------------------------------------------
 
     def send(self, action: moves.Send) -> None:
         """Send a piece, once it has been calculated."""
-        message, piece, view = self._messages[action.n], action.piece, action.view
-        contributors = self._rank().record.settlement(action.n).contributors
+        piece, view, settled = action.piece, action.view, self._rank().record.settlement(action.n)
+        if piece.what == "early":
+            for member in action.to:
+                self.send_early(self._early[action.n, piece.of], piece, member)
+            return
+        message = self._messages[action.n]
         if piece.what == "share":
-            message.tasks.put(lambda: self._cut(message, contributors, piece, view))
+            message.tasks.put(lambda: self._cut(message, settled.owners, piece, view))
         elif (data := message.tensor(piece)) is not None:
             self._hand_over(message, piece, data, action.to)
         else:
             begun = piece in message.making
             message.making[piece] = (view, action.to)  # first: the thread that calculates reads it
             if not begun:  # else a change has come meanwhile: once is enough, and goes to whom this view names
-                message.tasks.put(lambda: self._average(message, contributors, piece))
+                message.tasks.put(lambda: self._average(message, settled, piece))
 
-    def _cut(self, message: Message, contributors: tuple[Member, ...], piece: Piece, view: int) -> None:
-        made = message.cut(contributors, piece.attempt)
+    def send_early(self, early: Early, piece: Piece, to: Member) -> None:
+        """Send one other island what one that leaves contributes to a coming message."""
+        if to in self._signs.lanes and early.data is not None:
+            self._streams.send(early, piece, early.data, to)
+
+    def _cut(self, message: Message, owners: tuple[Member, ...], piece: Piece, view: int) -> None:
+        made = message.cut(owners, piece.attempt)
 
         def send() -> None:
             rank = self._rank()
-            for m in contributors if view == rank.record.view else ():
+            for m in owners if view == rank.record.view else ():
                 if m != rank.me:
                     self._hand_over(message, piece, made[m], (m,))
 
         self._do(send)
 
-    def _average(self, message: Message, contributors: tuple[Member, ...], piece: Piece) -> None:
-        made = message.average(contributors, piece.attempt)
+    def _average(self, message: Message, settled: Settlement, piece: Piece) -> None:
+        made = message.average(settled)
         message.sent += made.numel() * len(message.making[piece][1])  # now: the message may be complete before this has left
 
         def send() -> None:

@@ -28,7 +28,7 @@ from ..errors import PeerLost
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import finish, replay, result, resume, snapshot, startup, summary
+from . import farewell, finish, replay, result, resume, snapshot, startup, summary
 from .connections import Connections
 from .consensus import Council
 from .first_step import FirstStep
@@ -95,6 +95,7 @@ class Exchange(Readings):
             self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
             self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
             self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
+            farewell.allow(self._flow)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -186,9 +187,12 @@ class Exchange(Readings):
         Where islands come and go the others train on, and this one may join them again.
 
         Args:
-            stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds.
+            stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds. Where islands come
+                and go all ranks of the island call it together, and for as long try to send ahead what it has done since its last exchange.
         """
         line = self._line
+        if stopped and self.topology.elastic and self.stopped_alone:
+            farewell.say(self._flow, self.topology.stop_timeout)
         if line is not None and line.elastic:
             alone = len(line.alive) == 1
             line.leave()

@@ -162,6 +162,13 @@ class Mailbox:
 
         return job
 
+    def packed(self, parts: dict[str, Outgoing]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, str]]]:
+        """Presence bits, sections and vectors of what channels would send, on the host; nothing is launched."""
+        layout = self.layout(parts)
+        presence, bodies, vectors = layout.pack(parts)
+        found = self._staging.to_host([*bodies, *vectors])()
+        return presence, found[: len(bodies)], list(zip(found[len(bodies) :], [code for _, code in layout.vectors], strict=True))
+
     def pinned(self, flight: Flight, get: Callable[[], Arrived]) -> Arrived:
         """What `get` brings for a flight, where the device can fetch it by itself, with what is far from the others marked.
 

@@ -115,14 +115,18 @@ class Notes:
         stop = 0 if self.goes else STOP * self._sent | LEAVING * (self._sent and self.told)
         weight, flags = 1.0, stop | SKIPPED * self.skipping
         if by_tokens:
-            tokens = island.total(self.tokens)[0]
-            weight = tokens - min(self._weighed.get(name, 0.0) for name in names)
+            weight, tokens = self.weight(names, island)
             self._weighed.update(dict.fromkeys(names, tokens))
             flags |= COUNTED * (tokens > 0)
         there = device.type != "cpu"  # to the host a copy that nobody waits for would be read too early
         loss = torch.stack([v.float().to(device, non_blocking=there) for v in self._losses]).nanmean() if self._losses else None
         self._losses.clear()
         return Said(weight, flags, loss, self.bad, self.run)
+
+    def weight(self, names: Collection[str], island: Island) -> tuple[float, float]:
+        """Tokens of the island since the last exchange of the channels `names`, and in all. A collective inside the island."""
+        tokens = island.total(self.tokens)[0]
+        return tokens - min(self._weighed.get(name, 0.0) for name in names), tokens
 
     def clear(self) -> None:
         """Forget tokens, losses and what was not finite, not the wish to stop."""

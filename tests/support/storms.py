@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import Kind, Member, Record, Report, extended, first_record, needed
+from fsdp_demo.comm.epochs import Kind, Member, Piece, Record, Report, extended, first_record, needed
 from fsdp_demo.comm.membership import Rank, entered
 
 from .invariants import Outcome, Violation
@@ -38,7 +38,7 @@ class Storm:
         self.got: dict[At, dict[int, Outcome]] = {}
         self.sealed: dict[int, Outcome] = {}
         self.incarnations = dict.fromkeys(range(slots), 0)
-        self.events = dict.fromkeys(("crash", "suspect", "leave", "join", "change", "all gone"), 0)
+        self.events = dict.fromkeys(("crash", "suspect", "leave", "early", "join", "change", "counted early", "all gone"), 0)
         self.frozen: set[int] = set()
         for m in self.records[0].members:
             self._enter(m, self.records[0])
@@ -178,12 +178,28 @@ class Storm:
             whole = self.random.random() < 0.5 or kind == "leave"
             for line in range(self.lines) if whole else [at[1]]:
                 if kind == "leave":
+                    self._say_early((at[0], line))
                     self._feed((at[0], line), moves.Leave())
                 self.ranks.pop((at[0], line), None)
         else:
             return
         self.events[kind] += 1
         self.faults -= 1
+
+    def _say_early(self, at: At) -> None:
+        """Its part of the message that it would launch next, to any of its peers (K21); some lines may not come so far."""
+        rank = self.ranks.get(at)
+        if rank is None or rank.state != "running" or rank.next >= rank.landed + rank.window or self.random.random() < 0.2:
+            return
+        if not self._has_begun(at):  # a newcomer that still follows has nothing of its own
+            return
+        kind = self.kinds[rank.next] if self.random.random() < 0.8 else self.random.choice(KINDS)  # a question may come in between
+        piece, record = Piece("early", at[0]), rank.record
+        for m in rank.record.contributors(rank.next):
+            if m != at[0] and self.random.random() < 0.7:
+                frame = moves.Received(record.view, record.epoch, at[0], rank.next, kind, piece, rank.landed)
+                self.frames.setdefault((at, (m, at[1])), []).append(frame)
+                self.events["early"] += 1
 
     def _enter(self, m: Member, record: Record) -> None:
         self.incarnations[m.slot] += 1
@@ -237,6 +253,7 @@ class Storm:
         if record.view == old.view:
             return
         self.events["change"] += 1
+        self.events["counted early"] += any(s.early for s in record.settlements)
         for (m, line), got in self.got.items():
             for n, outcome in got.items() if m in record.members else ():
                 if n >= record.stable:

@@ -1,0 +1,89 @@
+"""K21 on a bench: an island sends its part of a message that nobody has launched yet, and leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_demo.comm import moves
+from fsdp_demo.comm.epochs import Forward, Kind, Member, Piece, Record, Settlement, needed
+from fsdp_demo.comm.record_json import read_record, record_text
+
+from ..support.bench import A, B, Bench, C
+
+EARLY = Piece("early", C)
+
+
+def early(bench: Bench, to: Member, line: int, guess: Kind) -> None:
+    bench.tell((to, line), moves.Received(0, 0, C, 0, guess, EARLY))
+
+
+def left(bench: Bench) -> Record:
+    """C leaves; the others settle what is open."""
+    for line in range(bench.lines):
+        bench.tell((C, line), moves.Leave())
+        for m in (A, B):
+            bench.tell((m, line), moves.PeerLost(C))
+    record = bench.propose((A, 0), waited=False)
+    assert record is not None and read_record(record_text(record)) == record
+    bench.record = record
+    bench.adopt(A, B)
+    return record
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
+@pytest.mark.parametrize("guess", ["gather", "mixed"])
+@pytest.mark.parametrize("launched", [(), (A,), (A, B)])
+def test_held_by_one_on_every_line_it_counts_and_is_forwarded(kind: Kind, guess: Kind, launched: tuple[Member, ...]) -> None:
+    """Whatever the leaver takes the message to be, and whoever waits in it already."""
+    bench = Bench()
+    if launched:
+        bench.launch(0, kind, who=launched)
+    for line in (0, 1):
+        early(bench, A, line, guess)
+    bench.let()
+    record = left(bench)
+    assert record.settlements == (Settlement(0, (A, B, C), 1, (C,)),)
+    assert [f for f in record.forwards if f.piece == EARLY] == [Forward(line, 0, EARLY, A, (B,)) for line in (0, 1)]
+    wanted = needed(kind, record.settlements[0])
+    assert EARLY in wanted and not wanted & {Piece("body", C), Piece("part", C, 1)}
+    if waiting := [m for m in (A, B) if m not in launched]:
+        bench.launch(0, kind, who=waiting)
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["ABC"] * 2
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
+def test_held_on_one_line_it_does_not_count(kind: Kind) -> None:
+    bench = Bench()
+    early(bench, A, 0, kind)
+    early(bench, B, 0, kind)
+    assert left(bench).settlements == ()
+    bench.launch(0, kind, who=[A, B])
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["AB"] * 2
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
+def test_nobody_makes_a_part_without_it(kind: Kind) -> None:
+    """B has all shares before A has forwarded."""
+    bench = Bench(lines=1)
+    early(bench, A, 0, kind)
+    left(bench)
+    forwarded = [f for f in bench.frames if f[2].piece == EARLY]
+    bench.frames = [f for f in bench.frames if f[2].piece != EARLY]
+    bench.launch(0, kind, who=[A, B])
+    bench.let()
+    assert bench.delivered(B) == [None]
+    bench.frames += forwarded
+    bench.let()
+    assert bench.delivered(A) == bench.delivered(B) == ["ABC"]
+
+
+def test_a_frozen_rank_takes_nothing_early() -> None:
+    bench = Bench()
+    bench.freeze(A, B, lost=(C,))
+    for line in (0, 1):
+        early(bench, A, line, "mixed")
+    assert bench.ranks[A, 0].open == () and left(bench).settlements == ()

@@ -1,0 +1,140 @@
+"""An island that is told to end sends what it has done since its last exchange, and the others count it in their next one (K21).
+
+Real processes over ZeroMQ, with `guard` around the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.config.channel import Applier, Channel, Clock, Codec, Reducer
+from fsdp_demo.config.schema import ExchangeConfig
+
+from .test_survivors import Small, backward
+
+try:
+    import zmq
+except ModuleNotFoundError:
+    zmq = None  # type: ignore[assignment]
+
+pytestmark = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
+GRADIENTS = (15.0, 30.0, 45.0)  # of each island, in every step
+VICTIM, AT, STEPS = 1, 5, 12  # told to end in step 5, the second of the second round of 4
+SAID = "for that of step 8 of the others, counts there"
+
+
+def plain(code: str = "fp32", weight: str = "equal") -> ExchangeConfig:
+    """The anchor less the mean delta: numbers that can be followed by hand."""
+    outer = Applier("outer", lr=1.0, momentum=0.0, nesterov=False)
+    channel = Channel("delta", "delta", Clock(4), codec=Codec(code=code), reducer=Reducer(weight=weight), applier=outer)
+    return ExchangeConfig("plain", (channel,))
+
+
+def kept(exchange: Any) -> list[torch.Tensor]:
+    return [c.accumulator.clone() for c in exchange.channels if c.accumulator is not None]
+
+
+def trained(me: Any, config: ExchangeConfig, tokens: int = 0) -> Any:
+    w = torch.nn.Parameter(torch.zeros(3, 5000))
+    model = torch.nn.Module()
+    model.w = w
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    with fsdp_demo.guard(exchange):
+        for t in range(STEPS):
+            if me.island == VICTIM and t == AT:
+                os.kill(os.getpid(), signal.SIGTERM)
+            (w * GRADIENTS[me.island]).sum().backward()
+            exchange.note(tokens=tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+    return exchange.digests_equal(), w.detach().clone()
+
+
+def ended(found: list[Any], ranks: int = 1) -> list[Any]:
+    """What the survivors have returned; the victim ended with 75."""
+    victims = found[VICTIM * ranks : (VICTIM + 1) * ranks]
+    assert [v.status for v in victims] == [75] * ranks, [v.log for v in victims]
+    others = [f for f in found if f not in victims]
+    assert all(f.error is None for f in others), [f.log for f in others]
+    return [f.value for f in others]
+
+
+OF = {"fp32": (plain(), 0), "bf16": (plain("bf16"), 0), "tokens": (plain(weight="tokens"), 8)}
+
+
+@pytest.mark.parametrize(("config", "tokens"), OF.values(), ids=OF)
+def test_the_steps_since_the_last_exchange_count_with_their_share(run_ranks, config: ExchangeConfig, tokens: int) -> None:
+    found = run_ranks(trained, 3, 1, env=ENV, args=(config, tokens), check=False)
+    one, two = ended(found)
+    assert SAID in found[VICTIM].log
+    rounds = [4 * sum(GRADIENTS) / 3, (4 * 15 + 4 * 45 + 0.5 * 2 * 30) / 2.5, 4 * (15 + 45) / 2]
+    assert one[0] and torch.equal(one[1], two[1])
+    assert torch.equal(one[1], torch.full((3, 5000), -sum(rounds)))
+
+
+def test_all_ranks_of_an_island_leave_at_one_step(run_ranks) -> None:
+    """Two copies with a lane each; the signal comes to both, at unlike moments."""
+    found = run_ranks(trained, 3, 2, env=ENV, args=(plain(),), check=False)
+    values = ended(found, 2)
+    rounds = [4 * sum(GRADIENTS) / 3, (4 * 15 + 4 * 45 + 0.5 * 2 * 30) / 2.5, 4 * (15 + 45) / 2]
+    assert all(equal and torch.equal(w, torch.full((3, 5000), -sum(rounds))) for equal, w in values)
+
+
+CASES = {
+    "diloco": preset("diloco", period=4, momentum_warmup=0),
+    "diloco, int4": preset("diloco", period=4, momentum_warmup=0, code="int4"),
+    "sparse_loco": preset("sparse_loco", period=4),
+    "muloco": preset("muloco", period=4),
+    "decoupled_momentum": preset("decoupled_momentum", period=4),
+    "decoupled_momentum, late": preset("decoupled_momentum", period=4, **{"clock.delay": 3}),
+    "streaming_diloco": preset("streaming_diloco", period=8, delay=3, layers=2),
+    "local_sgd": preset("local_sgd", period=4),
+    "desloc": preset("desloc", period=4),
+}
+QUICK = ("sparse_loco", "decoupled_momentum, late", "desloc")
+
+
+def told(me: Any, case: str) -> Any:
+    model = Small()
+    if case == "muloco":
+        optimizer: Any = fsdp_demo.MuonAdamW(list(model.named_parameters()), lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+    before: list[Any] = []
+
+    def save() -> None:
+        assert len(before) == len(kept(exchange)) and all(map(torch.equal, before, kept(exchange)))
+        assert exchange.state_dict()["step"] == AT + 1
+        print("saved as it was before")
+
+    with fsdp_demo.guard(exchange, save=save):
+        for t in range(14):
+            if me.island == VICTIM and t == AT:
+                os.kill(os.getpid(), signal.SIGTERM)
+            backward(model, me.island, t)
+            optimizer.step()
+            optimizer.zero_grad()
+            before[:] = kept(exchange)
+        exchange.finish()
+    return exchange.digests_equal(), {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
+def test_presets(run_ranks, case: str) -> None:
+    found = run_ranks(told, 3, 1, env=ENV, args=(case,), check=False)
+    one, two = ended(found)
+    assert "counts there" in found[VICTIM].log and "saved as it was before" in found[VICTIM].log, found[VICTIM].log
+    assert all(torch.isfinite(v).all() for v in one[1].values())
+    if CASES[case].consensus:
+        assert one[0] and two[0] and all(torch.equal(one[1][n], two[1][n]) for n in one[1])
