@@ -18,23 +18,26 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zmq
 from torch import Tensor
 
 from . import spool
+from .backlog import Backlog, Item
 from .collectives import Arrived
 from .epochs import Member
 from .hub import Hub
-from .joining import Snapshot, Tick, packed
+from .joining import OWN, Snapshot, Tick, packed
 from .wire import Wire
 from .zeromq import bound, bracketed
 
 log = logging.getLogger("fsdp_demo")
 
 LEAST = 64 << 20
-"""Bytes that may wait for a newcomer in any case; else as many as its snapshot has. A link that is slower cannot be joined over."""
+"""Bytes that may wait for a newcomer in any case, and that are kept since a checkpoint; else as many as a snapshot has. A link that is
+slower cannot be joined over."""
 
 TO_CONNECT = 30.0
 """Seconds that somebody who was let in has to connect."""
@@ -227,6 +230,7 @@ class Counter:
         self._guests, self._do, self._next = guests, do, next_message
         self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
         self._for: Guest | None = None
+        self._backlog = Backlog()
 
     @property
     def wanted(self) -> bool:
@@ -243,34 +247,84 @@ class Counter:
     @property
     def follows(self) -> bool:
         """See `Desk`."""
-        return self._for is not None and self._for is self._guests.guest
+        return self._first and (self._backlog.keeps or self._for is not None and self._for is self._guests.guest)
+
+    def mark(self, mark: str, snapshot: Snapshot, folder: Path, limit: int) -> None:
+        """See `Desk`."""
+        self._backlog.mark(mark, snapshot, self._next(), folder, max(LEAST, limit))
+        self.submit(self._backlog.write)
+
+    def hold(self) -> bool:
+        """See `Desk`."""
+        return self._backlog.hold(self.brings.get(OWN, ""))
 
     def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
         """See `Desk`."""
+        self._backlog.release()
         guest = self._for = self._guests.guest
         parts = snapshot.pack()
 
         def begin() -> None:
-            first = self._next()
-            self._put(guest, "ticks", {"item": "snapshot", "next": first}, parts)
-            for future in under_way:
-                self._put(guest, "messages", {"item": "message", "n": -1}, packed(future.result()))
-            if guest is not None:
-                guest.limit = max(LEAST, sum(p.numel() for p in parts)) // spool.LONGEST + 1024
-                guest.following = True
+            items: list[Item] = [("messages", {"item": "message", "n": -1}, packed(future.result())) for future in under_way]
+            self._begin(guest, self._next(), parts, items)
 
         self.submit(begin)
 
+    def hand_since(self) -> None:
+        """See `Desk`."""
+        guest = self._for = self._guests.guest
+
+        def begin() -> None:
+            try:
+                self._backlog.write()
+                held, items = self._backlog.since()
+                self._begin(guest, held.next, held.snapshot.pack(), [item for item in items if item[0] == "messages" or self._first])
+            except OSError as error:
+                why = f"what came since its checkpoint cannot be read ({error})"
+                self._do(lambda: self._guests.drop(why))
+                self._backlog.close()  # with its next life it gets a snapshot
+            finally:
+                self._backlog.release()
+
+        self.submit(begin)
+
+    def _begin(self, guest: Guest | None, first: int, parts: Sequence[Tensor], items: Sequence[Item]) -> None:
+        """What the guest begins with: a snapshot, `first` the number of the message after it, and what follows on it."""
+        self._put(guest, "ticks", {"item": "snapshot", "next": first}, parts)
+        for wire, head, of in items:
+            self._put(guest, wire, head, of)
+        if guest is not None:
+            every = [*parts, *(p for _, _, of in items for p in of)]
+            most = max(LEAST, sum(p.numel() for p in every)) // spool.LONGEST
+            guest.limit = most + len(every) + len(items) + 1024
+            guest.following = True
+
+    @property
+    def _first(self) -> bool:
+        """Whether this is the island's first line: the newcomer hears of steps on that alone."""
+        return self._guests._line == 0
+
     def tick(self, tick: Tick) -> None:
         """See `Desk`."""
+        if not self._first:
+            return
+        self._backlog.tick(tick)
         guest = self._for
-        self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
+        if guest is not None:
+            self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
 
     def message(self, n: int, arrived: Arrived) -> None:
         """A message that has been delivered here. In the courier's thread."""
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
             self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived))
+        if self._backlog.keeps:
+            self._backlog.message(n, arrived)
+            self.submit(self._backlog.write)  # after what waits for this message has gone on
+
+    def close(self) -> None:
+        """Forget what is kept. Nothing is submitted any more."""
+        self._backlog.close()
 
     def _put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
         def put() -> None:

@@ -152,7 +152,7 @@ class MemberLine(Line):
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self._count(message.sent, message.received, setup)
-        if self._counter is not None and self._counter.follows:
+        if self._counter is not None:
             self._counter.message(message.n, Arrived(*out, slots=self.slots))
         return out
 
@@ -249,4 +249,6 @@ class MemberLine(Line):
             self._driver.close("bye" if self.ending else "leave", 5.0)
         elif self._follow is not None:
             self._follow.close()
+        if self._counter is not None:
+            self._counter.close()
         self._driver = None
