@@ -230,6 +230,10 @@ class Desk(Protocol):
         """Whether all is kept that came since the checkpoint that the newcomer's rank brings. It stays until `hand` or `hand_since`."""
         ...
 
+    def forget(self) -> None:
+        """State has changed in a way that steps and messages do not say: nothing that is kept leads there."""
+        ...
+
     def hand_since(self) -> None:
         """Take the snapshot of the mark that is held, and all that came since."""
         ...

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import PeerLost
 from .collectives import Arrived
+from .counter import Counter
 from .driver import Driver
 from .epochs import Member
-from .guests import Counter
 from .header import HEADER, Header, room
 from .held import Due, Message
 from .joining import Expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -52,16 +51,24 @@ def plain(config: Any, seed: int = 0) -> Any:
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
 
 
+def cloned(tree: Any) -> Any:
+    """With tensors of its own."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {k: cloned(v) for k, v in tree.items()}
+    return [cloned(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
+
+
 def saved(flow: Any, exchange: Any, model: Any, optimizer: Any) -> OwnCheckpoint:
     """As a checkpoint on a disk would have it: nothing of it is shared with what trains on."""
-    tree = exchange.state_dict()
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    state = {**copy.deepcopy({k: v for k, v in tree.items() if k != "in_flight"}), "in_flight": copy.deepcopy(tree["in_flight"])}
+    state = cloned(exchange.state_dict())
+    weights, inner = cloned(model.state_dict()), cloned(optimizer.state_dict())
 
     def load(joined: Any) -> dict[str, Any]:
-        joined.model_here.load_state_dict(kept[0])
-        joined.optimizers[0].load_state_dict(copy.deepcopy(kept[1]))
-        return copy.deepcopy(state)
+        joined.model_here.load_state_dict(cloned(weights))
+        joined.optimizers[0].load_state_dict(cloned(inner))
+        return cloned(state)
 
     return OwnCheckpoint(exchange.step, returning.mark(flow, model), load)
 
@@ -163,6 +170,84 @@ def test_what_belongs_to_one_island_is_no_snapshot(run_ranks) -> None:
             comes_back(config, record, OwnCheckpoint(4, disk[4].mark, spoilt))
 
     run_ranks(run, islands=1, procs=1)
+
+
+def keeps(me: Any, config: Any, make: Any) -> tuple[joining.Record, dict[int, OwnCheckpoint], list[dict[str, Any]]]:
+    """`lives` of ranks in processes: this rank's own."""
+    model, optimizer, schedule = make(config, me.island)
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    record, disk, stands = joining.Record(exchange), {}, [joining.stand(exchange._flow)]
+    for t in range(8):
+        step(model, optimizer, t, me.island)
+        schedule.step()
+        own = disk[t + 1] = saved(exchange._flow, exchange, model, optimizer)
+        if exchange._flow.line is not None:
+            record.marks[own.mark] = t + 1, snapshot.without_tensors(exchange._flow, {}, own.mark).pack()
+        stands.append(joining.stand(exchange._flow))
+    exchange.state_dict()
+    exchange.detach()
+    return record, disk, stands
+
+
+def rejoins(me: Any, config: Any, make: Any, record: joining.Record, own: OwnCheckpoint | None, at: int, lanes: int | None = None) -> Any:
+    """An island of several ranks comes back: where this one stands, and whether a snapshot was asked for."""
+    model, optimizer, _ = make(config, 7)
+    fed = joining.Fed(record, at) if lanes is None or me.proc < lanes else None
+    given = {} if lanes is None else {"lanes": lanes}
+    where = joining.topology(fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD, **given)
+    load = own and OwnCheckpoint(at, own.mark, lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1])
+    exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=load)
+    now = joining.stand(exchange._flow)
+    exchange.detach()
+    return now, bool(fed and fed.asked)
+
+
+@pytest.mark.parametrize("name", ["demo-adamw", "streaming-queue"])
+def test_sharded(run_ranks, name: str) -> None:
+    """FSDP2 over two ranks, each with its own mark; where one of them has none, both take the snapshot."""
+    config = CASES[name]
+
+    def run(me: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        def sharded(config: Any, seed: int) -> Any:
+            model = Plain(seed)
+            for layer in [*model.layers, model]:
+                fully_shard(layer, mesh=me.mesh())
+            optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
+            return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+
+        record, disk, truth = keeps(me, config, sharded)
+        if me.island:
+            return
+        for at in (1, 4, 7):
+            now, whole = rejoins(me, config, sharded, record, disk[at], at)
+            compare(config, now, truth[8])
+            assert not whole
+        now, whole = rejoins(me, config, sharded, record, disk[4] if me.proc else None, 4)
+        compare(config, now, truth[8])
+        assert whole
+
+    run_ranks(run, islands=2, procs=2)
+
+
+@pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one lane", "two lanes"])
+@pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue"])
+def test_copies(run_ranks, name: str, procs: list[int]) -> None:
+    """Two ranks hold the whole model; beyond the lanes they have no line, and no mark is asked of them."""
+    config, lanes = CASES[name], min(procs)
+
+    def run(me: Any) -> Any:
+        record, disk, truth = keeps(me, config, plain)
+        if me.island:
+            return None
+        now, whole = rejoins(me, config, plain, record, disk[3], 3, lanes)
+        compare(config, now, truth[8])
+        assert not whole
+        return now["parameters"], now["clocks"]
+
+    first, second, *_ = run_ranks(run, islands=2, procs=procs)
+    assert joining.same(first, second)
 
 
 def test_it_is_for_newcomers_only(run_ranks) -> None:

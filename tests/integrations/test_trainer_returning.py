@@ -18,7 +18,7 @@ from ..exchange.test_survivors import ENV  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
-PLAN = {"save_steps": 4, "logging_steps": 1000, "max_steps": 240, "lr_scheduler_type": "cosine", "eval_strategy": "no"}
+PLAN = {"save_steps": 4, "logging_steps": 1000, "max_steps": 140, "lr_scheduler_type": "cosine", "eval_strategy": "no"}
 
 
 class Life(TrainerCallback):
@@ -28,15 +28,18 @@ class Life(TrainerCallback):
         self.come, self.back, self.dies, self.rates = come, back, dies, {}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.back or state.global_step > 180:
+        if self.back or state.global_step > 110:
             self.come.touch()
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         self.rates[state.global_step] = optimizer.param_groups[0]["lr"]
         if state.global_step == self.dies:
             os._exit(9)
-        if state.global_step > 6 and not self.come.exists():
-            time.sleep(0.2)
+        end = time.monotonic() + 100.0
+        while state.global_step == 8 and not self.come.with_name("coming").exists() and time.monotonic() < end:
+            time.sleep(0.05)  # for the start of a process
+        if state.global_step > 8 and not self.come.exists():
+            time.sleep(0.1)  # it joins at the ends of steps
         if state.global_step > 8:
             control.should_save = False
 
@@ -47,6 +50,8 @@ def life(me, dies=0):
     come = me.folder.parent / "come"
     watch = Life(come, me.island == 1 and not dies, dies)
     trainer = script.trainer(me.folder.parent / f"disk{me.island}", extra("full", {}), callbacks=[watch], **PLAN)
+    if watch.back:
+        come.with_name("coming").touch()
     trainer.train(resume_from_checkpoint="auto")
     whole = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     return whole, watch.rates, [t for t in lines.texts if "MiB fetched" in t or "can be used" in t]

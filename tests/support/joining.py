@@ -61,6 +61,9 @@ class Record:
     def hold(self) -> bool:
         return False
 
+    def forget(self) -> None:
+        self.marks.clear()
+
     def tick(self, tick: Tick) -> None:
         self.ticks[tick.step] = tick.pack()
 
