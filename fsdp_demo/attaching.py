@@ -16,7 +16,7 @@ from .config.schema import ExchangeConfig
 from .errors import PeerLost
 from .exchange import log_setup
 from .exchange.exchange import Exchange
-from .exchange.startup import Start
+from .exchange.startup import OwnCheckpoint, Start
 from .hosts import registry
 from .hosts.base import Shards
 from .hosts.torch_params import TorchShards, unwrap, unwrap_model
@@ -35,7 +35,7 @@ def attach(
     topology: Topology | None = None,
     agree: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | Saved | None = None,
+    state: dict[str, Any] | Saved | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     **changes: Any,
@@ -54,7 +54,8 @@ def attach(
         agree: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
         step: the job's step to start from (resume); default 0, of an engine its own count.
         state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.open_exchange(...)`, which may have been saved by another
-            number of islands or shards. Replicas without one take over from the one that is furthest.
+            number of islands or shards. Replicas without one take over from the one that is furthest. `RunState.saved` of an island that
+            joins a run under way: then it need not fetch what is on its disk.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an exchange that a loss had cut off.
         changes: changes of the preset, as in `preset(name, **changes)`.
@@ -95,7 +96,7 @@ def join(
     topology: Topology | None,
     agree: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | Saved | None = None,
+    state: dict[str, Any] | Saved | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
 ) -> Exchange:

@@ -21,14 +21,16 @@ from typing import Any
 import torch
 
 from ..exchange.exchange import Exchange
+from ..exchange.startup import OwnCheckpoint
 from ..hosts.torch_params import unwrap, unwrap_model
-from .exchange_state import Saved, Snapshot, describe, open_exchange
+from .exchange_state import Saved, Snapshot, open_exchange
 from .files import copied, read_part, write_part
 from .finite import refuse_not_finite
 from .local_state import load_local, save_local
 from .manager import Checkpoints
 from .random_state import random_states, set_random_states
 from .reshard import shares
+from .returning import described, newest
 from .sharded_state import load_tensors, save_tensors, tensors_of
 
 log = logging.getLogger("fsdp_demo")
@@ -49,7 +51,7 @@ class RunState:
 
     Attributes:
         step: what was restored; 0 for a new run, and where everything is taken over from other islands.
-        saved: the exchange's state for `attach`, or None.
+        saved: the exchange's state for `attach`, or None; of an island that joins a run under way its newest checkpoint, not loaded yet.
         extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
         same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is that of another rank, and random states
             begin anew.
@@ -83,7 +85,7 @@ class RunState:
         self.checkpoints, self.model, self.facts = checkpoints, model, dict(facts or {})
         self.optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
         self.step, self.same = 0, True
-        self.saved: Saved | None = None
+        self.saved: Saved | OwnCheckpoint | None = None
         self.extra: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
         if checkpoints.group is None:  # an island of one process is no mistake
@@ -107,6 +109,7 @@ class RunState:
         """
         step = self.checkpoints.agreed(resume, take_over)
         if step is None:
+            self.saved = None if fresh or not self.checkpoints.topology.under_way() else self._own()
             return
         kind = self.checkpoints.holds(step)
         if kind == "emergency":
@@ -119,6 +122,20 @@ class RunState:
         log.info("resumed from %s of step %d", kind or "the other islands' checkpoints", step)
         if fresh:
             self.saved = None
+
+    def _own(self) -> OwnCheckpoint | None:
+        """The newest checkpoint of an island that joins a run under way: nothing of it is loaded, unless `attach` asks for it."""
+        found = newest(self.checkpoints)
+        if found is None:
+            return None
+        step, saved, mark = found
+
+        def load(exchange: Exchange) -> dict[str, Any]:
+            state = saved.state_for(exchange)
+            load_tensors({self.checkpoints.path(step) / "model": 1.0}, self.model, self.optimizers, self.checkpoints.group)
+            return state
+
+        return OwnCheckpoint(step, mark, load)
 
     def restore_random(self) -> None:
         """Put the random states back as they were when the checkpoint was made, where they are this rank's own.
@@ -163,7 +180,7 @@ class RunState:
 
     def _weights(self) -> dict[int, float]:
         """What this replica takes of the saved islands."""
-        assert self.saved is not None
+        assert isinstance(self.saved, Saved)
         return shares(self.saved.islands, self.checkpoints.topology.islands)[self.checkpoints.topology.island]
 
     def _siblings(self, kind: str, step: int) -> list[Path]:
@@ -194,8 +211,8 @@ class RunState:
         def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
             live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()  # waits for what is under way
             refuse_not_finite(("replica", live), ("exchange", state))
-            loop = self._loop(extra)
-            return live, Snapshot(describe(exchange), state if wait else copied(state)), loop if wait else copied(loop)
+            loop, head = self._loop(extra), described(exchange, self.checkpoints.root)
+            return live, Snapshot(head, state if wait else copied(state)), loop if wait else copied(loop)
 
         def write(folder: Path) -> Callable[[], None]:
             # Collectives first: a rank that cannot write its own files must not leave the others waiting in them.

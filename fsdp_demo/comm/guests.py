@@ -4,7 +4,7 @@ Each rank of each member listens at its door (its address stands in the store, `
 who it is and is given ports of its own: for short words, for ticks and the snapshot, for messages, and for what it sends as a member. It is
 a guest until a record names it. One guest at a time; others are told to come later. The lowest slot is its donor.
 
-All of it runs in the driver's thread, but the `Desk`, which is called by the thread that trains.
+All of it runs in the driver's thread. What the donor's training hands out comes over `counter.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +23,16 @@ import zmq
 from torch import Tensor
 
 from . import spool
-from .collectives import Arrived
 from .epochs import Member
 from .hub import Hub
-from .joining import Snapshot, Tick, packed
 from .wire import Wire
 from .zeromq import bound, bracketed
 
 log = logging.getLogger("fsdp_demo")
 
 LEAST = 64 << 20
-"""Bytes that may wait for a newcomer in any case; else as many as its snapshot has. A link that is slower cannot be joined over."""
+"""Bytes that may wait for a newcomer in any case, and that are kept since a checkpoint; else as many as a snapshot has. A link that is
+slower cannot be joined over."""
 
 TO_CONNECT = 30.0
 """Seconds that somebody who was let in has to connect."""
@@ -118,6 +116,16 @@ class Guests:
             where = bound(self._door, address, f"island {me.slot}")
             self.endpoint = (address, int(where.rpartition(":")[2]))
             hub.attend(self._door, self._knocked)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the island's first line: a newcomer hears of steps on that alone."""
+        return self._line == 0
+
+    def put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+        """Send an item (`spool.py`) to a guest that is still there."""
+        if guest is not None and guest is self.guest and not guest.wires[wire].gone:
+            spool.put(self._hub, guest.wires[wire], head, parts)
 
     # ---- the door --------------------------------------------------------------------------------------------------------
 
@@ -214,73 +222,6 @@ class Guests:
         if self._door is not None:
             self._hub.neglect(self._door)
         self.drop("this island has ended") if self.guest is not None else None
-
-
-class Counter:
-    """`joining.Desk` of one line: what the donor's training hands out.
-
-    Args:
-        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the next message of the line.
-
-    Attributes:
-        submit: runs a job in the courier's thread, after all that is under way.
-    """
-
-    def __init__(self, guests: Guests, do: Callable[[Callable[[], None]], None], next_message: Callable[[], int]):
-        self._guests, self._do, self._next = guests, do, next_message
-        self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
-        self._for: Guest | None = None
-
-    @property
-    def wanted(self) -> bool:
-        """See `Desk`."""
-        guest = self._guests.guest
-        return guest is not None and guest.asked and self._for is not guest
-
-    @property
-    def brings(self) -> Mapping[str, str]:
-        """See `Desk`."""
-        guest = self._guests.guest
-        return {} if guest is None else guest.brings
-
-    @property
-    def follows(self) -> bool:
-        """See `Desk`."""
-        return self._for is not None and self._for is self._guests.guest
-
-    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
-        """See `Desk`."""
-        guest = self._for = self._guests.guest
-        parts = snapshot.pack()
-
-        def begin() -> None:
-            first = self._next()
-            self._put(guest, "ticks", {"item": "snapshot", "next": first}, parts)
-            for future in under_way:
-                self._put(guest, "messages", {"item": "message", "n": -1}, packed(future.result()))
-            if guest is not None:
-                guest.limit = max(LEAST, sum(p.numel() for p in parts)) // spool.LONGEST + 1024
-                guest.following = True
-
-        self.submit(begin)
-
-    def tick(self, tick: Tick) -> None:
-        """See `Desk`."""
-        guest = self._for
-        self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
-
-    def message(self, n: int, arrived: Arrived) -> None:
-        """A message that has been delivered here. In the courier's thread."""
-        guest = self._for
-        if guest is not None and guest.following and guest is self._guests.guest:
-            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived))
-
-    def _put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
-        def put() -> None:
-            if guest is not None and guest is self._guests.guest and not guest.wires[wire].gone:
-                spool.put(self._guests._hub, guest.wires[wire], head, parts)
-
-        self._do(put)
 
 
 def knock(context: Any, keys: Any, host: str, port: int, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:

@@ -118,8 +118,8 @@ def room(body: int) -> Tensor:
 def fill(message: Tensor, header: Header) -> Tensor:
     """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU, contiguous), in place."""
     body = message[HEADER.size :]
-    h, crc = header, zlib.crc32(memory(body))
-    fields = (MAGIC, VERSION, h.kind, h.flags & 0xFF | h.norm << 8, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
+    h, crc, flags = header, zlib.crc32(memory(body)), header.flags & 0xFF | header.norm << 8
+    fields = (MAGIC, VERSION, h.kind, flags, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
     head = HEADER.pack(*fields, 0)[:-4]
     message[: HEADER.size] = torch.frombuffer(bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
     return message

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import PeerLost
 from .collectives import Arrived
+from .counter import Counter
 from .driver import Driver
 from .epochs import Member
-from .guests import Counter
 from .header import HEADER, Header, room
 from .held import Due, Early, Message
 from .joining import Expected
@@ -153,7 +153,7 @@ class MemberLine(Line):
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self._count(message.sent, message.received, setup)
-        if self._counter is not None and self._counter.follows:
+        if self._counter is not None:
             self._counter.message(message.n, Arrived(*out, slots=self.slots))
         return out
 
@@ -262,4 +262,6 @@ class MemberLine(Line):
             self._driver.close("bye" if self.ending else "leave", 5.0)
         elif self._follow is not None:
             self._follow.close()
+        if self._counter is not None:
+            self._counter.close()
         self._driver = None

@@ -177,6 +177,11 @@ class Follow:
         self._caught_up = 0
 
     @property
+    def fetched(self) -> int:
+        """See `Following`."""
+        return self._ticks.taken + self._messages.taken
+
+    @property
     def planned(self) -> bool:
         """See `Following`."""
         if self._record is None:

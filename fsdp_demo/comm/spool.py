@@ -40,6 +40,9 @@ class Reader:
 
     Args:
         who: whom the connection leads to, for errors.
+
+    Attributes:
+        taken: bytes read so far.
     """
 
     def __init__(self, hub: Hub, wire: Wire, who: str):
@@ -48,7 +51,7 @@ class Reader:
         self.head: dict[str, Any] | None = None
         self._sizes: list[int] = []
         self._into: Tensor | None = None
-        self._at = 0
+        self._at = self.taken = 0
 
     def begin(self, seconds: float) -> dict[str, Any] | None:
         """The head of the next item, or of the one that is being read; None: not within so many seconds.
@@ -116,6 +119,7 @@ class Reader:
             self._hub.drive(min(left, 0.5), lambda: bool(self._wire.notes) or bool(self._wire.gone))
         full = len(self._wire.notes) >= AHEAD
         data = self._wire.notes.popleft()
+        self.taken += len(data)
         if full:
             self._hub.tell()
         return data

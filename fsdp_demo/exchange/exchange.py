@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..errors import PeerLost
 from ..hosts.base import Shards
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import farewell, finish, replay, result, resume, snapshot, startup, summary
+from . import farewell, finish, replay, result, resume, returning, snapshot, startup, summary
 from .connections import Connections
 from .consensus import Council
 from .first_step import FirstStep
@@ -37,7 +38,7 @@ from .readings import Readings
 from .refusals import refuse, warn_of_outside
 from .runtime import Flow
 from .saved_state import ExchangeState
-from .startup import Start, StateSource
+from .startup import OwnCheckpoint, Start, StateSource
 
 log = logging.getLogger("fsdp_demo")
 
@@ -94,6 +95,7 @@ class Exchange(Readings):
             self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone, config.norm_limit)
             self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
             self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
+            self._keep = partial(returning.keep, self._flow, model, start.facts)
             self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
             farewell.allow(self._flow)
             with self.paused(), torch.no_grad():
@@ -114,12 +116,13 @@ class Exchange(Readings):
         """Agree on the run, bring parameters and state together, make the channels' state. Where the run is under way, take it over."""
         self.newcomer = replay.newcomer(self._flow)
         if self.newcomer:
-            replay.join(self._flow, model, start.facts)
+            own = start.state if isinstance(start.state, OwnCheckpoint) else None
+            replay.join(self._flow, model, start.facts, None if own is None else (own.mark, partial(own.load, self)))
             self._first.joined(later=True)
             return
         donor, goes_on = startup.come_together(self._flow, start, model)
-        if start.state is not None:
-            self.load_state_dict(start.state if isinstance(start.state, dict) else start.state.state_for(self))
+        if (saved := start.saved) is not None:
+            self.load_state_dict(saved if isinstance(saved, dict) else saved.state_for(self))
         startup.take_over(self._flow, donor, goes_on)
         if self._line is not None:
             self._line.begun = True
@@ -347,6 +350,17 @@ class Exchange(Readings):
         if (line := self._line) is not None and not line.wait_stable(line.timeout):
             raise PeerLost(f"not all islands have what this one would save at step {self.step}, after {line.timeout:g} s: not saved")
         return state
+
+    def keep_since(self, folder: Path) -> str:
+        """A checkpoint of this step is being saved: where islands come and go, keep on the disk of `folder` what comes from here on.
+
+        At most as many bytes as a snapshot has. An island that comes back with the same checkpoint then fetches that and no snapshot. No
+        collective; after `state_dict()`, in the same step.
+
+        Returns:
+            The mark that the checkpoint is to hold (`returning.py`); empty where nothing is kept.
+        """
+        return self._keep(folder)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit.

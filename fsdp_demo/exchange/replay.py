@@ -14,15 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm.joining import LONGEST, Following, Listed, Tick, filled, opened, sizes
+from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, opened, sizes
 from ..errors import Stopped, WireError
-from . import rates, snapshot
+from . import rates, returning, snapshot
 from .runtime import Flow
 from .snapshot_head import Stand
 
 log = logging.getLogger("fsdp_demo")
 
 T = TypeVar("T")
+
+Own = tuple[str, Callable[[], dict[str, Any]]]
+"""The mark of a checkpoint, and what loads it (`returning.OwnCheckpoint`)."""
 
 SLICE = 5.0
 """Seconds after which the ranks of an island say to each other that they still wait: their snapshots do not come at the same time."""
@@ -35,11 +38,13 @@ def newcomer(flow: Flow) -> bool:
     return flow.island.any(mine) if flow.island.position.copies > lanes else mine  # copies beyond the lanes have no line
 
 
-def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
+def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], own: Own | None = None) -> None:
     """Take a snapshot and make up for the steps since. All ranks of the island call it together, with the engine's clock paused.
 
     Args:
         model: as for `attach`. told: further facts of the run (`Start.facts`).
+        own: the mark of a checkpoint on the disk of this island, and what loads it: instead of a snapshot, if the donor keeps what came
+            since. All ranks have one, or it counts for none.
 
     Raises:
         ValueError: the others run something else.
@@ -50,38 +55,73 @@ def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> 
     if flow.line is not None:
         flow.line.digest = flow.config.digest()
     log.info("%s: the run is under way: what this island brings is replaced by the state of another", flow.topology.name)
-    _take_snapshot(flow, model, told, following)
-    begun = flow.step
+    own = None if flow.island.any(own is None) else own
+    stand = _take_snapshot(flow, model, told, following, own)
     taken = _take_ticks(flow, following)
     if following is not None:
         following.caught_up(flow.step)
-    log.info("%s: took over step %d, made up for %d steps, goes on from step %d", flow.topology.name, begun, taken, flow.step)
+        mib, source = following.fetched / 2**20, "its own checkpoint" if stand.own else "a snapshot"
+        log.info("%s: step %d from %s, %d steps made up for, %.1f MiB fetched", flow.topology.name, stand.step, source, taken, mib)
+    log.info("%s goes on from step %d", flow.topology.name, flow.step)
 
 
 def _following(flow: Flow) -> Following | None:
     return None if flow.line is None else flow.line.following
 
 
-def _take_snapshot(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], following: Following | None) -> None:
+def _take_snapshot(
+    flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], following: Following | None, own: Own | None
+) -> Stand:
+    """Where the donor stood."""
     island, what = flow.island, f"{flow.topology.name}: the snapshot of another island"
     _materialise(flow)
-    brings = snapshot.brings(flow, model)
+    brings = snapshot.brings(flow, model) | ({} if own is None else {OWN: own[0]})
     data = _poll(flow, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings))
-    stand, listed = island.together(lambda: _compared(flow, model, told, data), what)
+    stand, listed = island.together(lambda: _compared(flow, model, told, data, brings.get(OWN, "")), what)
     if island.position.copies > flow.parameters.lanes:  # copies beyond the lanes hear where it stands from the first rank
         said = island.from_first(lambda: stand and stand.to_json())
         stand = stand or Stand.from_json(said)
     assert stand is not None, "a rank with a line has a snapshot, the others have heard of one"
-    if not island.same(stand.step):
+    if not island.same(stand.step) or not island.same(bool(stand.own)):
         raise RuntimeError(f"{what}: the ranks of this island got snapshots of different steps: start it again")
     parts = _poll(flow, what, None if following is None else lambda: following.bodies(sizes(listed), SLICE))
     tensors = island.together(lambda: filled(parts or [], listed), what)
-    snapshot.give(flow, model, stand, tensors, following)
+    if own is not None and stand.own:
+        _stand_on(flow, model, stand, own)
+    else:
+        if own is not None:
+            log.info("%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it is another's", flow.topology.name)
+        snapshot.give(flow, model, stand, tensors, following)
+    return stand
 
 
-def _compared(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor | None) -> tuple[Stand | None, Listed]:
+def _stand_on(flow: Flow, model: torch.nn.Module | None, stand: Stand, own: Own) -> None:
+    """Stand where the checkpoint of this island was saved.
+
+    Raises:
+        ValueError: what was loaded is not what was saved.
+    """
+    log.info("%s: the others keep what came since the checkpoint of step %d here: it is loaded", flow.topology.name, stand.step)
+    tensors, arrived = returning.taken(flow, own[1])
+    snapshot.give(flow, model, stand, tensors, None)
+    returning.arrive(flow, arrived)
+    copy = flow.line is None
+    if flow.island.any(not copy and returning.mark(flow, model) != stand.own):
+        raise ValueError(
+            f"the checkpoint of step {stand.step} was loaded, and is not what was saved: remove its folder, and start this island again"
+        )
+
+
+def _compared(
+    flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor | None, own: str
+) -> tuple[Stand | None, Listed]:
     """Where the donor stands, and what is to come; nothing on a rank without a line."""
-    return (None, ()) if data is None else snapshot.expected(flow, model, told, opened(data))
+    if data is None:
+        return None, ()
+    stand, listed = snapshot.expected(flow, model, told, opened(data))
+    if stand.own not in ("", own):
+        raise ValueError(f"the donor goes by a checkpoint with mark {stand.own!r:.40}, here is {own or 'none'}: start this island again")
+    return stand, listed
 
 
 def _materialise(flow: Flow) -> None:

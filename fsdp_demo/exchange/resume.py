@@ -54,6 +54,8 @@ def load(flow: Flow, saved: ExchangeState) -> None:
 def forget(flow: Flow) -> None:
     """Wait for what is under way, and drop it with what was noted and found so far."""
     flow.mailbox.clear()
+    if flow.line is not None and flow.line.desk is not None:
+        flow.line.desk.forget()
     flow.notes.clear()
     flow.drift, flow.begun = None, -1
     for c in flow.channels:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..channels.channel import ActiveChannel, Outgoing
 from ..comm.digests import digest
 from ..comm.header import PAYLOAD
-from ..comm.joining import Expected, Following, Listed, Snapshot
+from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
 from . import snapshot_head
 from .in_flight import Flight
 from .runtime import Flow
@@ -40,10 +40,17 @@ log = logging.getLogger("fsdp_demo")
 
 
 def hand(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to its line's desk. No collective; on a rank without a line nothing."""
-    if flow.line is None or flow.line.desk is None:
+    """Take a snapshot of this rank and hand it to its line's desk; or what came since the checkpoint that the newcomer has, where all ranks
+    keep it. All ranks of the island call it together."""
+    desk = None if flow.line is None else flow.line.desk
+    lacks = desk is not None and not desk.hold()
+    whole = flow.island.any(lacks)
+    if desk is None:
         return
-    flow.line.desk.hand(take(flow, model, told), [f.future for f in flow.mailbox.flights if f.future is not None])
+    if whole:
+        desk.hand(take(flow, model, told), [f.future for f in flow.mailbox.flights if f.future is not None])
+    else:
+        desk.hand_since()
 
 
 def take(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> Snapshot:
@@ -60,6 +67,17 @@ def take(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> 
     stand = Stand.of(flow, counts(flow), same_rest=theirs is not None and theirs == brings(flow, model).get("rest"))
     head = snapshot_head.write(flow, told, stand, states(flow))
     return Snapshot(head, {p.name: p.copy() for p in _parts(flow, model, stand)})
+
+
+def without_tensors(flow: Flow, told: Mapping[str, Any], own: str) -> Snapshot:
+    """One of this step for who has its tensors in a checkpoint with the mark `own`."""
+    stand = replace(Stand.of(flow, counts(flow), same_rest=True), own=own)
+    return Snapshot(snapshot_head.write(flow, told, stand, states(flow)), {})
+
+
+def size(flow: Flow, model: torch.nn.Module | None) -> int:
+    """Bytes of the tensors of a snapshot of this rank."""
+    return sum(p.n * DTYPES[p.dtype].itemsize for p in _parts(flow, model, Stand.of(flow, counts(flow), same_rest=False)))
 
 
 def expected(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], head: Mapping[str, Any]) -> tuple[Stand, Listed]:
@@ -88,11 +106,13 @@ def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mappi
     """Let this rank stand where its donor stood. All ranks of the island call it together.
 
     Args:
-        tensors: of the snapshot; none on a copy beyond the lanes, which has no line and so is not `following`.
+        tensors: of the snapshot; none on a copy beyond the lanes, which has no line and so is not `following`. Where they come from a
+            checkpoint (`Stand.own`) model and inner optimizers are filled already.
     """
     flow.step, flow.begun, flow.told = stand.step, -1, stand.host
-    _give_rest(flow, model, tensors.get("rest"), stand.same_rest)
-    _give_parameters(flow, stand, tensors)
+    if not stand.own:
+        _give_rest(flow, model, tensors.get("rest"), stand.same_rest)
+        _give_parameters(flow, stand, tensors)
     for c in flow.channels:
         c.start()
     for c in flow.channels:
@@ -143,7 +163,7 @@ def _give_parameters(flow: Flow, stand: Stand, tensors: Mapping[str, Tensor]) ->
 
 
 def _give_anchor(c: ActiveChannel, tensors: Mapping[str, Tensor]) -> None:
-    for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):
+    for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):  # `returning.KEPT`
         if work is not None:
             work.copy_(tensors[f"{c.channel.name}.{name}"])
     c.show_anchor()
@@ -155,7 +175,7 @@ def _flight(flow: Flow, number: int, f: Open, tensors: Mapping[str, Tensor], fol
     by_name = {c.channel.name: c for c in flow.mailbox.channels}
     parts = {}
     for name, marks in f.parts.items():
-        c, own = by_name[name], tensors.get(_own(number, name))
+        c, own = by_name[name], tensors.get(own_name(number, name))
         if own is not None:
             own = own.to(flow.shards.device)
         elif c.channel.needs_own and c.layout is not None:
@@ -190,7 +210,25 @@ class _Part:
 
 def _parts(flow: Flow, model: torch.nn.Module | None, stand: Stand) -> list[_Part]:
     """In their order. Both sides list the same by the same function."""
+    if stand.own:
+        return []
     return [*_of_model(flow, model, stand), *_of_channels(flow), *_of_flights(flow, stand.flights)]
+
+
+def shared(flow: Flow, model: torch.nn.Module | None) -> list[list[Tensor]]:
+    """What `_parts` is made of, in groups, as it lies in memory: what must be equal on all islands if one may stand for another."""
+    groups = [_rest(flow, model)]
+    if not _anchored(flow):
+        groups.append([t for t in flow.shards.read("parameter") if t is not None])
+    for name in states(flow):
+        groups.append([t for t in flow.shards.read(f"state:{name}") if t is not None])
+    for c in flow.channels:
+        c.state()  # copies to the host may still be under way
+        groups += [[work] for work in (c.anchor, c.momentum) if work is not None]
+    for f in flow.mailbox.flights:
+        by_name = {c.channel.name: c for c in flow.mailbox.channels}
+        groups += [[out.own] for name, out in f.parts.items() if out.own is not None and by_name[name].channel.corrects]
+    return groups
 
 
 def _of_model(flow: Flow, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
@@ -220,10 +258,11 @@ def _of_flights(flow: Flow, flights: Sequence[Open]) -> Iterator[_Part]:
         for name in f.parts:
             c = by_name[name]
             if c.channel.corrects and c.layout is not None:
-                yield _Part(_own(i, name), "float32", c.layout.numel, partial(_sent, flow, i, name))
+                yield _Part(own_name(i, name), "float32", c.layout.numel, partial(_sent, flow, i, name))
 
 
-def _own(number: int, name: str) -> str:
+def own_name(number: int, name: str) -> str:
+    """What a snapshot calls what the donor sent of its parameters for message `number` under way."""
     return f"flight{number}.{name}.own"
 
 

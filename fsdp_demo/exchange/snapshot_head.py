@@ -46,6 +46,7 @@ class Stand:
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`norms.Norms`).
+        own: the mark of the checkpoint from which the newcomer takes all tensors (`returning.py`); empty: they come.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
     """
 
@@ -58,6 +59,7 @@ class Stand:
     same_rest: bool = False
     host: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Any] = field(default_factory=dict)
+    own: str = ""
 
     @classmethod
     def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
@@ -85,8 +87,9 @@ class Stand:
             counts = tree["counts"]
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
-            step, host, heard = whole(tree["step"]), dict(tree["host"]), norms.read(tree["norms"], set(last), MOST)
-            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, heard)
+            step, host, own = whole(tree["step"]), dict(tree["host"]), str(tree.get("own", ""))
+            heard = norms.read(tree["norms"], set(last), MOST)
+            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, heard, own)
         except _BROKEN as error:
             raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 

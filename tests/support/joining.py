@@ -16,7 +16,7 @@ import torch
 from fsdp_demo import Topology
 from fsdp_demo.comm.collectives import Arrived
 from fsdp_demo.comm.header import NORM, PAYLOAD
-from fsdp_demo.comm.joining import Expected, Snapshot, Tick, packed, unpacked
+from fsdp_demo.comm.joining import OWN, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.peers import Line
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.exchange import replay
@@ -27,7 +27,7 @@ class Record:
 
     Attributes:
         snapshots: by step, as bytes, with the futures of what is under way. ticks: as bytes, by step.
-        messages: what came back within steps, in order.
+        messages: what came back within steps, in order. marks: step and snapshot without tensors of checkpoints that may be brought.
     """
 
     wanted = follows = True
@@ -37,6 +37,7 @@ class Record:
         self.snapshots: dict[int, tuple[list[torch.Tensor], list[Future[Arrived]]]] = {}
         self.ticks: dict[int, torch.Tensor] = {}
         self.messages: list[Arrived] = []
+        self.marks: dict[str, tuple[int, list[torch.Tensor]]] = {}
         line = exchange._connections.line
         if line is None:
             return
@@ -57,6 +58,12 @@ class Record:
     def hand(self, snapshot: Snapshot, under_way: list[Future[Arrived]]) -> None:
         self.snapshots[snapshot.head["stand"]["step"]] = [part.clone() for part in snapshot.pack()], list(under_way)
 
+    def hold(self) -> bool:
+        return False
+
+    def forget(self) -> None:
+        self.marks.clear()
+
     def tick(self, tick: Tick) -> None:
         self.ticks[tick.step] = tick.pack()
 
@@ -71,7 +78,10 @@ class Fed:
 
     Attributes:
         taken: how many messages were taken. asked: the sizes for which room was made. goes_on: the step from which it goes on by itself.
+    brought: what it has.
     """
+
+    fetched = 0
 
     def __init__(self, record: Record, step: int, until: int | None = None):
         self.record, self.until, self.at = record, until, step
@@ -84,7 +94,12 @@ class Fed:
     def head(self, longest: int, seconds: float, brings: dict[str, str]) -> torch.Tensor | None:
         self.brought = brings
         self.waits -= 1
-        return None if self.waits >= 0 else self.parts[0]
+        if self.waits >= 0:
+            return None
+        if (marked := self.record.marks.get(brings.get(OWN, ""))) is not None:  # all since that is kept
+            self.at, self.parts = marked
+            self.queue = [packed(m) for m in self.record.messages if m.headers[0].step >= self.at]
+        return self.parts[0]
 
     def bodies(self, sizes: list[int], seconds: float) -> list[torch.Tensor] | None:
         self.asked = list(sizes)

@@ -25,17 +25,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ...attaching import attach
+from ...checkpoint.exchange_state import Saved
 from ...comm.topology import Topology
 from ...config.load import load_config
 from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
+from ...exchange.startup import OwnCheckpoint
 from ...status import SAVED, tell_launcher
 from .batches import FirstBatches, tokens_in
 from .engine import before_steps, engine_of
 from .evaluation import Evaluations
 from .joining import move_to, tells
 from .optimizer import exchange_optimizer
+from .returning import own_checkpoint
 from .saves import Saves
 from .setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
 from .state import Rotation, find_checkpoint, open_state, refuse_alone, restore_local
@@ -88,6 +91,7 @@ class ExchangeCallback(TrainerCallback):
         self._saves: Saves | None = None
         self._resume: str | bool | None = None
         self._taken: TakeOver | None = None
+        self._joins = False
         self._named = False  # a person named the checkpoint to resume from
         self._stops = Stops(lambda: self._live, self._warn)
         self._reset()
@@ -164,7 +168,7 @@ class ExchangeCallback(TrainerCallback):
             topology=self._topology,
             agree=facts | Evaluations.facts(trainer),
             step=0 if self._taken else state.global_step,
-            state=open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step and not self._taken else None,
+            state=self._state(args, state),
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
             catch_up=False,  # questions to the islands come first: one that has to catch up waits for those that it asks
             **options,
@@ -189,6 +193,13 @@ class ExchangeCallback(TrainerCallback):
         self._evaluations = Evaluations(exchange, trainer)
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
         self._first = FirstBatches(exchange, trainer.train_dataset)
+
+    def _state(self, args: Any, state: Any) -> Saved | OwnCheckpoint | None:
+        """What `attach` is given to go on from."""
+        assert self._trainer is not None
+        if self._joins:
+            return None if self._fresh or self._engine is not None else own_checkpoint(self._trainer, self._topology)
+        return open_state(self._checkpoint(args, state), self._topology, self._fresh) if state.global_step and not self._taken else None
 
     def _checkpoint(self, args: Any, state: Any) -> Path:
         """The folder that the Trainer has loaded."""
@@ -329,7 +340,7 @@ class ExchangeCallback(TrainerCallback):
                 "hyperparameter_search beside an exchange: trials of islands would differ; search on one island, without the callback"
             )
         self._named = isinstance(resume_from_checkpoint, (str, os.PathLike)) and str(resume_from_checkpoint).lower() not in ("true", "auto")
-        joins = self._topology.under_way()  # what the others hold comes with attach
+        self._joins = joins = self._topology.under_way()  # what the others hold comes with attach
         where = None if joins else find_checkpoint(resume_from_checkpoint, Path(str(trainer.args.output_dir)), self._topology, self._fresh)
         self._taken = where if isinstance(where, TakeOver) else None
         resume_from_checkpoint = self._resume = self._taken.begin(trainer, self._undo) if self._taken else where

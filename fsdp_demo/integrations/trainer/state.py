@@ -21,11 +21,12 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ...checkpoint.choice import Held, superfluous
-from ...checkpoint.exchange_state import Saved, describe, open_exchange, save_exchange
+from ...checkpoint.exchange_state import Saved, Snapshot, describe, open_exchange
 from ...checkpoint.files import read_part, write_part
 from ...checkpoint.folders import damaged, forget_asides, misfits, steps, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
 from ...checkpoint.registry import Board
+from ...checkpoint.returning import described
 from ...checkpoint.whole import whole
 from ...comm.ranks import Ranks
 from ...comm.topology import Topology
@@ -45,7 +46,9 @@ def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> Non
         apart: in a mesh, the Trainer's own files are those of each replica (DeepSpeed), not a mixture.
     """
     folder = _folder(checkpoint, exchange.topology)
-    save_exchange(folder, exchange)
+    state = exchange.state_dict()
+    head = describe(exchange) if apart else described(exchange, Path(checkpoint).parent)
+    Snapshot(head, state).write(folder)
     if exchange.topology.kind == "mesh" and not apart and _differs(exchange):
         write_part(folder, f"local{exchange.topology.rank}", describe(exchange), replica_tree(exchange.optimizers))
 

@@ -1,0 +1,50 @@
+"""The checkpoint with which an island comes back to a run under way (`exchange/returning.py`): which, and what its head says."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..comm.ranks import Ranks
+from ..comm.topology import Topology
+from ..exchange.exchange import Exchange
+from .exchange_state import Saved, describe, open_exchange
+from .folders import damaged
+from .shelf import Shelf
+
+log = logging.getLogger("fsdp_demo")
+
+MARK = "mark"
+"""In the head of a part: see `Exchange.keep_since`."""
+
+
+def described(exchange: Exchange, folder: Path) -> dict[str, Any]:
+    """The head of this rank's part of a checkpoint that is saved now, from which on `folder` keeps what comes."""
+    mark = exchange.keep_since(folder)
+    return describe(exchange) | ({MARK: mark} if mark else {})
+
+
+def newest(shelf: Shelf) -> tuple[int, Saved, str] | None:
+    """Step, exchange's state and mark of this rank of the newest whole checkpoint. All ranks of the replica come together."""
+    step = shelf.ranks.from_first(lambda: max(shelf.complete(), default=-1))
+    return None if step < 0 else opened(shelf.path(step), step, shelf.topology, shelf.ranks)
+
+
+def opened(folder: Path, step: int, topology: Topology, ranks: Ranks) -> tuple[int, Saved, str] | None:
+    """The same of a checkpoint in `folder`; None, and a line in the log, where it cannot stand for a snapshot."""
+    saved, mark, why = None, "", ""
+    try:
+        saved = open_exchange(folder / "exchange")
+        head = saved.head(topology.rank, topology.island)
+        own = len(saved.islands) == 1 and (head["islands"], head["world"]) == (topology.islands, topology.world)
+        mark = str(head.get(MARK, "")) if own else ""
+        why = "" if mark else "it has no mark of what the others hold" if own else "it is of other numbers of islands or ranks"
+        bad = damaged(folder, topology.rank, topology.world)
+        why = why or (f"{', '.join(bad)}: checksum does not fit" if bad else "")
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error)
+    if ranks.any(bool(why)) or saved is None:
+        log.info("%s: nothing of %s can be used here (%s)", topology.name, folder.name, why or "another rank has no part that fits")
+        return None
+    return step, saved, mark

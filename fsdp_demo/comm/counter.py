@@ -1,0 +1,129 @@
+"""The donor's side of joining on one rank: what its training hands out to a guest, and keeps for one that comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from . import spool
+from .backlog import Backlog, Item
+from .collectives import Arrived
+from .guests import LEAST, Guest, Guests
+from .joining import OWN, Snapshot, Tick, packed
+
+
+class Counter:
+    """`joining.Desk` of one line: what the donor's training hands out.
+
+    Args:
+        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the next message of the line.
+
+    Attributes:
+        submit: runs a job in the courier's thread, after all that is under way.
+    """
+
+    def __init__(self, guests: Guests, do: Callable[[Callable[[], None]], None], next_message: Callable[[], int]):
+        self._guests, self._do, self._next = guests, do, next_message
+        self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+        self._for: Guest | None = None
+        self._backlog = Backlog()
+
+    @property
+    def wanted(self) -> bool:
+        """See `Desk`."""
+        guest = self._guests.guest
+        return guest is not None and guest.asked and self._for is not guest
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """See `Desk`."""
+        guest = self._guests.guest
+        return {} if guest is None else guest.brings
+
+    @property
+    def follows(self) -> bool:
+        """See `Desk`."""
+        return self._guests.first and (self._backlog.keeps or self._for is not None and self._for is self._guests.guest)
+
+    def mark(self, mark: str, snapshot: Snapshot, folder: Path, limit: int) -> None:
+        """See `Desk`."""
+        self._backlog.mark(mark, snapshot, self._next(), folder, max(LEAST, limit))
+        self.submit(self._backlog.write)
+
+    def hold(self) -> bool:
+        """See `Desk`."""
+        return self._backlog.hold(self.brings.get(OWN, ""))
+
+    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
+        """See `Desk`."""
+        self._backlog.release()
+        guest = self._for = self._guests.guest
+        parts = snapshot.pack()
+
+        def begin() -> None:
+            items: list[Item] = [("messages", {"item": "message", "n": -1}, packed(future.result())) for future in under_way]
+            self._begin(guest, self._next(), parts, items)
+
+        self.submit(begin)
+
+    def hand_since(self) -> None:
+        """See `Desk`."""
+        guest = self._for = self._guests.guest
+
+        def begin() -> None:
+            try:
+                self._backlog.write()
+                held, items = self._backlog.since()
+                self._begin(guest, held.next, held.snapshot.pack(), [item for item in items if item[0] == "messages" or self._guests.first])
+            except OSError as error:
+                why = f"what came since its checkpoint cannot be read ({error})"
+                self._do(lambda: self._guests.drop(why))
+                self._backlog.close()  # with its next life it gets a snapshot
+            finally:
+                self._backlog.release()
+
+        self.submit(begin)
+
+    def _begin(self, guest: Guest | None, first: int, parts: Sequence[Tensor], items: Sequence[Item]) -> None:
+        """What the guest begins with: a snapshot, `first` the number of the message after it, and what follows on it."""
+        self._put(guest, "ticks", {"item": "snapshot", "next": first}, parts)
+        for wire, head, of in items:
+            self._put(guest, wire, head, of)
+        if guest is not None:
+            every = [*parts, *(p for _, _, of in items for p in of)]
+            most = max(LEAST, sum(p.numel() for p in every)) // spool.LONGEST
+            guest.limit = most + len(every) + len(items) + 1024
+            guest.following = True
+
+    def tick(self, tick: Tick) -> None:
+        """See `Desk`."""
+        if not self._guests.first:
+            return
+        self._backlog.tick(tick)
+        guest = self._for
+        if guest is not None:
+            self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
+
+    def message(self, n: int, arrived: Arrived) -> None:
+        """A message that has been delivered here. In the courier's thread."""
+        guest = self._for
+        if guest is not None and guest.following and guest is self._guests.guest:
+            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived))
+        if self._backlog.keeps:
+            self._backlog.message(n, arrived)
+            self.submit(self._backlog.write)  # after what waits for this message has gone on
+
+    def forget(self) -> None:
+        """See `Desk`."""
+        self.submit(self._backlog.close)
+
+    def close(self) -> None:
+        """Forget what is kept. Nothing is submitted any more."""
+        self._backlog.close()
+
+    def _put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+        self._do(lambda: self._guests.put(guest, wire, head, parts))

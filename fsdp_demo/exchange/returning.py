@@ -1,0 +1,96 @@
+"""An island comes back with a checkpoint of its own: it fetches what came since, and no snapshot.
+
+A checkpoint may stand for a snapshot if it is the very state that its donor would have handed over at that step. The *mark* says whether
+it is: a digest of all that a snapshot brings, of what the messages under way have brought, and of which messages these are. Each island
+works it out when it saves, from what it has in memory, and writes it into its checkpoint. From there on it keeps steps and messages
+(`comm/backlog.py`). A newcomer names the mark of its newest checkpoint; a donor that has worked out the same one hands over what came
+since. Equal states with equal messages stay equal: of which run, life or history they are need not be known.
+
+So what is not equal on all islands gets no use of it: presets whose replicas share nothing at the step of a save, and models with running
+statistics. They get a snapshot, as does whoever was away for longer than what is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Arrived
+from ..comm.digests import total
+from . import snapshot
+from .runtime import Flow
+from .saved_state import ExchangeState
+
+# ---- a save ------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def keep(flow: Flow, model: torch.nn.Module | None, told: Any, folder: Path) -> str:
+    """See `Exchange.keep_since`. `told`: further facts of the run (`Start.facts`)."""
+    line = flow.line
+    if not flow.topology.elastic or (line is not None and (line.desk is None or line.following is not None)) or not _whole(flow):
+        return ""
+    found = mark(flow, model)
+    if line is not None and line.desk is not None:
+        line.desk.mark(found, snapshot.without_tensors(flow, told, found), folder, snapshot.size(flow, model))
+    return found
+
+
+def mark(flow: Flow, model: torch.nn.Module | None) -> str:
+    """The digest of this rank, in hexadecimal digits; see above. No collective."""
+    mailbox = flow.mailbox
+    arrived = [f.future.result() for f in mailbox.flights if f.future is not None]
+    groups = [*snapshot.shared(flow, model), *([*a.bodies, *a.means] for a in arrived)]
+    sums = [int(total([t.detach() for t in tensors], torch.device("cpu")).item()) for tensors in groups]
+    said = {
+        "step": flow.step,
+        "applied": dict(sorted(mailbox.applied.items())),
+        "last": dict(sorted(mailbox.last.items())),
+        "flights": [[f.step, f.members, sorted(f.parts)] for f in mailbox.flights],
+        "weights": [[h.weight for h in a.headers] for a in arrived],
+        "counts": snapshot.counts(flow),
+        "sums": sums,
+    }
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
+
+
+def _whole(flow: Flow) -> bool:
+    """Whether all that is under way has come, as it was sent."""
+    futures = [f.future for f in flow.mailbox.flights]
+    here = all(f is None or (f.done() and f.exception() is None) for f in futures) and not flow.mailbox.broken
+    return here and not flow.mailbox.converted and not flow.mailbox.unsent
+
+
+# ---- coming back -------------------------------------------------------------------------------------------------------------
+
+
+def taken(flow: Flow, load: Callable[[], dict[str, Any]]) -> tuple[dict[str, Tensor], list[Arrived | None]]:
+    """Load the checkpoint: what of it a snapshot would have brought by name, and what the messages under way have brought."""
+    state = ExchangeState.from_tree(load())
+    tensors = {f"{name}.{key}": t for name, kept in state.channels.items() for key, t in kept.workspaces.items() if key in KEPT}
+    corrects = {c.channel.name for c in flow.channels if c.channel.corrects}  # a delta that has not come back is not its own any more
+    for i, f in enumerate(state.in_flight):
+        tensors |= {snapshot.own_name(i, name): out.own for name, out in f.parts.items() if out.own is not None and name in corrects}
+    return tensors, [f.arrived for f in state.in_flight]
+
+
+KEPT = ("anchor", "momentum")
+"""Of what a channel keeps. Its accumulator is zero: what it had not sent is what is lost with an island."""
+
+
+def arrive(flow: Flow, arrived: Sequence[Arrived | None]) -> None:
+    """What has come back to the messages under way is what the checkpoint holds."""
+    line = flow.line
+    for flight, found in zip(flow.mailbox.flights, arrived, strict=True):
+        if found is not None:
+            slots = tuple(range(line.size)) if line is not None and line.size == len(found.headers) else ()
+            flight.future = Future()
+            flight.future.set_result(replace(found, slots=slots))

@@ -1,0 +1,76 @@
+"""Under the Trainer, over ZeroMQ: an island is killed and comes back with the checkpoint on its disk. It fetches what came since."""
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+pytest.importorskip("zmq")
+
+from transformers import TrainerCallback  # noqa: E402
+
+from ..checkpoint.test_returning import Lines  # noqa: E402
+from ..exchange.test_survivors import ENV  # noqa: E402
+from ..support import trainer_script as script  # noqa: E402
+from .test_trainer_resume import extra  # noqa: E402
+
+PLAN = {"save_steps": 4, "logging_steps": 1000, "max_steps": 140, "lr_scheduler_type": "cosine", "eval_strategy": "no"}
+
+
+class Life(TrainerCallback):
+    """Ends at a step as SIGKILL would; waits for who comes back, for some steps; notes the rates."""
+
+    def __init__(self, come, back, dies=0):
+        self.come, self.back, self.dies, self.rates = come, back, dies, {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.back or state.global_step > 110:
+            self.come.touch()
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        self.rates[state.global_step] = optimizer.param_groups[0]["lr"]
+        if state.global_step == self.dies:
+            os._exit(9)
+        end = time.monotonic() + 100.0
+        while state.global_step == 8 and not self.come.with_name("coming").exists() and time.monotonic() < end:
+            time.sleep(0.05)  # for the start of a process
+        if state.global_step > 8 and not self.come.exists():
+            time.sleep(0.1)  # it joins at the ends of steps
+        if state.global_step > 8:
+            control.should_save = False
+
+
+def life(me, dies=0):
+    (log := logging.getLogger("fsdp_demo")).setLevel(logging.INFO)
+    log.addHandler(lines := Lines())
+    come = me.folder.parent / "come"
+    watch = Life(come, me.island == 1 and not dies, dies)
+    trainer = script.trainer(me.folder.parent / f"disk{me.island}", extra("full", {}), callbacks=[watch], **PLAN)
+    if watch.back:
+        come.with_name("coming").touch()
+    trainer.train(resume_from_checkpoint="auto")
+    whole = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return whole, watch.rates, [t for t in lines.texts if "MiB fetched" in t or "can be used" in t]
+
+
+def test_nothing_but_what_came_since_is_fetched(run_ranks):
+    """`full` has equal replicas, with moments of AdamW: the Trainer's own methods load both."""
+
+    def run(me):
+        if me.island == 1 and (child := os.fork()):
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+            return life(me)
+        try:
+            return life(me, dies=6 if me.island == 1 else 0)
+        finally:
+            if me.island == 1:
+                os._exit(1)
+
+    (kept, rates, _), (came, again, said) = run_ranks(run, islands=2, procs=1, timeout=200, env=ENV)
+    assert len(said) == 1 and "step 4 from its own checkpoint" in said[0], said
+    assert torch.equal(kept, came)
+    assert again and all(rates[step] == rate for step, rate in again.items())
