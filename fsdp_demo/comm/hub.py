@@ -19,32 +19,27 @@ from typing import Any
 import zmq
 
 from . import frames
+from .tcp import keep_alive
 from .wire import WAITING, Piece, Wire
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
 SEALED = 64  # bytes by which a piece may grow when it is encrypted
-NAT = 15.0  # seconds between signs of life on a quiet connection, which keep it open on the way
-
-QUIET = 120.0
-"""Seconds without a sign of life after which a connection is closed, at least: a sign waits behind the piece that is on its way, and that
-takes 70 s where eight connections share 1 Mbit/s. Who waits for a piece has a timeout of its own."""
 
 
 class Hub:
     """All sockets of one rank.
 
     Args:
-        silence: seconds without a sign of life after which a connection is closed, also if nobody waits; see `QUIET`.
         keys: `curve.Keys`, or None.
 
     Attributes:
         changed: lock of all that waits and is queued; told when something has moved. keys: as given. context: of ZeroMQ.
     """
 
-    def __init__(self, silence: float, keys: Any = None):
+    def __init__(self, keys: Any = None):
         self.changed = threading.Condition()
         self.wires: list[Wire] = []
-        self._silence, self.keys = silence, keys
+        self.keys = keys
         self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
@@ -55,6 +50,7 @@ class Hub:
         self._poller.register(self._far.fileno(), zmq.POLLIN)
         self._owners[self._far.fileno()] = self._woken
         self._driven = self.closed = False
+        self._driver = 0  # the thread that drives
         self._claims = 0  # threads that wait for `alone`
 
     # ---- connections ---------------------------------------------------------------------------------------------------
@@ -66,32 +62,34 @@ class Hub:
         made.maxmsgsize = frames.LARGEST + SEALED
         made.linger = 0
         made.reconnect_ivl = 2**31 - 1  # never by itself: what was under way is lost with a connection
-        made.heartbeat_ivl = round(1e3 * NAT)
-        made.heartbeat_timeout = min(round(1e3 * max(self._silence, QUIET)), 2**31 - 1)
+        keep_alive(made)
         return made
 
     def add(self, epoch: int, listens: bool) -> Wire:
         """A connection to be."""
-        wire = Wire(self, epoch)
-        if self.keys is not None:
-            (self.keys.listen if listens else self.keys.connect)(wire.socket)
-        self.wires.append(wire)
-        self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
-        self._poller.register(wire.monitor, zmq.POLLIN)
-        return wire
+        with self.alone():
+            wire = Wire(self, epoch)
+            if self.keys is not None:
+                (self.keys.listen if listens else self.keys.connect)(wire.socket)
+            self.wires.append(wire)
+            self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
+            self._poller.register(wire.monitor, zmq.POLLIN)
+            return wire
 
     def attend(self, socket: Any, serve: Callable[[int], None]) -> None:
         """Let `serve` read from a socket of another kind."""
-        self._owners[socket] = serve
-        self._attended.add(socket)
-        self._poller.register(socket, zmq.POLLIN)
+        with self.alone():
+            self._owners[socket] = serve
+            self._attended.add(socket)
+            self._poller.register(socket, zmq.POLLIN)
 
     def neglect(self, socket: Any) -> None:
         """Undo `attend`, and close the socket."""
-        if self._owners.pop(socket, None) is not None:
-            self._attended.discard(socket)
-            self._poller.unregister(socket)
-            socket.close(0)
+        with self.alone():
+            if self._owners.pop(socket, None) is not None:
+                self._attended.discard(socket)
+                self._poller.unregister(socket)
+                socket.close(0)
 
     def other_socket(self, kind: int) -> Any:
         """A socket for what is not a connection of a line."""
@@ -135,7 +133,7 @@ class Hub:
             if self._driven or self._claims:
                 self.changed.wait(seconds)
                 return
-            self._driven = True
+            self._enter()
         try:
             self._turn(seconds)
         finally:
@@ -149,7 +147,7 @@ class Hub:
             if self._driven or self._claims:
                 self._wake()
                 return
-            self._driven = True
+            self._enter()
         try:
             wire.serve(zmq.POLLOUT)
             if wire.gone:
@@ -159,14 +157,17 @@ class Hub:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody drives within: for what touches sockets while another thread may drive, as when connections are added."""
+        """Nobody else drives within: for what touches sockets while another thread may drive, as when connections are added or closed."""
+        if self._driver == threading.get_ident():
+            yield
+            return
         with self.changed:
             self._claims += 1
             self._wake()
             while self._driven:
                 self.changed.wait(1.0)
             self._claims -= 1
-            self._driven = True
+            self._enter()
         try:
             yield
         finally:
@@ -186,9 +187,13 @@ class Hub:
         with suppress(BlockingIOError):
             self._far.recv(4096)
 
+    def _enter(self) -> None:
+        """This thread drives from here on. With `changed` held."""
+        self._driven, self._driver = True, threading.get_ident()
+
     def _leave(self) -> None:
         with self.changed:
-            self._driven = False
+            self._driven, self._driver = False, 0
             self.changed.notify_all()
 
     def _turn(self, seconds: float) -> None:
@@ -221,7 +226,7 @@ class Hub:
             self._wake()
             while self._driven:
                 self.changed.wait(1.0)
-            self._driven = True
+            self._enter()
         try:
             for wire in list(self.wires):
                 wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain

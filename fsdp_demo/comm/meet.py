@@ -66,7 +66,7 @@ def member_line(
     from .hub import Hub
     from .zeromq import ZeroMQ
 
-    hub = Hub(meeting.timeout, Keys(meeting.token, meeting.prefix) if meeting.token else None)
+    hub = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
     try:
         members = [Member(slot) for slot in range(meeting.size)]
         at_line = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
@@ -101,7 +101,7 @@ def newcomer_line(
     from .curve import Keys
     from .hub import Hub
 
-    hub, me = Hub(meeting.timeout, Keys(meeting.token, meeting.prefix) if meeting.token else None), Member(place.slot, life)
+    hub, me = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None), Member(place.slot, life)
     labels, name = place.label, place.names[place.slot]
     try:
         siblings = _siblings(hub, meeting, place, me)

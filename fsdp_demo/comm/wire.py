@@ -349,10 +349,11 @@ class Wire:
             entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
 
     def close(self, linger: float) -> None:
-        """Close the sockets; what was handed over leaves within `linger` seconds, in the background."""
-        if self.socket.closed:
-            return
-        self.hub.forget(self)
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(round(1e3 * linger) if self.ready and not self.gone else 0)
+        """Close the sockets; what was handed over leaves within `linger` seconds, in the background. From any thread."""
+        with self.hub.alone():
+            if self.socket.closed:
+                return
+            self.hub.forget(self)
+            self.socket.disable_monitor()
+            self.monitor.close(0)
+            self.socket.close(round(1e3 * linger) if self.ready and not self.gone else 0)

@@ -5,7 +5,7 @@ long is refused before room is made for it, of two ranks only one has to be reac
 know it and all bytes are encrypted (CURVE). Pieces go out from the tensor's memory and come in into the room that waits for them.
 
 On the wire a piece of n bytes costs n + 47 bytes (38 for the frame, 9 before the piece, 2 where it has less than 256 bytes), with keys 66
-more; a quiet connection a few bytes every 15 s. The `Meter` counts the n, as with gloo.
+more; a quiet connection a few bytes every 15 s (`tcp.keep_alive`). The `Meter` counts the n, as with gloo.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ZeroMQ:
 
     def __init__(self, meeting: Meeting, hub: Hub | None = None):
         self._meeting = meeting
-        self._hub = hub or Hub(meeting.timeout, Keys(meeting.token, meeting.prefix) if meeting.token else None)
+        self._hub = hub or Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
         self._keys = self._hub.keys
 
     def open(self, k: int | str) -> Connections:

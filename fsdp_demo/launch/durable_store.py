@@ -18,13 +18,13 @@ from ..comm.address import split_address
 from ..comm.curve import Keys
 from ..comm.store_wire import LARGEST_MESSAGE, Answer, Question, Status, read_question
 from ..comm.stores import FILE, SALT, SCHEME
+from ..comm.tcp import keep_alive
 from ..errors import WireError
 from .records import KEYS, MEMORY, ROOM, Records
 from .store import cure, reached_at, resolved
 
 TOGETHER = 256  # questions that share one commit at most
 WAITING = 8  # questions of one connection that wait in the library at most
-SIGN = 15.0  # seconds between signs of life on a quiet connection; one without any for four times as long is closed
 LOOK = 0.2  # seconds between two looks whether to end
 
 
@@ -66,7 +66,7 @@ class DurableStore:
         made = self._context.socket(self._zmq.ROUTER)
         made.linger, made.ipv6, made.backlog = 0, ":" in host, 4096
         made.maxmsgsize, made.rcvhwm, made.sndhwm = LARGEST_MESSAGE, WAITING, WAITING
-        made.heartbeat_ivl, made.heartbeat_timeout = round(1e3 * SIGN), round(4e3 * SIGN)
+        keep_alive(made)
         if lock is not None:
             lock.listen(made)
         try:

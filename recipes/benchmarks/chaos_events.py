@@ -189,6 +189,7 @@ class Storm:
         if event.how < 0.5:
             other = far[int(event.how * 2 * len(far))]
             self.lab.links.end((victim, other))
+            self.lab.doubt([victim, other])
             event.victims = [victim, other]  # either of them may be left out
             event.others = [slot for slot in event.others if slot != other]
             return f"the link of islands {victim} and {other}, reset"
@@ -218,6 +219,7 @@ class Storm:
         far = event.others or [s for s in range(self.lab.islands) if s != victim]
         other = far[int(event.how * len(far))]
         self.lab.links.flip((victim, other))
+        self.lab.doubt([victim, other])
         event.victims = [victim, other]  # the one that finds it takes the other for lost; the smaller slots go on
         event.others = [slot for slot in event.others if slot != other]
         return f"from island {victim} to {other}"
@@ -255,5 +257,6 @@ class Storm:
 
     def _free(self, event: Event, victim: int, text: str) -> None:
         self.lab.stopped.discard(victim)
+        self.lab.doubt([victim])
         event.over = time.monotonic()
         self.lab.note(text)

@@ -60,6 +60,7 @@ class Seen:
     attached: bool = False
     saving: bool = False
     member: bool = False  # counted in a message since it attached
+    doubted: bool = False  # the others may have left it out; until it is counted in a message again
     ended: bool = False
 
 
@@ -189,7 +190,8 @@ class Lab:
         if what == "step":
             seen.step, seen.at = fact["step"], fact["time"]
         elif what == "message":
-            seen.member |= slot in fact["counted"]
+            counted = slot in fact["counted"]
+            seen.member, seen.doubted = seen.member or counted, seen.doubted and not counted
         seen.attached |= what == "attached"
         seen.ended |= what == "end"
         seen.saving = what == "saving" or (seen.saving and what not in ("saved", "step"))
@@ -210,10 +212,15 @@ class Lab:
         return descendants(os.getpid(), leave_out=[*known, self.store.pid] if self.store else known)
 
     def training(self, slot: int) -> bool:
-        """Whether it lives, is no newcomer, is not stopped by us, and steps."""
+        """Whether it lives, is a member for sure, is not stopped by us, and steps."""
         seen, life = self.seen[slot], self.now[slot]
-        fresh = seen.member and time.monotonic() - seen.at < FRESH
+        fresh = seen.member and not seen.doubted and time.monotonic() - seen.at < FRESH
         return life.status is None and slot not in self.stopped and fresh and not seen.ended
+
+    def doubt(self, slots: Sequence[int]) -> None:
+        """What was done to these may have made the others go on without them, which they find out at their next message."""
+        for slot in slots:
+            self.seen[slot].doubted = True
 
     def joining(self, slot: int) -> bool:
         """Whether it was started again and is no member yet."""
