@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from . import collectives
@@ -36,14 +37,14 @@ class Message:
         body: uint8 with room for a header; the same length is expected from everybody, unless `longest` is given.
         vectors, weigh: see `Line.exchange`.
         longest: bytes of a body at most, where they differ.
-        lanes: connections to which its pieces are dealt.
+        lanes: connections to which its pieces are dealt. compare: see `Line.exchange`.
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
         tasks: what the thread that waits is to do: a calculation, `Due`, or an error to raise.
         bodies, headers: of each contributor, with the header before the body. shares, parts: by whose they are, and attempt.
         making: parts of the mean that are being calculated, with the view in which they are to be sent, and to whom.
-        sent, received: bytes so far, headers counted.
+        sent, received: bytes so far, headers counted. alike, something: of a message to compare, see `Line`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Message:
         weigh: Weigh = lambda headers: [],
         longest: int | None = None,
         lanes: int = 1,
+        compare: bool = False,
     ):
         self.n, self.me, self.lanes, self.longest = n, me, lanes, longest
         self.header = replace(header, number=n % 2**32)
@@ -69,7 +71,8 @@ class Message:
         self.parts: dict[tuple[Member, int], Tensor] = {}
         self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
         self.sent = self.received = 0
-        self.weighed = False
+        self.weighed = self.alike = self.something = False
+        self._compare = compare
 
     def tensor(self, piece: Piece) -> Tensor | None:
         """The bytes of a body or part that is here, header and all."""
@@ -112,6 +115,8 @@ class Message:
         weights = self.weigh([self.headers[m] for m in contributors])
         self.weighed = True
         bodies = [self.shares.pop((m, attempt))[HEADER.size :] for m in contributors]
+        if self._compare:
+            self.alike, self.something = all(torch.equal(b, bodies[0]) for b in bodies), bool(bodies[0].any())
         part = collectives.part_of_mean(bodies, self.spans, weights, contributors.index(self.me))
         self.parts[self.me, attempt] = fill(part, self.expected("part"))
         return self.parts[self.me, attempt]
