@@ -153,7 +153,7 @@ class MemberLine(Line):
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self.alike, self.something = message.alike, message.something
-        self._count(message.sent, message.received, bool(vectors), setup)
+        self._account(message.sent, message.received, bool(vectors), setup)
         if self._counter is not None and self._counter.follows:
             self._counter.message(message.n, Arrived(*out, slots=self.slots))
         return out
@@ -191,7 +191,7 @@ class MemberLine(Line):
         finally:
             self._since = 0.0
 
-    def _count(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
+    def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
         """A body, or a body and two legs of a reduce. The first leg leaves with the body, and nobody waits for an answer: a rehearsed link
         takes half a round trip for each leg."""
         if setup:

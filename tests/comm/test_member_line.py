@@ -211,7 +211,7 @@ def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(monkeypatch: pyte
     slept: list[float] = []
     monkeypatch.setattr(member_line.time, "sleep", slept.append)
     line = member_line.MemberLine(Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04))
-    line._count(1000, 500, False, False)
-    line._count(1000, 2000, True, False)
-    line._count(7, 7, False, True)
+    line._account(1000, 500, False, False)
+    line._account(1000, 2000, True, False)
+    line._account(7, 7, False, True)
     assert slept == pytest.approx([0.021, 0.042]) and (line.meter.messages, line.meter.bytes_sent, line.meter.setup_bytes) == (4, 2000, 7)
