@@ -71,14 +71,16 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Everywhere:
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path, rank_server: RankServer, everywhere: Everywhere) -> Iterator[Callable[..., list[Any]]]:
+def run_ranks(
+    request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer, everywhere: Everywhere
+) -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks(fn, islands=2, procs=2, timeout=60, *, group=None, env=None, check=True, args=())`.
 
     Forks islands x procs processes; `procs` may be a list, one number per island. Each runs `fn(rank, *args)` (or `fn()` if it
     takes nothing) with the ISLAND_* environment of its island and, if the island has more than one process (or `group=True`), its
     own default gloo group. Returns the values, island by island; they must be picklable. A rank that raises fails the call with its
     traceback; ranks that hang are killed after `timeout` seconds and show where they were. `env` adds variables (a function of
-    the Rank, or a dict). With `check=False` the result is a list of `Outcome`, whatever happened.
+    the Rank, or a dict), and so does the mark `gloo`. With `check=False` the result is a list of `Outcome`, whatever happened.
 
     The ranks are forked by another process: what `fn` holds is copied, patches are made by `everywhere`, environment and working
     folder are those of the test. Each call has a store of its own; calls whose `env` has the same ISLAND_RUN share one.
@@ -103,6 +105,8 @@ def run_ranks(tmp_path: Path, rank_server: RankServer, everywhere: Everywhere) -
         run = f"test-{secrets.token_hex(6)}"
         common = {"ISLAND_COUNT": str(len(counts)), "ISLAND_RUN": run, "ISLAND_ADDRESS": "127.0.0.1"}
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
+        if request.node.get_closest_marker("gloo"):
+            common["ISLAND_TRANSPORT"] = "gloo"
         store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", run)
         job = pack(Job(fn, args, env, everywhere.patches, group))
         outcomes = rank_server.run(Call(ranks, job, common, store, timeout, GRACE))

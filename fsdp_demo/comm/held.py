@@ -72,7 +72,7 @@ class Message:
         body: uint8 with room for a header; the same length is expected from everybody, unless `longest` is given.
         vectors, weigh: see `Line.exchange`.
         longest: bytes of a body at most, where they differ.
-        lanes: connections to which its pieces are dealt.
+        lanes: connections to which its pieces are dealt. compare: see `Line.exchange`.
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
@@ -80,7 +80,7 @@ class Message:
         bodies, headers: of each contributor, with the header before the body. shares, parts: by whose they are, and attempt.
         early: what islands that leave have sent ahead of its time, by whose it is.
         making: parts of the mean that are being calculated, with the view in which they are to be sent, and to whom.
-        sent, received: bytes so far, headers counted.
+        sent, received: bytes so far, headers counted. alike, something: of a message to compare, see `Line`.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Message:
         weigh: Weigh = lambda headers: [],
         longest: int | None = None,
         lanes: int = 1,
+        compare: bool = False,
     ):
         self.n, self.me, self.lanes, self.longest = n, me, lanes, longest
         self.header = replace(header, number=n % 2**32)
@@ -107,7 +108,8 @@ class Message:
         self.early: dict[Member, Early] = {}
         self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
         self.sent = self.received = 0
-        self.weighed = False
+        self.weighed = self.alike = self.something = False
+        self._compare = compare
 
     def tensor(self, piece: Piece) -> Tensor | None:
         """The bytes of a body or part that is here, header and all."""
@@ -157,7 +159,11 @@ class Message:
                 return self.shares.pop((m, attempt))[HEADER.size :]
             return collectives.stretch(self._came_early(m)[self._body :], self.spans, mine, size)
 
-        part = collectives.part_of_mean([share(m) for m in who], self.spans, weights, mine, size)
+        bodies = [share(m) for m in who]
+        if self._compare:
+            whole = [body for m, body in zip(who, bodies, strict=True) if m in owners]
+            self.alike, self.something = all(torch.equal(body, whole[0]) for body in whole), bool(whole[0].any())
+        part = collectives.part_of_mean(bodies, self.spans, weights, mine, size)
         self.parts[self.me, attempt] = fill(part, self.expected("part"))
         return self.parts[self.me, attempt]
 

@@ -112,7 +112,7 @@ class MemberLine(Line):
 
     def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> Arrived:
         """See `Line`."""
-        headers, bodies, means = self._run(header, body, vectors, weigh)
+        headers, bodies, means = self._run(header, body, vectors, weigh, compare=compare)
         return Arrived(headers, bodies, means, slots=self.slots)
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
@@ -135,6 +135,7 @@ class MemberLine(Line):
         weigh: Weigh = lambda headers: [],
         longest: int | None = None,
         setup: bool = False,
+        compare: bool = False,
     ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         if (followed := self._followed(header, data, vectors, weigh)) is not None:
             return followed
@@ -142,7 +143,7 @@ class MemberLine(Line):
             raise PeerLost("the connections were closed")
         body = room(data.numel())
         body[HEADER.size :] = data
-        message = Message(self._next, self._me, header, body, vectors, weigh, longest, self._lanes)
+        message = Message(self._next, self._me, header, body, vectors, weigh, longest, self._lanes, compare)
         self._next += 1
         self._driver.launch(message)
         due = self._finished(message)
@@ -152,7 +153,8 @@ class MemberLine(Line):
         if not self.begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
-        self._count(message.sent, message.received, setup)
+        self.alike, self.something = message.alike, message.something
+        self._account(message.sent, message.received, bool(vectors), setup)
         if self._counter is not None:
             self._counter.message(message.n, Arrived(*out, slots=self.slots))
         return out
@@ -190,15 +192,17 @@ class MemberLine(Line):
         finally:
             self._since = 0.0
 
-    def _count(self, sent: int, received: int, setup: bool) -> None:
+    def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
+        """A body, or a body and two legs of a reduce. The first leg leaves with the body, and nobody waits for an answer: a rehearsed link
+        takes half a round trip for each leg."""
         if setup:
             self.meter.setup_bytes += sent
             return
-        self.meter.count(sent, received)
+        self.meter.count(sent, received, 3 if reduced else 1)
         if self.link is not None:
             rate = self.link.bits_per_second
             wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
-            time.sleep(self.link.rtt + wire)
+            time.sleep((2 if reduced else 1) * self.link.rtt / 2 + wire)
 
     # ---- connections -----------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,9 @@ class Meter:
     seconds_waiting: float = 0.0
     setup_bytes: int = 0
 
-    def count(self, sent: int, received: int) -> None:
-        """One round of sends."""
-        self.messages += 1
+    def count(self, sent: int, received: int, rounds: int = 1) -> None:
+        """Rounds of sends."""
+        self.messages += rounds
         self.bytes_sent += sent
         self.bytes_received += received
 

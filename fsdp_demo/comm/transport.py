@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .store_client import Asker
 
-TRANSPORTS = {"gloo": "Gloo", "zeromq": "ZeroMQ"}
+TRANSPORTS = {"zeromq": "ZeroMQ", "gloo": "Gloo"}
 """Name -> class in the module of that name. The first is the default."""
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from ..comm.environment import transport
 from ..comm.link import Link
 from ..comm.stores import FILE, SCHEME
 from ..status import DECIDE, SAVED
@@ -177,7 +178,7 @@ class Supervisor:
         self.stop_at: float | None = None  # SIGTERM is due then
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
         self.store_lost, self.started = False, time.monotonic()
-        self.elastic = os.environ.get("ISLAND_TRANSPORT", "").strip() == "zeromq"  # the others train on when an island is lost
+        self.elastic = transport(os.environ) == "zeromq"  # the others train on when an island is lost
 
     def on_signal(self, number: int, frame: object) -> None:
         self.signals.append(number)

@@ -59,7 +59,7 @@ trap finish EXIT
 
 endpoint=${addresses[0]}:$PORT
 keep=""
-[ "${ISLAND_TRANSPORT:-}" != zeromq ] || { endpoint=zmq://$endpoint; keep="--file $(file store).sqlite"; } # the durable one
+[ "${ISLAND_TRANSPORT:-}" = gloo ] || { endpoint=zmq://$endpoint; keep="--file $(file store).sqlite"; } # the durable one
 start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind $endpoint $keep"
 store=$!
 watch() { # a store that ends at once (its port is taken, say) ends the islands, too: they would wait for it

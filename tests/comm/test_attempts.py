@@ -205,6 +205,7 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
 # ---- presence ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gloo
 def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
     if "ISLAND_ENDPOINT" in run:
         pytest.skip("where islands come and go nobody stops because another does")

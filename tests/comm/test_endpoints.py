@@ -47,12 +47,12 @@ def test_no_password_is_told(text: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["zmq", "redis"])
-@pytest.mark.parametrize("transport", ["gloo", ""])
-def test_gloo_needs_torchs_store(scheme: str, transport: str) -> None:
-    env: dict[str, Any] = {**ISLANDS, "ISLAND_ENDPOINT": f"{scheme}://host:1", "ISLAND_TRANSPORT": transport}
+def test_gloo_needs_torchs_store(scheme: str) -> None:
+    env: dict[str, Any] = {**ISLANDS, "ISLAND_ENDPOINT": f"{scheme}://host:1", "ISLAND_TRANSPORT": "gloo"}
     with pytest.raises(ValueError, match=f"ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT={scheme}://host:1: set ISLAND_TRANSPORT="):
         Topology.from_env(env)
-    assert Topology.from_env({**env, "ISLAND_TRANSPORT": "zeromq"}).endpoint == f"{scheme}://host:1"
+    for transport in ("", "zeromq"):
+        assert Topology.from_env({**env, "ISLAND_TRANSPORT": transport}).endpoint == f"{scheme}://host:1"
 
 
 def test_the_way_to_an_endpoint_is_found_for_all_forms() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo import PeerLost
+from fsdp_demo import Link, PeerLost
 from fsdp_demo.comm import held, member_line, streams
+from fsdp_demo.comm.epochs import Member
+from fsdp_demo.comm.peers import TCP_SHARE
 
 from ..support.cases import named
 from ..support.elastic import Islands, agree, descriptors, exchanged, talk
@@ -203,3 +205,13 @@ def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> 
         assert agree(here.survivors(2)) == [ALL, ALL, (0, 1), (0, 1)]
 
     alone(run_ranks, run)
+
+
+def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(member_line.time, "sleep", slept.append)
+    line = member_line.MemberLine(Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04))
+    line._account(1000, 500, False, False)
+    line._account(1000, 2000, True, False)
+    line._account(7, 7, False, True)
+    assert slept == pytest.approx([0.021, 0.042]) and (line.meter.messages, line.meter.bytes_sent, line.meter.setup_bytes) == (4, 2000, 7)

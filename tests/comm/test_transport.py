@@ -160,6 +160,7 @@ def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> N
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
+@pytest.mark.gloo
 def test_training_over_several_connections_is_the_same_training(run_ranks, everywhere, name) -> None:
     """Real islands whose lines open all connections (every round trip counts as long), against one connection."""
     config = preset(name) if name == "demo" else preset(name, period=2, momentum_warmup=0)

@@ -375,6 +375,7 @@ def consistent(outs: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("islands", [2, 3])
+@pytest.mark.gloo
 def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, islands):
     """Sparse: one message a step. Dense: the header and two legs. Sizes by hand for four full blocks, k = 32, int8."""
     sparse = preset("decoupled_momentum", transform=True, period=2)
@@ -822,6 +823,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("name, message, at", DAMAGE, ids=lambda v: str(v))
+@pytest.mark.gloo
 def test_a_damaged_payload_is_refused_and_nothing_of_it_is_applied(run_ranks, name, message, at):
     """The island that got it raises, its parameters and momentum stay as they were."""
     config = preset(name) if name in ("demo", "full") else preset(name, period=1)

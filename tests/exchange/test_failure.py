@@ -110,6 +110,7 @@ def job(me: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", LOST)
+@pytest.mark.gloo
 def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -> None:
     case = LOST[name]
     env = {"ISLAND_TIMEOUT": str(SILENCE), "ISLAND_STATUS": str(tmp_path / "status")}
@@ -141,6 +142,7 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
 
 
 @pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
+@pytest.mark.gloo
 def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None:
     config, procs = {
         "2x2, every step": (DEMO, 2),

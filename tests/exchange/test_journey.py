@@ -23,6 +23,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "changes"), [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})])
+@pytest.mark.gloo
 def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
     def run(me: Any) -> set[str]:
         return journey.step(name, **changes).files

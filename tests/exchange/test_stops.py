@@ -79,6 +79,7 @@ def test_all_islands_told_at_one_moment_stop_and_go_on(run_ranks: Callable[..., 
     assert all(same(a[1], b[1]) for a, b in zip(again, whole, strict=True))
 
 
+@pytest.mark.gloo
 def test_one_island_told_brings_the_others_to_a_stop(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """The others hear of it in the store, long before the next exchange."""
 
@@ -94,6 +95,7 @@ def test_one_island_told_brings_the_others_to_a_stop(run_ranks: Callable[..., An
 
 
 @pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.gloo
 def test_who_waits_for_an_island_that_stops_is_told(run_ranks: Callable[..., Any], tmp_path: Path, procs: int) -> None:
     """Island 0 stands in the exchange of step 20, to which island 1 will not come."""
     config = preset("diloco", period=20, inner="as_is")
