@@ -5,6 +5,10 @@
 #     HOSTS="node-a node-b" ADDRESSES="10.0.0.1 10.0.0.2" bash recipes/ssh/islands.sh
 #     HOSTS="a b c d" LAUNCHER=torchrun EXCHANGE=recipes/exchange/demo.yaml bash recipes/ssh/islands.sh
 #
+# Over ZeroMQ (ISLAND_TRANSPORT=zeromq) an island that is lost is started again on its host, RESTARTS times at most, and joins the others,
+# which train on. ISLAND_* variables of this shell (ISLAND_MIN, ISLAND_TOKEN, ISLAND_DEAD ...) reach all islands and the store, on no
+# command line.
+#
 # Ctrl-C (or SIGTERM) here tells every island to save and end with status 75; RESUME=1 and the same hosts in the same order go on. With
 # RESUME=auto an island that holds no checkpoint takes over from the others; status 78: a person must choose between what they hold.
 # Without ssh between the machines, type the two commands of the README's section "Two machines" on each.
@@ -27,7 +31,10 @@ OUTPUT=${OUTPUT:-outputs/islands}
 FOLDER=${FOLDER:-$PWD}                    # the repository on the hosts
 PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
 RUN=${RUN:-$(date +%Y%m%d-%H%M%S)-$$}     # a run id is used once per store
-case ${RESUME:-} in "") ;; auto) OPTIONS="$OPTIONS --resume auto" ;; *) OPTIONS="$OPTIONS --resume" ;; esac
+[ "${ISLAND_TRANSPORT:-}" != zeromq ] || RESTARTS=${RESTARTS:-9}
+RESTARTS=${RESTARTS:-0}                   # how often an island is started again
+again="--resume auto"
+case ${RESUME:-} in "") ;; auto) OPTIONS="$OPTIONS --resume auto"; again= ;; *) OPTIONS="$OPTIONS --resume" ;; esac
 
 read -r -a hosts <<<"$HOSTS"
 read -r -a addresses <<<"$ADDRESSES"
@@ -44,8 +51,15 @@ esac
 
 # A process on a host leaves its id in a file, so that it can be told to end by a second ssh: a signal to ssh does not cross it.
 file() { echo "/tmp/fsdp-demo-$RUN-$1.pid"; }
+exports() { # what of ISLAND_* this script does not set itself, as commands of a shell: ssh carries no variables, and a token shows in no list
+    local name
+    for name in $(compgen -e ISLAND_); do
+        case $name in ISLAND_RANK|ISLAND_COUNT|ISLAND_ENDPOINT|ISLAND_ADDRESS|ISLAND_RUN|ISLAND_STATUS|ISLAND_NAME|ISLAND_ATTEMPT) continue ;; esac
+        printf "export %s='%s'\n" "$name" "${!name//\'/\'\\\'\'}"
+    done
+}
 start() { # start HOST NAME COMMAND: in the background
-    ssh -o BatchMode=yes "$1" "cd $FOLDER && echo \$\$ >$(file "$2") && exec $3" </dev/null &
+    ssh -o BatchMode=yes "$1" "cd $FOLDER && echo \$\$ >$(file "$2") && eval \"\$(cat)\" && exec $3 </dev/null" < <(exports; echo :) &
 }
 stop() { ssh -o BatchMode=yes "$1" "kill \$(cat $(file "$2")) 2>/dev/null; rm -f $(file "$2")*" </dev/null || true; }
 stop_islands() { for rank in "${!hosts[@]}"; do stop "${hosts[rank]}" "$rank"; done; }
@@ -73,8 +87,7 @@ islands=()
 for rank in "${!hosts[@]}"; do
     variables="ISLAND_RANK=$rank ISLAND_COUNT=${#hosts[@]} ISLAND_ENDPOINT=$endpoint ISLAND_ADDRESS=${addresses[rank]}"
     variables="$variables ISLAND_RUN=$RUN ISLAND_STATUS=\$(mktemp -d)" # the folder keeps status 75 apart from a failure
-    variables="$variables ISLAND_TRANSPORT=${ISLAND_TRANSPORT:-}"
-    start "${hosts[rank]}" "$rank" "env $variables $PYTHON -m fsdp_demo.launch $launch $train"
+    start "${hosts[rank]}" "$rank" "env $variables $PYTHON -m fsdp_demo.launch --restarts $RESTARTS --resume-args='$again' $launch $train"
     islands+=($!)
 done
 

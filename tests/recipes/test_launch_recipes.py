@@ -32,10 +32,10 @@ EXCHANGES = sorted(path.name for path in (RECIPES / "exchange").glob("*.yaml"))
 RUN = f"test-{os.getpid()}"
 SMALL = "--sequence-length 32 --batch-size 1 --eval-batches 1 --eval-every 0 --log-every 2"
 
-# Like the real ones where it matters: ssh joins its words and hands them to a shell; srun starts one task per node, and its status is the
-# worst of theirs.
+# Like the real ones where it matters: ssh joins its words and hands them to a shell, without variables of this one; srun starts one task
+# per node, and its status is the worst of theirs.
 FAKES = {
-    "ssh": 'while [[ $1 == -* ]]; do shift 2; done; echo "$1" >>"$FAKE_LOG"; shift; exec bash -c "$*"',
+    "ssh": 'while [[ $1 == -* ]]; do shift 2; done; echo "$1" >>"$FAKE_LOG"; shift; unset "${!ISLAND_@}"; exec sh -c "$*"',
     "srun": """while [[ $1 == -* ]]; do shift; done
 pids=() status=0
 for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
@@ -311,6 +311,47 @@ def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts)
     assert output.count("at zmq://127.0.0.1:29400 run ") == 2
     (words,) = Path(f"{launch.hosts}.store").read_text().splitlines()
     assert "--bind zmq://127.0.0.1:" in words and ".sqlite" in words.partition("--file ")[2]
+
+
+@pytest.mark.parametrize(("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)])
+def test_what_the_user_sets_reaches_every_island(launch, tmp_path, file, hosts):
+    stub = tmp_path / "python"
+    said = "has $ISLAND_TRANSPORT $ISLAND_MIN $ISLAND_TOKEN $ISLAND_TIMEOUT $ISLAND_NAME"
+    stub.write_text(STUB.replace('echo "island', f'echo "{said}"; echo "island'))
+    stub.chmod(0o755)
+    token = "it's a \"secret\" $HOME \\ `x` \u00e9"
+    given = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_MIN": "1", "ISLAND_TOKEN": token, "ISLAND_TIMEOUT": "77", "RUN": "v"}
+    output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, **given)))
+    assert output.count(f"has zeromq 1 {token} 77 \n") == 2, output
+
+
+LOST = """#!/usr/bin/env bash
+case "$*" in
+    *store*) [[ $* != *--port-file* ]] || echo 29400 >"${@: -1}"; exec sleep 600 ;;
+    *"launch --restarts 9"*) shift 2; exec {python} -c 'import sys
+from fsdp_demo.launch.run import main
+sys.executable = sys.argv.pop(1)
+sys.exit(main(sys.argv[1:]))' "$0" "$@" ;;
+    *)  echo "life ${ISLAND_ATTEMPT:-0} of island $ISLAND_RANK: $*"
+        if [ "$ISLAND_RANK ${ISLAND_ATTEMPT:-0}" = "1 0" ]; then kill -9 $$; fi ;;
+esac
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)])
+def test_a_lost_island_is_started_again(launch, tmp_path, file, hosts):
+    """Over ZeroMQ, by the supervisor of `fsdp_demo.launch`; what it starts is killed in its first life."""
+    stub = tmp_path / "python"
+    stub.write_text(LOST.replace("{python}", sys.executable))
+    stub.chmod(0o755)
+    for transport, lives in (("zeromq", 2), ("gloo", 1)):
+        process = launch(file, **hosts(2, PYTHON=stub, ISLAND_TRANSPORT=transport, RUN=f"{RUN}-{transport}"))
+        output = process.communicate(timeout=280)[0]
+        assert (process.returncode == 0) == (lives == 2), output
+        found = sorted(line[line.index("life ") :] for line in output.splitlines() if line.startswith("life "))
+        assert [line.partition(":")[0] for line in found] == ["life 0 of island 0", "life 0 of island 1", "life 1 of island 1"][: 1 + lives]
+        assert not any(line.endswith("--resume auto") for line in found[:2]) and (lives == 1 or found[2].endswith("--resume auto")), output
 
 
 @pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (78, 78), (3, 1)])
