@@ -26,6 +26,7 @@ from torch import Tensor
 from . import spool
 from .collectives import Arrived
 from .epochs import Member
+from .held import Message
 from .hub import Hub
 from .joining import Snapshot, Tick, packed
 from .wire import Wire
@@ -265,6 +266,12 @@ class Counter:
         """See `Desk`."""
         guest = self._for
         self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
+
+    def launching(self, message: Message) -> None:
+        """A message that is sent here now: a newcomer may take part in it, and asks itself something else. In the courier's thread."""
+        guest = self._for
+        if guest is not None and guest.following and guest is self._guests.guest:
+            self._put(guest, "messages", {"item": "launch", **message.described()}, [])
 
     def message(self, n: int, arrived: Arrived) -> None:
         """A message that has been delivered here. In the courier's thread."""

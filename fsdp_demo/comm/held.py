@@ -9,12 +9,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from . import collectives
 from .epochs import Kind, Member, Piece
-from .header import HEADER, MEANS, PARTS, PAYLOAD, Header, fill
+from .header import ENDING, HEADER, MEANS, PARTS, PAYLOAD, Header, fill
 from .peers import Vectors, Weigh
 
 Task = Callable[[], None]
@@ -70,6 +71,12 @@ class Message:
         self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
         self.sent = self.received = 0
         self.weighed = False
+
+    def described(self) -> dict[str, Any]:
+        """What somebody must know who takes part in this message without asking it, as JSON: see `coming.Coming`."""
+        h, body = self.header, self.bodies[self.me].numel() - HEADER.size
+        what = {"n": self.n, "kind": h.kind, "step": h.step, "flags": h.flags & ENDING}
+        return {**what, "body": body, "longest": self.longest, "spans": self.spans}
 
     def tensor(self, piece: Piece) -> Tensor | None:
         """The bytes of a body or part that is here, header and all."""
