@@ -13,6 +13,7 @@ from . import spool
 from .backlog import Backlog, Item
 from .collectives import Arrived
 from .guests import LEAST, Guest, Guests
+from .held import Message
 from .joining import OWN, Snapshot, Tick, packed
 
 
@@ -107,6 +108,12 @@ class Counter:
         guest = self._for
         if guest is not None:
             self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
+
+    def launching(self, message: Message) -> None:
+        """A message that is sent here now: a newcomer may take part in it, and asks itself something else. In the courier's thread."""
+        guest = self._for
+        if guest is not None and guest.following and guest is self._guests.guest:
+            self._put(guest, "messages", {"item": "launch", **message.described()}, [])
 
     def message(self, n: int, arrived: Arrived) -> None:
         """A message that has been delivered here. In the courier's thread."""

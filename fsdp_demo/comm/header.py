@@ -33,7 +33,7 @@ MAGIC, VERSION = b"FDX2", 2
 HEADER = struct.Struct("<4sBBHQIIQQffII")
 
 STOP = 1  # flag: this island asks all to stop after this step
-SKIPPED = 2  # flag: this replica took no step; its plain gradient has no weight
+SKIPPED = 2  # flag: this replica took no step; its plain gradient has no weight. Of a question between steps: this island does not ask it
 COUNTED = 4  # flag: this island has counted tokens, if not since the last exchange
 ENDING = 8  # flag: sent by finish()
 NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out

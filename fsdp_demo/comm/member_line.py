@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..errors import PeerLost
 from .collectives import Arrived
+from .coming import Coming
 from .counter import Counter
 from .driver import Driver
 from .epochs import Member
-from .header import HEADER, Header, room
+from .header import HEADER, SKIPPED, WITHIN, Header, room
 from .held import Due, Early, Message
 from .joining import Expected
 from .link import Link
@@ -69,6 +70,7 @@ class MemberLine(Line):
     def follow(self, follow: Follow) -> None:
         """This rank is a newcomer: what others have agreed on comes from its donor."""
         self._follow = self.following = follow
+        follow.then = lambda: self._submit(self._keep_up) if self._submit is not None else None
         self.begun = True
 
     def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
@@ -118,7 +120,7 @@ class MemberLine(Line):
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
         """See `Line`."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        return self._run(header, nothing, vectors, lambda headers: [[1.0] * len(headers)] * len(vectors))[2]
+        return self._run(header, nothing, vectors, lambda headers: _asked(headers, len(vectors)))[2]
 
     def hand_out(self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]) -> Tensor:
         """See `Line`. Where any rank needs it, all are sent it."""
@@ -144,11 +146,13 @@ class MemberLine(Line):
         body = room(data.numel())
         body[HEADER.size :] = data
         message = Message(self._next, self._me, header, body, vectors, weigh, longest, self._lanes, compare)
-        self._next += 1
-        self._driver.launch(message)
-        due = self._finished(message)
-        out = message.result(due)
+        due = self._taken_part(message)
+        headers, bodies, means = message.result(due)
         before, names = self.slots, [m.slot for m in message.counted(due.settled)]
+        if header.kind not in WITHIN:  # a newcomer may take part in a question that it does not ask
+            asked = [i for i, h in enumerate(headers) if not h.flags & SKIPPED]
+            headers, bodies, names = [headers[i] for i in asked], [bodies[i] for i in asked], [names[i] for i in asked]
+        out = headers, bodies, means
         self._set(names)
         if not self.begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
@@ -166,17 +170,57 @@ class MemberLine(Line):
         follow = self._follow
         if follow is None:
             return None
-        if follow.base is not None and follow.next >= follow.base:
-            self._next, self._follow, self.following = follow.next, None, None
-            assert self._driver is not None, "who has a base is a member"
-            self._driver.joined(follow.over)
-            return None
         wanted = Expected(header.kind, header.step, data.numel(), [(v.numel(), code) for v, code in vectors])
-        arrived = follow.arrived(wanted)
+        arrived = None if follow.begun else follow.followed(wanted)
+        if arrived is None:
+            self._take_part(follow, header)
+            return None
         weigh(arrived.headers)
         self._set(arrived.slots or self.slots)
         self.meter.count(0, sum(b.numel() for b in arrived.bodies) + 4 * sum(m.numel() for m in arrived.means))
         return arrived.headers, arrived.bodies, arrived.means
+
+    def _take_part(self, follow: Follow, header: Header) -> None:
+        """From the base on: what the others ask each other meanwhile is answered with nothing, up to the first message of a step."""
+        self._next = max(self._next, follow.next)
+        while (coming := follow.instead(self._next)) is not None:
+            self._abstain(coming)
+        if header.kind in WITHIN:
+            self._follow = self.following = None
+            assert self._driver is not None, "who has a base is a member"
+            self._driver.joined(follow.over)
+
+    def _keep_up(self) -> None:
+        """Answer what the others ask about the steps that this island was making up for, at once: its own next message may be far. In the
+        thread that exchanges; ends with the first message that this island has itself."""
+        follow = self._follow
+        if follow is None:
+            return
+        self._next = max(self._next, follow.next)
+        while (coming := follow.instead(self._next)) is not None:
+            if follow.base is not None and coming.n >= follow.base:
+                self._abstain(coming)
+            else:
+                self._next = coming.n + 1
+
+    def _abstain(self, coming: Coming) -> None:
+        """Take part in a question that this island does not ask."""
+        header = self.header(coming.kind, coming.step, flags=coming.flags | SKIPPED)
+        body = room(1 if coming.longest else coming.body)
+        body[HEADER.size :] = 0
+        vectors = [(torch.zeros(n), code) for n, code in coming.spans]
+        message = Message(self._next, self._me, header, body, vectors, lambda h: _asked(h, len(vectors)), coming.longest, self._lanes)
+        message.result(self._taken_part(message))
+        self.meter.count(message.sent, message.received)
+
+    def _taken_part(self, message: Message) -> Due:
+        """Send the next message, and wait until it is complete."""
+        assert self._driver is not None, "who takes part is a member"
+        self._next += 1
+        if self._counter is not None:
+            self._counter.launching(message)
+        self._driver.launch(message)
+        return self._finished(message)
 
     def _finished(self, message: Message) -> Due:
         """Do what the message asks for, until it is complete."""
@@ -269,3 +313,8 @@ class MemberLine(Line):
         if self._counter is not None:
             self._counter.close()
         self._driver = None
+
+
+def _asked(headers: Sequence[Header], count: int) -> list[list[float]]:
+    """The weights of a plain mean of `count` vectors: over those that ask for it."""
+    return [[float(not h.flags & SKIPPED) for h in headers]] * count

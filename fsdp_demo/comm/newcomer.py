@@ -18,9 +18,10 @@ from torch import Tensor
 from ..errors import PeerLost, WireError
 from . import spool
 from .collectives import Arrived
+from .coming import Coming
 from .epochs import Member, Record
 from .frames import LONGEST
-from .guests import WIRES, connections, greeting, knock
+from .guests import LEAST, WIRES, connections, greeting, knock
 from .header import WITHIN
 from .hub import Hub
 from .joining import LONGEST as LONGEST_HEAD
@@ -164,6 +165,7 @@ class Follow:
     Attributes:
         base: the first message that this island takes part in; None while it is not planned.
         next: the number of the next message.
+        then: called when the base is known and this island goes on by itself.
     """
 
     def __init__(self, hub: Hub, donor: Reached, first: bool, at: Asker, me: Member, who: str, become: Callable[[Record], None]):
@@ -175,6 +177,9 @@ class Follow:
         self.base: int | None = None
         self.next = 0
         self._caught_up = 0
+        self._most = LEAST
+        self._coming: Coming | None = None
+        self.then: Callable[[], None] = lambda: None
 
     @property
     def fetched(self) -> int:
@@ -211,7 +216,7 @@ class Follow:
         if self._bodies is None:
             if self._ticks.sizes != list(sizes):
                 raise ValueError(f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected are {list(sizes)}")
-            self._bodies = []
+            self._bodies, self._most = [], max(LEAST, sum(sizes))
         while len(self._bodies) < len(sizes):
             part = self._ticks.part(sizes[len(self._bodies)], seconds)
             if part is None:
@@ -238,12 +243,28 @@ class Follow:
         self._ticks.end()
         return Tick.unpack(part)
 
+    @property
+    def begun(self) -> bool:
+        """Whether this island takes part in the next message."""
+        return self.base is not None and self.next >= self.base
+
     def arrived(self, expected: Expected) -> Arrived:
         """See `Following`."""
+        found = self.followed(expected)
+        assert found is not None, "what was under way before this island came does not wait for it"
+        return found
+
+    def followed(self, expected: Expected) -> Arrived | None:
+        """The same; None where this island takes part in the message, which may come out only while it waits."""
         while True:
             found = None
             while found is None:
-                found = self._messages.begin(60.0)
+                if self.begun:
+                    return None
+                found = self._messages.begin(0.5)
+            if found.get("item") == "launch":
+                self._read_coming(found)
+                continue
             n = int(found["n"])
             self.next = n + 1 if n >= 0 else self.next
             sizes = self._messages.sizes[1:]
@@ -266,6 +287,34 @@ class Follow:
             return False
         return expected.kind in WITHIN or all(step <= self._caught_up for _, step in asked)
 
+    def instead(self, n: int) -> Coming | None:
+        """What the others launch as message n, if it is a question which this island does not ask: it was making up for the steps before.
+        None: they should do what this island does; or nobody knows, since the donor is gone. Waits for the donor's word."""
+        try:
+            coming = self._launched(n)
+        except PeerLost:
+            return None
+        return coming if coming.kind not in WITHIN and coming.step <= self._caught_up else None
+
+    def _launched(self, n: int) -> Coming:
+        """What the others launch as message n, or later. What came back of those before is thrown away."""
+        while self._coming is None or self._coming.n < n:
+            found = None
+            while found is None:
+                found = self._messages.begin(60.0)
+            if found.get("item") == "launch":
+                self._read_coming(found)
+                continue
+            self.next = max(self.next, int(found["n"]) + 1)
+            for size in self._messages.sizes:
+                self._part(size)
+            self._messages.end()
+        return self._coming
+
+    def _read_coming(self, found: Mapping[str, Any]) -> None:
+        self._coming = Coming.read(found, self._most)
+        self._messages.end()
+
     def _part(self, longest: int) -> Tensor:
         part = None
         while part is None:
@@ -279,10 +328,11 @@ class Follow:
             if self._donor.wires["notes"].gone:
                 raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
         assert self._record is not None
-        self.base = self._record.base[self._record.members.index(self._me)]
         self._caught_up = step
         self._become(self._record)
+        self.base = self._record.base[self._record.members.index(self._me)]  # last: another thread may wait for it
         log.info("this island goes on from step %d, and takes part from message %d on", step, self.base)
+        self.then()
 
     def over(self) -> None:
         """This island takes part from here on, and follows no more. In the driver's thread."""

@@ -5,7 +5,7 @@
 #     HOSTS="node-a node-b" ADDRESSES="10.0.0.1 10.0.0.2" bash recipes/ssh/islands.sh
 #     HOSTS="a b c d" LAUNCHER=torchrun EXCHANGE=recipes/exchange/demo.yaml bash recipes/ssh/islands.sh
 #
-# Over ZeroMQ (ISLAND_TRANSPORT=zeromq) an island that is lost is started again on its host, RESTARTS times at most, and joins the others,
+# An island that is lost is started again on its host, RESTARTS times at most, and joins the others,
 # which train on. ISLAND_* variables of this shell (ISLAND_MIN, ISLAND_TOKEN, ISLAND_DEAD ...) reach all islands and the store, on no
 # command line.
 #
@@ -31,7 +31,7 @@ OUTPUT=${OUTPUT:-outputs/islands}
 FOLDER=${FOLDER:-$PWD}                    # the repository on the hosts
 PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
 RUN=${RUN:-$(date +%Y%m%d-%H%M%S)-$$}     # a run id is used once per store
-[ "${ISLAND_TRANSPORT:-}" != zeromq ] || RESTARTS=${RESTARTS:-9}
+[ "${ISLAND_TRANSPORT:-}" = gloo ] || RESTARTS=${RESTARTS:-9}
 RESTARTS=${RESTARTS:-0}                   # how often an island is started again
 again="--resume auto"
 case ${RESUME:-} in "") ;; auto) OPTIONS="$OPTIONS --resume auto"; again= ;; *) OPTIONS="$OPTIONS --resume" ;; esac

@@ -1,0 +1,169 @@
+"""A newcomer whose first message is a question that the others ask between two steps: it takes part, and its answer counts for nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+
+from fsdp_demo.comm import agreement, meet
+from fsdp_demo.comm.coming import Coming
+from fsdp_demo.comm.header import DIGESTS, NORM, PARAMETERS, PAYLOAD
+from fsdp_demo.comm.joining import LONGEST, Snapshot, Tick
+from fsdp_demo.comm.meet import Place
+from fsdp_demo.comm.member_line import MemberLine
+from fsdp_demo.comm.transport import Meeting
+from fsdp_demo.comm.worker import Courier
+from fsdp_demo.errors import WireError
+
+from ..support.elastic import Islands
+
+LAST = 8
+WAIT = 15.0
+
+
+def payload(line: MemberLine, step: int) -> tuple[int, ...]:
+    """The message of a step, and the norm in it; of whom it was."""
+    agreement.mean_of(line, step, 1.0)
+    vectors = [(torch.full((5000,), float(line.slot)), "fp32")]
+    body = torch.full((7,), line.slot, dtype=torch.uint8)
+    arrived = line.exchange(line.header(PAYLOAD, step), body, vectors, lambda headers: [[1.0] * len(headers)])
+    assert [int(b[0]) for b in arrived.bodies] == list(arrived.slots) == list(line.slots)
+    assert torch.equal(arrived.means[0], torch.full((5000,), sum(arrived.slots)) / len(arrived.slots))
+    return arrived.slots
+
+
+def questions(line: MemberLine, step: int, count: int) -> list[tuple[int, ...]]:
+    """Questions of all kinds between two steps; who has answered each."""
+    found = []
+    for k in range(count):
+        kind = k % 3
+        if kind == 0:
+            assert agreement.gather_json(line, [line.slot, "x" * line.slot], DIGESTS, step) == [[s, "x" * s] for s in line.slots]
+        elif kind == 1:
+            assert agreement.all_equal(line, b"0123456789abcdef", DIGESTS, step)
+        else:
+            mean = line.mean(line.header(PARAMETERS, step), [(torch.full((9000,), 1.0 + line.slot), "fp32"), (torch.ones(1), "fp32")])
+            assert torch.equal(mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots))) and float(mean[1]) == 1.0
+        found.append(line.slots)
+    return found
+
+
+class Run:
+    """Two islands that train, and one that joins them when `at` steps are done; then they ask `count` questions."""
+
+    def __init__(self, run: Islands, at: int, count: int):
+        self.run, self.at, self.count = run, at, count
+        self.planned, self.asked, self.results = threading.Event(), threading.Event(), dict[int, Any]()
+        self.thread = threading.Thread(target=self.joins)
+
+    def trains(self, line: MemberLine) -> Any:
+        """A member."""
+        found, asked, step = [], [], 0
+        while step < self.at + LAST:
+            desk = line.desk
+            assert desk is not None
+            follows = desk.follows
+            found.append(payload(line, step))
+            step += 1
+            if follows:
+                desk.tick(Tick(step - 1, []))
+            if step == self.at:
+                self.meet(line)
+                asked = questions(line, step, self.count)
+                self.asked.set()
+            time.sleep(0.01)
+        self.thread.join(WAIT) if line.slot == 0 else None
+        return found, asked
+
+    def meet(self, line: MemberLine) -> None:
+        """The base is known, and lies among the next messages: nothing is launched before."""
+        if line.slot == 0:
+            self.thread.start()
+        end = time.monotonic() + WAIT
+        while not self.planned.is_set() and time.monotonic() < end:
+            time.sleep(0.01)
+            if line.slot == 0 and line.desk is not None and line.desk.wanted:
+                line.desk.hand(Snapshot({"step": self.at}, {"parameters": torch.zeros(9000)}), [])
+            if line.slot == 0 and len(line.alive) == 3:
+                self.planned.set()
+
+    def joins(self) -> None:
+        """The newcomer."""
+        line = None
+        try:
+            names = {**self.run.names, 2: "newcomer"}
+            meeting = Meeting(self.run.store, "line", 2, 3, tuple(names.values()), "127.0.0.1", WAIT, self.run.token)
+            line = meet.newcomer_line(meeting, Place(2, 0, 1, names), 0, lambda: self.run.store.under("line"), None, self.run.dead)
+            self.results[2] = self.follows(line)
+            line.wait_stable(WAIT)
+        except BaseException as error:
+            self.results[2] = error
+        finally:
+            if line is not None:
+                line.ending = True
+                line.release()
+
+    def follows(self, line: MemberLine) -> Any:
+        follow = line.following
+        assert follow is not None
+        courier = Courier(line)
+        line.runs_in(courier.submit)
+        while follow.head(LONGEST, 0.5, {}) is None:
+            pass
+        while follow.bodies([36000], 0.5) is None:
+            pass
+        step, ended = self.at, False
+        while not ended:
+            planned = follow.planned
+            tick = follow.tick(0.0 if planned else 0.5)
+            if tick is not None:
+                assert tick.step == step
+                courier.submit(lambda at=step: payload(line, at)).result()
+                step += 1
+            ended = planned and tick is None
+        follow.caught_up(step)
+        assert self.asked.wait(WAIT), "the others wait for this island's first step"
+        found = []
+        while step < self.at + LAST:
+            found.append((step, courier.submit(lambda at=step: payload(line, at)).result()))
+            step += 1
+        return found
+
+
+@pytest.mark.parametrize("count", [24, 1])
+def test_a_base_among_questions_between_steps(run_ranks: Callable[..., Any], count: int) -> None:
+    """All answers are those of the two that ask; nobody ends."""
+
+    def fn() -> bool:
+        run = Islands(2)
+        made = Run(run, 5, count)
+        run.run(made.trains, 2 * WAIT)
+        if isinstance(made.results.get(2), BaseException):
+            raise made.results[2]
+        one, two = run.survivors()
+        assert one == two and one[1] == [(0, 1)] * count
+        slots, begun = one[0], [s for s, of in enumerate(one[0]) if 2 in of]
+        assert begun and slots == [(0, 1)] * begun[0] + [(0, 1, 2)] * (5 + LAST - begun[0])
+        assert made.results[2] == [(s, slots[s]) for s in range(made.results[2][0][0], 5 + LAST)]
+        assert begun[0] == 5 if count == 24 else begun[0] > 5
+        return True
+
+    assert run_ranks(fn, 1, 1) == [True]
+
+
+def test_what_comes_in_another_form() -> None:
+    good = {"n": 3, "kind": DIGESTS, "step": 4, "flags": 0, "body": 16, "longest": None, "spans": [[9, "fp32"]]}
+    assert Coming.read(good, 36) == Coming(3, DIGESTS, 4, 0, 16, None, [(9, "fp32")])
+    for wrong in ({"body": -1}, {"body": LONGEST + 1}, {"spans": [[10, "fp32"]]}, {"spans": [[-1, "fp32"]]}, {"spans": 3}, {"kind": "x"}):
+        with pytest.raises(WireError):
+            Coming.read({**good, **wrong}, 36)
+    with pytest.raises(WireError):
+        Coming.read({}, 36)
+    assert NORM != DIGESTS
