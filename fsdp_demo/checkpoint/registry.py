@@ -7,6 +7,7 @@ when a connection stands: opening it is left to a thread.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,9 @@ from .choice import Held, alike, choose
 
 PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""
+
+ABSENT = 0.3
+"""Seconds of them while nobody listens there: the store is being started again, and the next save asks it."""
 
 _made = 0  # how many this process has made: each has keys of its own
 
@@ -120,7 +124,7 @@ class Board:
         t = self.topology
         if t.islands == 1:
             return [held]
-        with self._asking(PATIENCE) as store:
+        with self._asking(PATIENCE, absent=ABSENT) as store:
             store.set(f"held/{t.island}", json.dumps(held))
             said = {i: store.note(key, f"island {i}") for i in range(t.islands) if store.check([key := f"held/{i}"])}
         return [held if i == t.island else said.get(i) for i in range(t.islands) if i in said or i in t.starters]
@@ -130,12 +134,12 @@ class Board:
         self._asker = self._opening = None
 
     @contextmanager
-    def _asking(self, deadline: float, opening: float = 0.0) -> Iterator[Asker]:
+    def _asking(self, deadline: float, opening: float = 0.0, absent: float = math.inf) -> Iterator[Asker]:
         """The store, whose questions may take `deadline` seconds; given up when it is silent. A connection may take `opening` seconds more:
         at the start its own error says what to do."""
         if self._asker is None:
             self._asker = self._connect(deadline + opening)
-        self._asker.deadline = deadline
+        self._asker.deadline, self._asker.absent = deadline, absent
         try:
             yield self._asker
         except StoreSilent:

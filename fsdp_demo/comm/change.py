@@ -28,6 +28,9 @@ log = logging.getLogger("fsdp_demo")
 LOOK = 0.05
 """Seconds between two looks into the store while a change is on."""
 
+AGAIN = 0.3
+"""Seconds between two tries to reach a store that does not answer."""
+
 MINORITY = 2.0
 """Seconds for which reports of less than half of the islands, or of a half without the lowest slot, are held back: who is cut off from most
 of the others sees it a moment before or after them, and must not be the first to write a record."""
@@ -126,7 +129,7 @@ class ChangeDesk:
                 if now - silent > self._patience:
                     self._failed(f"{reason}: a change of members has waited {self._patience:g} s for the store")
                     return
-                time.sleep(1.0)
+                time.sleep(AGAIN)
             except ValueError as error:
                 if str(error) != said:  # it is looked at again and again
                     log.error("membership: %s", error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import socket
 import threading
 import time
@@ -36,11 +37,11 @@ class Asker:
         deadline: seconds that one question may take.
 
     Attributes:
-        prefix: stands before every key.
+        prefix: stands before every key. absent: as of `BoundedStore`.
     """
 
     def __init__(self, store: Any, where: str, deadline: float):
-        self._store, self._where, self.deadline, self.prefix = store, where, deadline, ""
+        self._store, self._where, self.deadline, self.prefix, self.absent = store, where, deadline, "", math.inf
 
     @property
     def store(self) -> Any:
@@ -122,7 +123,7 @@ class Asker:
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         store = self.store
         if isinstance(store, BoundedStore):
-            return question(store.within(self.deadline))
+            return question(store.within(self.deadline, self.absent))
         try:
             return within(self.deadline, lambda: question(store))
         except Late:

@@ -37,6 +37,7 @@ FIRST = 1.0
 
 RARELY = 10.0
 AGAIN = 0.1  # seconds between two tries to connect
+NOBODY_LISTENS = "nobody listens"
 
 ENDED = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -99,7 +100,7 @@ class Connection:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
                 self.stranger = self.stranger or bool(event & REFUSED)
                 closed = event & (REFUSED | zmq.EVENT_DISCONNECTED)
-                self.gone = self.gone or ("it closes the connection" if closed else "nobody listens")
+                self.gone = self.gone or ("it closes the connection" if closed else NOBODY_LISTENS)
 
     def close(self) -> None:
         """Close it; what is under way is lost."""
@@ -128,8 +129,8 @@ class Client:
         self.known: Identity | None = None
         self._strangers = 0
 
-    def ask(self, kind: Kind, fields: tuple[bytes, ...], seconds: float) -> Answer:
-        """The answer to a question.
+    def ask(self, kind: Kind, fields: tuple[bytes, ...], seconds: float, absent: float = math.inf) -> Answer:
+        """The answer to a question. It is given up after `seconds`, or after `absent` while nobody listens there.
 
         Raises:
             StoreSilent: none came, or the store cannot keep the change or is another one than before.
@@ -142,9 +143,9 @@ class Client:
             raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s: another thread waits for it")
         try:
             if self.known is None:
-                name, generation = self._question(Kind.HELLO, (), end, seconds).fields
+                name, generation = self._question(Kind.HELLO, (), end, seconds, absent).fields
                 self.known = Identity(name.hex(), int(generation))
-            return self._question(kind, fields, end, seconds)
+            return self._question(kind, fields, end, seconds, absent)
         except WireError as error:
             self._drop()
             raise ValueError(f"whoever answers at {self._where} is no store of this release: {error}") from None
@@ -156,19 +157,19 @@ class Client:
         finally:
             self._lock.release()
 
-    def _question(self, kind: Kind, fields: tuple[bytes, ...], end: float, seconds: float) -> Answer:
+    def _question(self, kind: Kind, fields: tuple[bytes, ...], end: float, seconds: float, absent: float) -> Answer:
         self._number += 1
         store = NOBODY if self.known is None else bytes.fromhex(self.known.name)
-        answer = self._answer(Question(kind, store, self._id, self._number, fields).pack(), end, seconds)
+        answer = self._answer(Question(kind, store, self._id, self._number, fields).pack(), end, seconds, absent)
         if answer.status is Status.REFUSED:
             raise ValueError(f"the store at {self._where} refuses: {_text(answer)}")
         if answer.status is Status.FAILED:
             raise StoreSilent(f"the store at {self._where} cannot go on: {_text(answer)}")
         return answer
 
-    def _answer(self, question: bytes, end: float, seconds: float) -> Answer:
+    def _answer(self, question: bytes, end: float, seconds: float, absent: float) -> Answer:
         """Ask until there is an answer."""
-        patience, why = FIRST, "" if self.known else " (it hangs, or another program listens there)"
+        give_up, patience, why = time.monotonic() + absent, FIRST, "" if self.known else " (it hangs, or another program listens there)"
         while (left := end - time.monotonic()) > 0:
             if self._connection is None:
                 self._connection = Connection(self._context, self._address, self._token)
@@ -181,6 +182,8 @@ class Client:
             ended.close()
             why = f" ({ended.gone})" if ended.gone else why
             self._recognise(ended)
+            if ended.gone == NOBODY_LISTENS and time.monotonic() > give_up:
+                raise StoreSilent(f"the store at {self._where} is not there ({NOBODY_LISTENS}, for {absent:g} s)")
             if ended.gone:
                 time.sleep(max(min(AGAIN, end - time.monotonic()), 0.0))
             else:
@@ -236,7 +239,7 @@ class ZeroMQStore(BoundedStore):
         self._client = Client(endpoint, token)
 
     def _ask(self, kind: Kind, *fields: bytes) -> Answer:
-        return self._client.ask(kind, fields, self.deadline)
+        return self._client.ask(kind, fields, self.deadline, self.absent)
 
     def find(self, key: str) -> bytes | None:
         """See `BoundedStore`."""

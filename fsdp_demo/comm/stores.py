@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from abc import ABC, abstractmethod
 from typing import NamedTuple, TypeVar
@@ -51,21 +52,25 @@ class BoundedStore(ABC):
     Args:
         where: the endpoint, for errors.
         deadline: seconds that one question may take.
+
+    Attributes:
+        absent: seconds after which a question is given up while nobody listens there, if that is sooner than `deadline`: who can do
+            without the answer need not wait for a store that is being started again.
     """
 
     def __init__(self, where: str, deadline: float):
-        self.where, self.deadline = where, deadline
+        self.where, self.deadline, self.absent = where, deadline, math.inf
 
-    def within(self: Kind, seconds: float) -> Kind:
-        """The same store, on the same connection, with another deadline."""
+    def within(self: Kind, seconds: float, absent: float = math.inf) -> Kind:
+        """The same store, on the same connection, with other deadlines."""
         other = copy.copy(self)
-        other.deadline = seconds
+        other.deadline, other.absent = seconds, absent
         return other
 
     def get(self, key: str) -> bytes:
         """The value of a key. Waits for a key that is not there, to the deadline."""
         end = time.monotonic() + self.deadline
-        while (value := self.within(max(end - time.monotonic(), 0.0)).find(key)) is None:
+        while (value := self.within(max(end - time.monotonic(), 0.0), self.absent).find(key)) is None:
             if time.monotonic() + LOOK > end:
                 raise StoreSilent(f"the store at {self.where} has got no {key!r} within {self.deadline:g} s")
             time.sleep(LOOK)

@@ -7,6 +7,7 @@ variables that a user would set there. Only the addresses (127.0.0.1) and, with 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import selectors
@@ -35,6 +36,9 @@ STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
 
 LOCALHOST = "127.0.0.1"
+
+BRIEF = 30.0
+"""Seconds: a store that ends sooner after it was started again has a reason of its own, and is not started once more."""
 
 _ACCELERATE_CONFIG = """\
 compute_environment: LOCAL_MACHINE
@@ -171,6 +175,7 @@ class Supervisor:
         self.plan, self.console = plan, Console(stream)
         self.folder = Path(tempfile.mkdtemp(prefix="fsdp-demo-"))
         self.store: subprocess.Popen[bytes] | None = None
+        self.endpoint, self.store_again_at = "", -math.inf  # where the store is, and when it was started again
         self.islands: list[Island] = []
         self.ended: list[Island] = []  # in the order in which they ended
         self.selector = selectors.DefaultSelector()
@@ -187,8 +192,8 @@ class Supervisor:
         adopt_orphans()
         before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            endpoint = self.start_store()
-            self.start_islands(endpoint)
+            self.start_store()
+            self.start_islands()
             while any(island.status is None for island in self.islands):
                 self.pass_output(0.1)
                 self.watch()
@@ -207,27 +212,31 @@ class Supervisor:
             words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=end_with_parent
         )
 
-    def start_store(self) -> str:
+    def start_store(self) -> None:
         port_file = self.folder / "port"
-        scheme, kept = (SCHEME, ["--file", str(self.folder / FILE)]) if self.elastic else ("", [])
-        words = ["store", "--bind", f"{scheme}{LOCALHOST}:0", *kept, "--port-file", str(port_file), "--quiet"]
-        self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", *words])
+        scheme = SCHEME if self.elastic else ""
+        self.launch_store(f"{scheme}{LOCALHOST}:0", "--port-file", str(port_file))
+        assert self.store is not None
         deadline = time.monotonic() + 120
         while not port_file.exists() and not self.signals:
             if self.store.poll() is not None or time.monotonic() > deadline:
                 raise ValueError(f"the store did not start (status {self.store.poll()}); its error is above")
             time.sleep(0.05)
-        return f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
+        self.endpoint = f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
 
-    def start_islands(self, endpoint: str) -> None:
+    def launch_store(self, bind: str, *words: str) -> None:
+        kept = ["--file", str(self.folder / FILE)] if self.elastic else []
+        self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", bind, *kept, *words, "--quiet"])
+
+    def start_islands(self) -> None:
         if self.signals:
             return
         visible, words = devices(self.plan)
         link = f", link {self.plan.link}" if self.plan.link else ""
         of = f"{self.plan.islands} island(s) of {self.plan.procs} process(es)"
-        self.console.note(f"{of} {words}, {self.plan.launcher}, store at {endpoint}{link}")
+        self.console.note(f"{of} {words}, {self.plan.launcher}, store at {self.endpoint}{link}")
         for number in range(self.plan.islands):
-            env = environment(self.plan, number, endpoint, self.folder, visible[number])
+            env = environment(self.plan, number, self.endpoint, self.folder, visible[number])
             Path(env[STATUS_FOLDER]).mkdir()
             process = self.start(command(self.plan, self.folder, bool(visible[number])), env, subprocess.PIPE)
             island = Island(env["ISLAND_NAME"], process)
@@ -254,9 +263,7 @@ class Supervisor:
             if island.status is None and island.process.poll() is not None:
                 self.has_ended(island, now)
         if self.store is not None and self.store.poll() is not None and not self.store_lost:
-            self.store_lost = True
-            self.console.note("the store has ended; ending the islands")
-            self.stop_at = now
+            self.store_has_ended(now)
         if self.signals and self.kill_at is None:
             if self.stop_at is None or self.stop_at > now:
                 self.console.note(f"{signal.Signals(self.signals[0]).name}: ending the islands, once more to kill them")
@@ -265,6 +272,17 @@ class Supervisor:
             send(self.everything(), signal.SIGKILL)
         elif self.stop_at is not None and now >= self.stop_at and self.kill_at is None:
             self.stop_islands(now)
+
+    def store_has_ended(self, now: float) -> None:
+        """A durable store goes on from its file, and the islands with it. Another one has forgotten all, and they end."""
+        if self.elastic and now - self.store_again_at > BRIEF:
+            self.console.note("the store has ended; starting it again on its file")
+            self.store_again_at = now
+            self.launch_store(self.endpoint)
+            return
+        self.store_lost = True
+        self.console.note("the store has ended; ending the islands")
+        self.stop_at = now
 
     def has_ended(self, island: Island, now: float) -> None:
         island.status = shell_status(island.process.returncode)

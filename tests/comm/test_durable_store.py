@@ -284,6 +284,23 @@ def test_a_dead_cable_is_silence(run_ranks) -> None:
     assert alone(run_ranks, fn) == b"v"
 
 
+def test_who_can_do_without_waits_for_an_absent_store_no_longer_than_it_said(run_ranks) -> None:
+    """And asks it again as soon as it is there, on the same client."""
+
+    def fn(folder: Path) -> Any:
+        store = Durable(folder / "keys")
+        client = store.client()
+        client.set("k", "v")
+        store.kill()
+        with pytest.raises(StoreSilent) as error:
+            client.within(20.0, absent=0.3).get("k")
+        store.start()
+        return str(error.value), client.within(20.0, absent=0.3).get("k")
+
+    text, value = alone(run_ranks, fn)
+    assert "is not there (nobody listens, for 0.3 s)" in text and value == b"v"
+
+
 # ---- bounds ------------------------------------------------------------------------------------------------------------------
 
 

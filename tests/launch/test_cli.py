@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fsdp_demo import cli
 from fsdp_demo.comm.address import join_address, split_address
-from fsdp_demo.launch import run
+from fsdp_demo.launch import rehearse, run
 from fsdp_demo.launch.console import Console, Splitter
-from fsdp_demo.launch.rehearse import Rehearsal, devices
+from fsdp_demo.launch.rehearse import Rehearsal, Supervisor, devices
 from fsdp_demo.launch.store import serve
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -62,6 +62,32 @@ store.add("ranks", 1)
 while store.add("ranks", 0) < topology.islands:
     time.sleep(0.05)
 sys.stdout.write(f"met {topology.island} {topology.endpoint.partition('1')[0]} {store.identity().generation}\\n")
+store.add("done", 1)
+while store.add("done", 0) < topology.islands:
+    time.sleep(0.05)
+"""
+
+OUTLIVE = """
+import os, sys, time
+from fsdp_demo import Topology
+from fsdp_demo.errors import StoreSilent
+topology = Topology.from_env()
+store = topology.open_store().under(topology.run)
+store.add("ranks", 1)
+while store.add("ranks", 0) < topology.islands:
+    time.sleep(0.05)
+name, generation = store.identity()
+sys.stdout.write("have met\\n")
+sys.stdout.flush()
+while True:  # until it was started again
+    try:
+        if store.identity().generation > generation:
+            break
+    except StoreSilent:  # it takes its time on a busy machine
+        pass
+    time.sleep(0.2)
+assert store.identity().name == name and store.add("ranks", 0) == topology.islands
+sys.stdout.write(f"goes on {store.identity().generation}\\n")
 store.add("done", 1)
 while store.add("done", 0) < topology.islands:
     time.sleep(0.05)
@@ -113,6 +139,14 @@ def rehearsal(run_id: str, script: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def store_of(parent: int) -> int:
+    """The process of the store of a rehearsal."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if b"fsdp_demo.cli\0store" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise AssertionError("the rehearsal has no store")
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not condition():
@@ -156,6 +190,43 @@ def test_rehearse_over_zeromq_has_a_durable_store(run_id: str, tmp_path: Path, m
     assert process.returncode == 0, output
     assert sorted(line for line in output.splitlines() if "met" in line) == [f"[island{i}] met {i} zmq:// 1" for i in range(2)], output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
+
+
+@ON_LINUX
+def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("zmq")
+    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+    script = tmp_path / "outlive.py"
+    script.write_text(OUTLIVE)
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
+    before = lines_until(process, "have met", 2)
+    os.kill(store_of(process.pid), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, "".join(before) + output
+    assert "[rehearse] the store has ended; starting it again on its file" in output
+    assert sorted(line for line in output.splitlines() if "goes on" in line) == [f"[island{i}] goes on 2" for i in range(2)], output
+
+
+def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+    supervisor, started = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO()), list[str]()
+    monkeypatch.setattr(supervisor, "launch_store", lambda bind, *words: started.append(bind))
+    supervisor.endpoint = "zmq://127.0.0.1:7"
+    supervisor.store_has_ended(100.0)
+    assert started == ["zmq://127.0.0.1:7"] and not supervisor.store_lost and supervisor.stop_at is None
+    supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
+    assert len(started) == 1 and supervisor.store_lost and supervisor.stop_at == 100.0 + rehearse.BRIEF / 2
+    supervisor.leave_nothing()
+
+
+def test_without_a_file_the_end_of_the_store_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_TRANSPORT", raising=False)
+    supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO())
+    supervisor.store_has_ended(100.0)
+    assert supervisor.store_lost and supervisor.stop_at == 100.0
+    supervisor.leave_nothing()
 
 
 def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_path: Path) -> None:

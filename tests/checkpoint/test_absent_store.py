@@ -1,0 +1,40 @@
+"""A save while the durable store is being started again: training does not wait for it, and a later save asks it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+
+import fsdp_demo
+from fsdp_demo.checkpoint import registry
+from fsdp_demo.errors import StoreSilent
+
+from ..support.durable import Durable
+
+
+def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path: Path) -> None:
+    """Before, it waited as long as for one that is slow."""
+
+    def fn(me: Any) -> Any:
+        registry.PATIENCE = 60.0
+        store = Durable(tmp_path / "keys")
+        board = registry.Board(fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r"))
+        before = board.exchange([1])
+        store.kill()
+        with pytest.raises(StoreSilent) as error:
+            board.exchange([1, 2])
+        store.start()
+        while True:  # it is asked again when a connection stands
+            try:
+                return before, str(error.value), board.exchange([1, 2, 3])
+            except StoreSilent:
+                time.sleep(0.05)
+
+    before, text, after = run_ranks(fn, 1, 1)[0]
+    assert before == [[1], None] and after == [[1, 2, 3], None]
+    assert "is not there (nobody listens" in text
