@@ -1,4 +1,5 @@
-"""Histories K13, K14, K19, K20 and K22 of docs/membership.md, where they are more than the state machine: questions, headers, beats, sums.
+"""Histories K13, K14, K19, K20, K22 and K23 of docs/membership.md, where they are more than the state machine: questions, headers, beats,
+sums, codes.
 
 Islands are threads with real drivers and connections (tests/support/elastic.py), or one rank's `Signs` with a clock of the test.
 """
@@ -12,14 +13,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fsdp_demo import PeerLost
-from fsdp_demo.comm import meet
+from fsdp_demo.comm import collectives, meet
 from fsdp_demo.comm.epochs import Member
-from fsdp_demo.comm.header import NORM, NOT_FINITE, PAYLOAD, QUESTION
+from fsdp_demo.comm.header import HEADER, NORM, NOT_FINITE, PAYLOAD, QUESTION
 from fsdp_demo.comm.signs import Signs
+from fsdp_demo.compression import dense
+from fsdp_demo.compression.dense import FORMATS
 
 from ..support.cases import named
 from ..support.elastic import Islands, exchanged
@@ -249,3 +253,22 @@ def sent_by(slot: int, n: int) -> Tensor:
         sent[k % 4 :: 4] = accumulator[k % 4 :: 4]
         accumulator -= sent
     return sent
+
+
+# ---- another number of islands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", sorted(FORMATS))
+def test_k23_a_vector_is_coded_to_the_same_values_among_fewer_islands(code: str) -> None:
+    """A message that is repeated is cut into other parts: what was subtracted from the accumulator stays what the others receive."""
+    for n in (1, 4097, 13000):
+        v = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        for size in range(2, 9):
+            assert torch.equal(dense.round_trip(code, v, size), dense.round_trip(code, v, size - 1)), (n, size)
+            assert torch.equal(received(code, v, size), dense.round_trip(code, v, size)), (n, size)
+
+
+def received(code: str, v: Tensor, size: int) -> Tensor:
+    """What `size` islands decode of the shares of one vector, put together."""
+    parts = zip(collectives.shares([(v, code)], size), collectives.legs([(v.numel(), code)], size)[0], strict=True)
+    return torch.cat([dense.decode(code, share[HEADER.size :], span[0][0]) for share, span in parts])
