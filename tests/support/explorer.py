@@ -15,16 +15,19 @@ out nothing, where that is small enough):
 4. Ranks adopt a record at once, but for one rank at most that has voted in the old view and has not delivered: it lags for as long as
    it likes, and hears the votes of ranks that are further (K24). Who lags without having voted just receives later.
 5. A vote, a beat or a share of leg 1 that completes nothing is put off until it does, or until a frame behind it is wanted.
-6. Islands are alike and lines are alike: states that differ by names alone are one. Epochs are counted from the newest.
-7. A state that was met with more changes left is not entered again with fewer.
+6. A message that a rank launches before a change is launched when the view begins; what it receives before it launches may as well come
+   later. Else it is launched in a later view, and that while it is frozen comes to the same as when it has adopted: checked.
+7. Islands are alike and lines are alike: states that differ by names alone are one. Epochs are counted from the newest.
+8. A state that was met with more changes left is not entered again with fewer.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_demo.comm import moves
 from fsdp_demo.comm.epochs import Kind, Member, Record
@@ -44,7 +47,8 @@ class Explorer(Invariants):
     """`islands` x `lines` ranks, one message of each of `kinds`, at most `changes` changes.
 
     Args:
-        launched: all messages are launched at the start; else each rank launches when it likes.
+        late: who may launch a message in a later view than others do. Nobody: all is launched at the start; "island": the ranks of an
+            island alike; "rank": each rank for itself.
         idle: also changes that leave nobody out.
         machine: the class of the machine, for mutants.
         unchecked: names of invariants that are not checked.
@@ -60,13 +64,13 @@ class Explorer(Invariants):
         islands: int = 3,
         lines: int = 2,
         changes: int = 2,
-        launched: bool = True,
+        late: Literal["nobody", "island", "rank"] = "nobody",
         idle: bool = True,
         machine: type[Rank] = Rank,
         unchecked: frozenset[str] = frozenset(),
     ):
         self.kinds, self.islands, self.lines, self.changes, self.unchecked = kinds, islands, lines, changes, unchecked
-        self.launched, self.idle, self.machine = launched, idle, machine
+        self.late, self.idle, self.machine = late, idle, machine
         self.states = self.steps = 0
         self.endings: set[Any] = set()
         names = list(itertools.product(itertools.permutations(range(islands)), itertools.permutations(range(lines))))
@@ -82,6 +86,14 @@ class Explorer(Invariants):
 
     def run(self) -> Explorer:
         """Visit everything; raise the first `Violation`."""
+        gc.disable()  # there are no circles: the collector would look through millions of values, again and again
+        try:
+            self._search()
+        finally:
+            gc.enable()
+        return self
+
+    def _search(self) -> None:
         seen: dict[Key, int] = {}
         entered: list[dict[Key, None]] = [{} for _ in range(self.changes + 1)]
         entered[self.changes][self._named(self._start())] = None
@@ -103,19 +115,41 @@ class Explorer(Invariants):
                     entered[budget - 1].update(dict.fromkeys(changed))
                     self.steps += len(after) + len(changed)
         self.states = len(seen)
-        return self
 
     def _futures(self, key: Key) -> Iterator[Key]:
-        """For every set of islands that may be the members after the next change: the state with these marked, the others run ahead."""
-        alive = [i for i in range(self.islands) if key[i * self.lines]]
+        """For every set of islands that may be the members after the next change, and all that their ranks may launch before it: the state
+        with these marked, the others run ahead."""
+        alive, found = [i for i in range(self.islands) if key[i * self.lines]], dict[Key, None]()
         for size in range(len(alive) if self.idle else len(alive) - 1, 0, -1):
             for stay in itertools.combinations(alive, size):
-                marked = [self._marked(i, at // self.lines in stay) for at, i in enumerate(key[:-1])]
-                yield self._run_out((*marked, key[-1]))
+                for until in self._launches(key, stay):
+                    state = (*(self._marked(i, at // self.lines in stay, until.get(at, 0)) for at, i in enumerate(key[:-1])), key[-1])
+                    for at in until:
+                        state = self._done(state, at, *self._launched(state[at]))
+                    found[self._named(state)] = None
+        return map(self._run_out, found)
+
+    def _launches(self, key: Key, stay: tuple[int, ...]) -> Iterator[dict[int, int]]:
+        """How many messages each rank of these islands has launched at the next change. It launches them at once."""
+        ranks = [i * self.lines + line for i in stay for line in range(self.lines)]
+        each = [range(self._node(key[at]).machine.next, len(self.kinds) + 1) for at in ranks]
+        for counts in itertools.product(*each) if self.late != "nobody" else ():
+            by_island = [counts[k : k + self.lines] for k in range(0, len(counts), self.lines)]
+            if self.late == "rank" or all(len(set(of)) == 1 for of in by_island):
+                yield dict(zip(ranks, counts, strict=True))
+        if self.late == "nobody":
+            yield dict.fromkeys(ranks, len(self.kinds))
 
     @remembered
-    def _marked(self, i: int, stays: bool) -> int:
-        return self._id(self._node(i)._replace(stays=stays)) if i else 0
+    def _marked(self, i: int, stays: bool, until: int) -> int:
+        return self._id(self._node(i)._replace(stays=stays, until=until)) if i else 0
+
+    @remembered
+    def _launched(self, i: int) -> Local:
+        """The rank launches what it launches in this view; one that lags does so when it has adopted its record."""
+        node = self._node(i)
+        numbers = range(node.machine.next, node.until) if node.pending is None else ()
+        return self._fed(i, tuple(moves.Launched(n, self.kinds[n]) for n in numbers))
 
     def _run_out(self, key: Key) -> Key:
         """All that the islands do which are not marked to stay, in one order: a rank that lags adopts last."""
@@ -146,7 +180,7 @@ class Explorer(Invariants):
             machine = self.machine(members[i], line, self.lines, n, 1, record, "running", none, 0, 0, 0, 0, heard, (), none)
             key.append(self._id(Node(machine, ((),) * self.islands, (), None, (None,) * n)))
         state = (*key, self._id((None,) * n))
-        for at, k in itertools.product(range(len(key)), range(n) if self.launched else ()):
+        for at, k in itertools.product(range(len(key)), range(n) if self.late == "nobody" else ()):
             state = self._done(state, at, *self._fed(state[at], (moves.Launched(k, self.kinds[k]),)))
         return state
 
@@ -171,7 +205,7 @@ class Explorer(Invariants):
             inbox[name.islands[slot]] = name(frames)
         votes = tuple(sorted(name(value.votes), key=lambda v: v.ballot))
         got = tuple(outcome(got, name) for got in value.got)
-        return Node(name(value.machine), tuple(inbox), votes, name(value.pending), got, value.stays)
+        return Node(name(value.machine), tuple(inbox), votes, name(value.pending), got, value.stays, value.until)
 
     # ---- steps within a view -------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +231,7 @@ class Explorer(Invariants):
         if node.pending is not None:
             yield self._adopt(i)
             return
-        if node.machine.next < len(self.kinds):
+        if node.machine.next < len(self.kinds) and not node.stays:
             yield self._fed(i, (moves.Launched(node.machine.next, self.kinds[node.machine.next]),))
         for slot, frames in enumerate(node.inbox):  # the next frame of one sender, with the shares before it
             count = next((k for k, f in enumerate(frames) if f.piece.what != "share"), None)
@@ -307,12 +341,30 @@ class Explorer(Invariants):
         if any(self._node(key[at]).pending is not None for at in ranks):
             return []
         frozen = [self._frozen(i) if i else (0, 0) for i in key[:-1]]
-        reports, found = tuple(report for _, report in frozen if report), []
+        reports = tuple(report for _, report in frozen if report)
+        found: list[Key] = []
         for late in self._late((*(i for i, _ in frozen), key[-1]), ranks):
-            for record in {self._record(late[at], reports) for at in ranks}:
-                self._check_record(late, self._values[record])
-                found += self._adopted(late, record, ranks)
+            found += self._settled((*(self._stopped(i) for i in late[:-1]), late[-1]), reports)
         return found
+
+    @remembered
+    def _settled(self, key: Key, reports: tuple[int, ...]) -> list[Key]:
+        """All that may come of these frozen ranks. What one of them proposes is a function of record and reports, but for a mutant."""
+        ranks, found = [at for at, i in enumerate(key[:-1]) if i], []
+        alike = self.machine._proposal is Rank._proposal
+        for record in {self._record(key[at], reports) for at in (ranks[:1] if alike else ranks)}:
+            self._check_record(key, self._values[record])
+            found += self._adopted(key, record, ranks)
+        return found
+
+    @remembered
+    def _stopped(self, i: int) -> int:
+        """Of a frozen rank what counts for the next view: no frame of this one, and no share."""
+        if not i:
+            return 0
+        node = self._node(i)
+        opened = tuple(replace(e, shares=frozenset()) for e in node.machine.open)
+        return self._id(node._replace(machine=replace(node.machine, open=opened), inbox=((),) * self.islands))
 
     @remembered
     def _frozen(self, i: int) -> tuple[int, int]:
@@ -356,6 +408,7 @@ class Explorer(Invariants):
         for at in ranks:
             state[at] = self._pending(key[at], record)
         for at in ranks:
+            self._late_launch(key[at], record)
             for action in self._adopting(key[at], record):
                 self._send(state, at, action)
         for lags in [None, *(at for at in ranks if self._waits(key[at]))]:
@@ -368,12 +421,28 @@ class Explorer(Invariants):
     @remembered
     def _pending(self, i: int, record: int) -> int:
         """The rank when the record is in the store."""
-        return self._id(self._node(i)._replace(inbox=((),) * self.islands, pending=replace(self._values[record], forwards=()), stays=None))
+        return self._id(self._node(i)._replace(pending=replace(self._values[record], forwards=()), stays=None, until=0))
 
     @remembered
     def _adopting(self, i: int, record: int) -> list[moves.Send]:
         """What the rank sends when it adopts the record."""
         return [a for a in self._node(i).machine.step(moves.RecordSeen(self._values[record]))[1] if isinstance(a, moves.Send)]
+
+    @remembered
+    def _late_launch(self, i: int, record: int) -> None:
+        """What is launched while the rank is frozen comes to the same as what is launched when it has adopted."""
+        machine, seen = self._node(i).machine, moves.RecordSeen(self._values[record])
+        launches = [moves.Launched(n, self.kinds[n]) for n in range(machine.next, len(self.kinds))]
+        before, after = ([*launches, seen], [seen, *launches]) if launches else ([], [])
+        (one, sent), (two, later) = self._after(machine, before), self._after(machine, after)
+        self._check("launch", (one, sent) == (two, later), "{}: sent {} or {}", machine.me, sent, later)
+
+    def _after(self, machine: Rank, events: list[Any]) -> tuple[Rank, list[moves.Action]]:
+        asked: list[moves.Action] = []
+        for event in events:
+            machine, actions = machine.step(event)
+            asked += actions
+        return machine, sorted(asked, key=repr)
 
     @remembered
     def _waits(self, i: int) -> bool:
@@ -391,8 +460,9 @@ class Explorer(Invariants):
         after, actions = self._fed(self._id(node._replace(votes=votes, pending=None)), (moves.RecordSeen(node.pending),))
         self._check("I6", self._node(after).machine.record == node.pending.bare(), "a rank goes on under another record than the store's")
         actions = tuple(a for a in actions if not isinstance(a, moves.Send))
+        after, launched = self._launched(after) if node.stays else (after, ())
         after, more = self._fed(after, stale)
-        return after, (*actions, *more)
+        return after, (*actions, *launched, *more)
 
     @remembered
     def _shifted(self, i: int, shift: int) -> int:

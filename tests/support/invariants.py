@@ -13,7 +13,7 @@ Outcome = tuple[tuple[Member, ...], frozenset[Piece]]
 
 
 class Violation(AssertionError):
-    """An invariant does not hold, or nothing can happen any more. `name`: I1 to I8, or "stuck"."""
+    """An invariant does not hold, or nothing can happen any more. `name`: I1 to I8, "stuck" or "launch"."""
 
     def __init__(self, name: str, text: str):
         super().__init__(f"{name}: {text}")
@@ -21,7 +21,8 @@ class Violation(AssertionError):
 
 
 class Node(NamedTuple):
-    """One rank and what is on the way to it. inbox: by slot of the sender. got: by number of the message, what it delivered."""
+    """One rank and what is on the way to it. inbox: by slot of the sender. got: by number of the message, what it delivered. stays: whether
+    it takes part in the next change; until: how many messages it has launched then."""
 
     machine: Rank
     inbox: tuple[tuple[moves.Received, ...], ...]
@@ -29,6 +30,7 @@ class Node(NamedTuple):
     pending: Record | None
     got: tuple[Outcome | None, ...]
     stays: bool | None = None
+    until: int = 0
 
 
 Key = tuple[int, ...]

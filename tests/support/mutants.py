@@ -1,11 +1,13 @@
-"""Seven ways to get the membership protocol wrong. Each must be found by the explorer."""
+"""Ways to get the membership protocol wrong. Each must be found by the explorer: seven by any message that is launched at the start, one by
+a message that somebody launches late, one by a reduce before a gather."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fsdp_demo.comm import settlement
-from fsdp_demo.comm.epochs import Ballot, Kind, Open, Piece, Record, needed
+from fsdp_demo.comm.epochs import Ballot, Kind, Open, Piece, Record, Report, needed
 from fsdp_demo.comm.membership import Rank
 from fsdp_demo.comm.moves import Action
 
@@ -75,6 +77,34 @@ class MixedMeans(Rank):
         return None if None in found else frozenset(p for p in found if p is not None)
 
 
+class LeavesLateOut(Rank):
+    """K21: who has not sent message n when the members change is not in it, though it goes on."""
+
+    def _proposal(self, reports: settlement.Reports) -> Record:
+        record, own = super()._proposal(reports), []
+        for settled in (record.settlement(n) for n in sorted({h.n for of in reports.values() for r in of for h in r.held})):
+            sent = {m for m, of in reports.items() if all(_has_sent(r, settled.n) for r in of)}
+            stay = tuple(m for m in settled.contributors if m in sent or m not in record.members)
+            own.append(settled._replace(contributors=stay))
+        return replace(record, settlements=tuple(s for s in own if s != record.default(s.n)))
+
+
+def _has_sent(report: Report, n: int) -> bool:
+    return n < report.landed or any(h.n == n and (h.kind == "reduce" or Piece("body", report.member) in h.pieces) for h in report.held)
+
+
+class BeginsAgain(Rank):
+    """K10: when one message is made again, so are all after it, whoever has them."""
+
+    def _proposal(self, reports: settlement.Reports) -> Record:
+        record = super()._proposal(reports)
+        kinds = {h.n: h.kind for m in record.members for r in reports[m] for h in r.held if h.n >= record.stable}
+        again = [n for n, kind in kinds.items() if kind != "gather" and record.settlement(n).attempt == record.view]
+        first = min(again, default=max(kinds, default=0))
+        kept = tuple(s for s in record.settlements if s.n <= first)
+        return replace(record, settlements=kept, forwards=tuple(f for f in record.forwards if f.n <= first))
+
+
 MUTANTS: dict[type[Rank], str] = {
     NoFreeze: "no freeze",
     LineDecides: "decide by line",
@@ -83,4 +113,6 @@ MUTANTS: dict[type[Rank], str] = {
     OwnView: "set from the proposer's own view",
     SealsAtOnce: "seal before stable",
     MixedMeans: "mean of epochs mixed",
+    LeavesLateOut: "who launches late is left out",
+    BeginsAgain: "all behind a repeat is made anew",
 }
