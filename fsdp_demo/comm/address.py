@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from typing import NamedTuple
 
@@ -81,6 +82,19 @@ def split_endpoint(text: str) -> Endpoint:
     if not port:
         raise ValueError(f"{shown!r} must be {ENDPOINT}")
     return Endpoint(scheme, host, port, login[1:], int(number or 0))
+
+
+def is_public(host: str) -> bool:
+    """Whether a name or address leads to the open internet; False where it has no address.
+
+    >>> [is_public(host) for host in ("10.0.0.5", "100.100.1.1", "fd00::1", "127.0.0.1", "8.8.8.8")]
+    [False, False, False, False, True]
+    """
+    try:
+        found = {str(target[0]) for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return False
+    return any(ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
 
 
 def route_to(endpoint: str) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from ..config.parsing import nearest
-from .address import ENDPOINT, Endpoint, split_endpoint
+from .address import ENDPOINT, Endpoint, is_public, split_endpoint
 from .transport import TRANSPORTS
 
 log = logging.getLogger("fsdp_demo")
@@ -201,6 +201,33 @@ def _meant(name: str) -> str:
     tail = name.partition("_")[2]
     tails = [known.partition("_")[2] for known in VARIABLES]
     return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
+
+
+def warn_of_open(place: Endpoint, address: str, transport: str, token: str) -> None:
+    """Say once, loudly, where the run can be reached from the open internet and does not ask for a token.
+
+    Args:
+        place: ISLAND_ENDPOINT. address: ISLAND_ADDRESS, "" where it is not set.
+    """
+    reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
+    public = [said for said, host in reached.items() if host and is_public(host)]
+    if transport == "gloo":
+        lacks, cure = "gloo asks for no token", "set ISLAND_TRANSPORT=zeromq and ISLAND_TOKEN (openssl rand -hex 32) on all islands"
+    elif not token:
+        lacks, cure = "ISLAND_TOKEN is not set", "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)"
+    elif not place.scheme:
+        lacks, cure = "the store at host:port asks for no token", f"take the store of `fsdp-demo store --bind zmq://{place}`"
+    else:
+        return
+    if public and "open" not in _said:
+        _said.add("open")
+        log.warning(
+            "%s: a PUBLIC address, and %s: WHOEVER REACHES IT CAN READ, CHANGE AND END THE RUN. %s, or give private addresses "
+            "(docs/wireguard.md)",
+            " and ".join(public),
+            lacks,
+            cure[0].upper() + cure[1:],
+        )
 
 
 def say_single(on_purpose: bool, rank: int) -> None:

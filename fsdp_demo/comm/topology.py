@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, StoreSilent
 from . import attempts, environment
-from .address import route_to
+from .address import route_to, split_endpoint
 from .link import Link
 from .peers import Line
 from .store_client import Asker, connect
@@ -312,6 +312,8 @@ class Topology:
         return self._prefix or self.prefix()
 
     def _connect(self) -> Asker:
+        if self.rank == 0:
+            environment.warn_of_open(split_endpoint(self.endpoint), self.address, self.transport, self.token)
         self._store = store = self.open_store()
         store.deadline = self.timeout
         epoch = _epochs[self.endpoint, self.run]

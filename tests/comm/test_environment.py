@@ -11,6 +11,7 @@ import pytest
 from fsdp_demo import Topology
 from fsdp_demo.comm import environment
 from fsdp_demo.comm.topology import Position
+from fsdp_demo.errors import StoreSilent
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,3 +109,34 @@ def test_slots_are_the_parts_of_the_data() -> None:
     alone = Topology.from_env({**env, "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2", "ISLAND_RANK": "0"})
     assert (alone.kind, alone.islands, alone.count) == ("islands", 2, 1)
     assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more", "says"),
+    [
+        ("zmq://8.8.8.8:1", {}, "ISLAND_ENDPOINT=zmq://8.8.8.8:1: a PUBLIC address, and ISLAND_TOKEN is not set"),
+        ("zmq://[2606:4700::1]:1", {}, "ISLAND_TOKEN is not set"),
+        ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "8.8.4.4"}, "ISLAND_ADDRESS=8.8.4.4: a PUBLIC address, and ISLAND_TOKEN is not set"),
+        ("8.8.8.8:1", {"ISLAND_TOKEN": "secret"}, "Take the store of `fsdp-demo store --bind zmq://8.8.8.8:1`"),
+        ("8.8.8.8:1", {"ISLAND_TOKEN": "secret", "ISLAND_TRANSPORT": "gloo"}, "gloo asks for no token"),
+        ("zmq://8.8.8.8:1", {"ISLAND_TOKEN": "secret"}, ""),
+        ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
+        ("zmq://[fd00::1]:1", {}, ""),
+        ("zmq://100.100.1.1:1", {}, ""),
+    ],
+)
+def test_a_public_address_without_a_token_is_warned_of_once(
+    endpoint: str, more: dict[str, str], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is sent there."""
+
+    def silent(self: Topology, limit: float | None = None) -> None:
+        raise StoreSilent("ISLAND_ENDPOINT= nobody answers")
+
+    monkeypatch.setattr(Topology, "open_store", silent)
+    env = {"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", "ISLAND_ENDPOINT": endpoint, **more}
+    for _ in range(2):
+        with pytest.raises(StoreSilent):
+            Topology.from_env(env).join(Position())
+    found = [r.getMessage() for r in caplog.records if "PUBLIC" in r.getMessage()]
+    assert len(found) == bool(says) and all(says in text and "secret" not in text for text in found), found
