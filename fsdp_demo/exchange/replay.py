@@ -24,6 +24,9 @@ log = logging.getLogger("fsdp_demo")
 
 T = TypeVar("T")
 
+NEVER = 1 << 62
+"""The step from which an island trains by itself that still makes up for those of others."""
+
 SLICE = 5.0
 """Seconds after which the ranks of an island say to each other that they still wait: their snapshots do not come at the same time."""
 
@@ -51,8 +54,9 @@ def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> 
         flow.line.digest = flow.config.digest()
     log.info("%s: the run is under way: what this island brings is replaced by the state of another", flow.topology.name)
     _take_snapshot(flow, model, told, following)
-    begun = flow.step
+    begun, flow.since = flow.step, NEVER
     taken = _take_ticks(flow, following)
+    flow.since = flow.step
     if following is not None:
         following.caught_up(flow.step)
     log.info("%s: took over step %d, made up for %d steps, goes on from step %d", flow.topology.name, begun, taken, flow.step)
