@@ -273,11 +273,11 @@ class Counter:
         if guest is not None and guest.following and guest is self._guests.guest:
             self._put(guest, "messages", {"item": "launch", **message.described()}, [])
 
-    def message(self, n: int, arrived: Arrived) -> None:
-        """A message that has been delivered here. In the courier's thread."""
+    def message(self, n: int, arrived: Arrived, coded: Sequence[Tensor] = ()) -> None:
+        """A message that has been delivered here; `coded`: see `packed`. In the courier's thread."""
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
-            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived))
+            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived, coded))
 
     def _put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
         def put() -> None:

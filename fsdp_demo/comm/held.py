@@ -123,11 +123,15 @@ class Message:
         self.parts[self.me, attempt] = fill(part, self.expected("part"))
         return self.parts[self.me, attempt]
 
+    def coded(self, due: Due) -> list[Tensor]:
+        """The coded parts of the means, without headers, by whose they are; nothing without vectors."""
+        return [self.parts[m, due.attempt][HEADER.size :] for m in due.contributors] if self.vectors else []
+
     def result(self, due: Due) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         """Headers and bodies of the contributors, and the means of the vectors."""
         who, means = due.contributors, list[Tensor]()
         if not self.weighed:
             self.weigh([self.headers[m] for m in who])
         if self.vectors:
-            means = collectives.whole([self.parts[m, due.attempt][HEADER.size :] for m in who], self.spans)
+            means = collectives.whole(self.coded(due), self.spans)
         return [self.headers[m] for m in who], [self.bodies[m][HEADER.size :] for m in who], means

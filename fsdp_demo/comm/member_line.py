@@ -157,7 +157,8 @@ class MemberLine(Line):
             raise PeerLost(f"{lost} was lost while the islands came together")
         self._count(message.sent, message.received, setup)
         if self._counter is not None and self._counter.follows:
-            self._counter.message(message.n, Arrived(*out, slots=self.slots))
+            coded = message.coded(due) if header.kind in WITHIN else []  # who does not ask a question has a part of its mean all the same
+            self._counter.message(message.n, Arrived(*out, slots=self.slots), coded)
         return out
 
     def _followed(
