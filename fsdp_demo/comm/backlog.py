@@ -88,7 +88,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._pending: deque[Segment | Tick | tuple[int, Arrived]] = deque()
+        self._pending: deque[Segment | Tick | tuple[int, Arrived, Sequence[Tensor]]] = deque()
         self._lock = threading.Lock()
         self._marked, self._gone = 0, 0
         self._held = ""
@@ -110,10 +110,10 @@ class Backlog:
         if self.keeps:
             self._pending.append(tick)
 
-    def message(self, n: int, arrived: Arrived) -> None:
-        """A message has been delivered. Its tensors must stay as they are."""
+    def message(self, n: int, arrived: Arrived, coded: Sequence[Tensor] = ()) -> None:
+        """A message has been delivered; `coded`: see `packed`. Its tensors must stay as they are."""
         if self.keeps:
-            self._pending.append((n, arrived))
+            self._pending.append((n, arrived, coded))
 
     # ---- asked, in the thread that trains --------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Backlog:
                 self._drop(len(self._segments), always=True)
         self._bound()
 
-    def _write(self, noted: Segment | Tick | tuple[int, Arrived]) -> None:
+    def _write(self, noted: Segment | Tick | tuple[int, Arrived, Sequence[Tensor]]) -> None:
         if isinstance(noted, Segment):
             with self._lock:
                 self._segments.append(noted)
@@ -149,7 +149,7 @@ class Backlog:
         elif self._segments and isinstance(noted, Tick):
             self._segments[-1].add("ticks", {"item": "tick"}, [noted.pack()])
         elif self._segments and isinstance(noted, tuple):
-            self._segments[-1].add("messages", {"item": "message", "n": noted[0]}, packed(noted[1]))
+            self._segments[-1].add("messages", {"item": "message", "n": noted[0]}, packed(noted[1], noted[2]))
 
     def _bound(self) -> None:
         while self._segments and not self._held:

@@ -115,13 +115,13 @@ class Counter:
         if guest is not None and guest.following and guest is self._guests.guest:
             self._put(guest, "messages", {"item": "launch", **message.described()}, [])
 
-    def message(self, n: int, arrived: Arrived) -> None:
-        """A message that has been delivered here. In the courier's thread."""
+    def message(self, n: int, arrived: Arrived, coded: Sequence[Tensor] = ()) -> None:
+        """A message that has been delivered here; `coded`: see `packed`. In the courier's thread."""
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
-            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived))
+            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived, coded))
         if self._backlog.keeps:
-            self._backlog.message(n, arrived)
+            self._backlog.message(n, arrived, coded)
             self.submit(self._backlog.write)  # after what waits for this message has gone on
 
     def forget(self) -> None:

@@ -86,7 +86,7 @@ class Header:
     Attributes:
         digest: of the configuration.
         step: of a payload the step it is sent in, from 0; else the steps done.
-        weight: the sender's share in a mean. loss: NaN where unknown.
+        weight: the sender's share in a mean; less than 0: none, whatever the channel's weights. loss: NaN where unknown.
         total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
         number: of the message on its line, the same on all its ranks.
         norm: `norm_code` of what the sender contributes, of its whole island: the same on all its ranks. 0 where unknown.

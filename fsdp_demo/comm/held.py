@@ -173,6 +173,14 @@ class Message:
         self.parts[self.me, attempt] = fill(part, self.expected("part"))
         return self.parts[self.me, attempt]
 
+    def coded(self, due: Due) -> list[Tensor]:
+        """The coded parts of the means, without headers, by whose they are; nothing without vectors, and where somebody who has left has a
+        share in them: parts are not as many as headers then."""
+        settled = due.settled
+        if not self.vectors or settled.early:
+            return []
+        return [self.parts[m, settled.attempt][HEADER.size :] for m in settled.owners]
+
     def result(self, due: Due) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         """Headers and bodies of the contributors, and the means of the vectors."""
         settled, means = due.settled, list[Tensor]()

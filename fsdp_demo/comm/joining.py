@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..compression import dense as coding
 from ..errors import WireError
-from .collectives import Arrived, Spans
+from .collectives import Arrived, Spans, legs, whole
 from .header import Header
 
 LONGEST = 16 << 20
@@ -142,15 +143,17 @@ class Expected:
 
     def sizes(self, head: Tensor) -> list[int]:
         """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if it is another message than this."""
-        headers, _ = self.check(head)
-        return [self.body] * len(headers) + [4 * n for n, _ in self.vectors]
+        headers, _, coded = self.check(head)
+        means = [coding.total_bytes(part) for part in legs(self.vectors, len(headers))[1]] if coded else [4 * n for n, _ in self.vectors]
+        return [self.body] * len(headers) + means
 
-    def check(self, data: Tensor) -> tuple[list[Header], list[int]]:
-        """Headers and slots in the head of a packed message. Raises WireError if it is another one than this."""
+    def check(self, data: Tensor) -> tuple[list[Header], list[int], bool]:
+        """Headers and slots in the head of a packed message, and whether its means come in their code. Raises WireError if it is another
+        one than this."""
         head = from_bytes(data, "a message to follow")
         try:
             headers, slots = [_header(h) for h in head["headers"]], [int(s) for s in head["slots"]]
-            bodies, means = list(head["bodies"]), list(head["means"])
+            bodies, means, coded = list(head["bodies"]), list(head["means"]), head["coded"] is True
         except _BROKEN as error:
             raise WireError(f"a message to follow is damaged ({error!r:.80}): use one release everywhere") from None
         if not 0 < len(headers) <= self.islands:
@@ -164,18 +167,23 @@ class Expected:
                 f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, expected are {wanted} and "
                 f"{[n for n, _ in self.vectors]}: use one release everywhere"
             )
-        return headers, slots
+        return headers, slots, coded
 
 
-def packed(arrived: Arrived) -> list[Tensor]:
-    """What came back to the donor as bytes: a head, the bodies, the means (fp32); all uint8 [n]."""
+def packed(arrived: Arrived, coded: Sequence[Tensor] = ()) -> list[Tensor]:
+    """What came back to the donor as bytes: a head, the bodies, the means; all uint8 [n].
+
+    Args:
+        coded: the coded parts of the means, by whose they are (`collectives.whole`): they go instead of the means, which are fp32.
+    """
     head = {
         "headers": [{k: _plain(v) for k, v in vars(h).items()} for h in arrived.headers],
         "slots": list(arrived.slots),
         "bodies": [b.numel() for b in arrived.bodies],
         "means": [m.numel() for m in arrived.means],
+        "coded": bool(coded),
     }
-    means = [m.detach().cpu().contiguous().view(torch.uint8) for m in arrived.means]
+    means = list(coded) or [m.detach().cpu().contiguous().view(torch.uint8) for m in arrived.means]
     return [to_bytes(head), *(b.cpu() for b in arrived.bodies), *means]
 
 
@@ -187,11 +195,12 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> Arrived:
     """
     if not parts:
         raise WireError("a message to follow was cut off: nothing came")
-    headers, slots = expected.check(parts[0])
+    headers, slots, coded = expected.check(parts[0])
     wanted, found = expected.sizes(parts[0]), [p.numel() for p in parts[1:]]
     if found != wanted:
         raise WireError(f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}")
-    bodies, means = list(parts[1 : 1 + len(headers)]), [p.contiguous().view(torch.float32) for p in parts[1 + len(headers) :]]
+    bodies, rest = list(parts[1 : 1 + len(headers)]), list(parts[1 + len(headers) :])
+    means = whole(rest, expected.vectors) if coded else [p.contiguous().view(torch.float32) for p in rest]
     return Arrived(headers, bodies, means, slots=tuple(slots))
 
 

@@ -160,7 +160,8 @@ class MemberLine(Line):
         self.alike, self.something = message.alike, message.something
         self._account(message.sent, message.received, bool(vectors), setup)
         if self._counter is not None:
-            self._counter.message(message.n, Arrived(*out, slots=self.slots))
+            coded = message.coded(due) if header.kind in WITHIN else []  # who does not ask a question has a part of its mean all the same
+            self._counter.message(message.n, Arrived(*out, slots=self.slots), coded)
         return out
 
     def _followed(

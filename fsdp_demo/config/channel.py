@@ -294,6 +294,11 @@ class Channel:
         return self.target == "parameter"
 
     @property
+    def sums_steps(self) -> bool:
+        """Whether what is sent is the sum of the steps of a round: of a delta, or of gradients that are accumulated."""
+        return self.source in ("delta", "gradient") and self.clock.period > 1
+
+    @property
     def queues(self) -> bool:
         """Whether a delta is sent while earlier ones are under way: those stay in the parameters until they arrive."""
         return self.source == "delta" and self.clock.delay >= self.clock.period

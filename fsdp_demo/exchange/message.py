@@ -108,7 +108,8 @@ def _spans(lengths: Sequence[int], start: int = 0) -> list[slice]:
 
 def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step, for what is not
-    finite, and for a norm that is far from the others'. Of one that has left it is the weight in any case: it has sent a part of a round.
+    finite, for a norm that is far from the others', and for a newcomer's part of a round, unless all are newcomers. Of one that has left it
+    is the weight in any case: it has sent a part of a round.
 
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
@@ -120,7 +121,8 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
         raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
     plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
     out = FAR | NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
-    return [0.0 if h.flags & out else h.weight if tokens or h.flags & EARLY else 1.0 for h in headers]
+    alone = all(h.weight < 0 for h in headers)
+    return [0.0 if h.flags & out else h.weight if tokens or h.flags & EARLY else float(alone or h.weight >= 0) for h in headers]
 
 
 def pack_bits(bits: Sequence[bool]) -> Tensor:

@@ -27,6 +27,9 @@ T = TypeVar("T")
 Own = tuple[str, Callable[[], dict[str, Any]]]
 """The mark of a checkpoint, and what loads it (`returning.OwnCheckpoint`)."""
 
+NEVER = 1 << 62
+"""The step from which an island trains by itself that still makes up for those of others."""
+
 SLICE = 5.0
 """Seconds after which the ranks of an island say to each other that they still wait: their snapshots do not come at the same time."""
 
@@ -57,7 +60,9 @@ def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], own
     log.info("%s: the run is under way: what this island brings is replaced by the state of another", flow.topology.name)
     own = None if flow.island.any(own is None) else own
     stand = _take_snapshot(flow, model, told, following, own)
+    flow.since = NEVER
     taken = _take_ticks(flow, following)
+    flow.since = flow.step
     if following is not None:
         following.caught_up(flow.step)
         mib, source = following.fetched / 2**20, "its own checkpoint" if stand.own else "a snapshot"

@@ -64,6 +64,7 @@ class Flow:
         drift: see `Exchange`.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
             again.
+        since: the step from which this replica has trained by itself; later than 0 where it has joined a run under way.
         unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
         ahead: called ahead of a step until it is None: what is to be done ahead of the first one (`first_step.py`).
         tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was told.
@@ -91,7 +92,7 @@ class Flow:
         for c in bound.channels:
             c.measures = config.norm_limit is not None and topology.islands > 1
         self.drift: float | None = None
-        self.begun = -1
+        self.begun, self.since = -1, 0
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.raises_stopped = True
         self.ahead: Callable[[], None] | None = None
@@ -267,7 +268,16 @@ class Flow:
             return
         by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
         said = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
+        if not by_tokens and self._joined_within(outgoing):
+            said = replace(said, weight=-1.0)
         self.mailbox.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)))
+
+    def _joined_within(self, outgoing: dict[str, Outgoing]) -> bool:
+        """Whether this replica has joined within the round that these channels send: its steps are fewer than the others', and would count
+        as much. Tokens are counted since it joined, so weights by tokens need no such rule."""
+        own, clocks = self.step + 1 - self.since, {c.channel.name: c.channel.clock for c in self.channels if c.channel.sums_steps}
+        sent = [clocks[name].period for name, out in outgoing.items() if name in clocks and not out.partial]
+        return self.since > 0 and any(own < period for period in sent)
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
         """The norm of what this island contributes to a message: one number, the same on all its ranks. 0 where nobody looks at it."""

@@ -13,9 +13,10 @@ import torch
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
 from fsdp_demo.comm import agreement, meet
+from fsdp_demo.comm.collectives import Arrived, part_of_mean, shares, whole
 from fsdp_demo.comm.coming import Coming
-from fsdp_demo.comm.header import DIGESTS, NORM, PARAMETERS, PAYLOAD
-from fsdp_demo.comm.joining import LONGEST, Snapshot, Tick
+from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, Header
+from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import Place
 from fsdp_demo.comm.member_line import MemberLine
 from fsdp_demo.comm.transport import Meeting
@@ -28,14 +29,21 @@ LAST = 8
 WAIT = 15.0
 
 
+MEANS: dict[tuple[int, str], torch.Tensor] = {}
+"""What came back first, of each step and code."""
+
+
 def payload(line: MemberLine, step: int) -> tuple[int, ...]:
     """The message of a step, and the norm in it; of whom it was."""
     agreement.mean_of(line, step, 1.0)
-    vectors = [(torch.full((5000,), float(line.slot)), "fp32")]
+    noise = torch.randn(20_000, generator=torch.Generator().manual_seed(10 * step + line.slot))
+    vectors = [(torch.full((5000,), float(line.slot)), "fp32"), (noise, "int8"), (noise, "int4"), (noise, "bf16")]
     body = torch.full((7,), line.slot, dtype=torch.uint8)
-    arrived = line.exchange(line.header(PAYLOAD, step), body, vectors, lambda headers: [[1.0] * len(headers)])
+    arrived = line.exchange(line.header(PAYLOAD, step), body, vectors, lambda headers: [[1.0] * len(headers)] * 4)
     assert [int(b[0]) for b in arrived.bodies] == list(arrived.slots) == list(line.slots)
     assert torch.equal(arrived.means[0], torch.full((5000,), sum(arrived.slots)) / len(arrived.slots))
+    for (_, code), mean in zip(vectors[1:], arrived.means[1:], strict=True):
+        assert torch.equal(mean, MEANS.setdefault((step, code), mean.clone())), "a newcomer has the bits of the others"
     return arrived.slots
 
 
@@ -167,3 +175,22 @@ def test_what_comes_in_another_form() -> None:
     with pytest.raises(WireError):
         Coming.read({}, 36)
     assert NORM != DIGESTS
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_means_travel_in_their_code(count: int) -> None:
+    """In as many bytes as among the members, and to the same bits."""
+    spans = [(9000, "int8"), (4097, "int4"), (5000, "bf16"), (10, "fp32")]
+    sent = [shares([(torch.randn(n), code) for n, code in spans], count) for _ in range(count)]
+    weights = [[1.0] * count] * len(spans)
+    parts = [part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :] for j in range(count)]
+    means = whole(list(parts), spans)
+    arrived = Arrived([Header(0, 3)] * count, [torch.zeros(2, dtype=torch.uint8)] * count, means, slots=tuple(range(count)))
+    expected = Expected(PAYLOAD, 3, 2, spans)
+    plain, coded = packed(arrived), packed(arrived, parts)
+    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [p.numel() for p in plain[1:]] == expected.sizes(plain[0])
+    assert sum(p.numel() for p in coded[1:]) < 0.5 * sum(p.numel() for p in plain[1:])
+    for some in (plain, coded):
+        assert all(map(torch.equal, unpacked(some, expected).means, means))
+    with pytest.raises(WireError, match="cut off: parts of"):
+        unpacked([*coded[:-1], coded[-1][:-1]], expected)

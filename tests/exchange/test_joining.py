@@ -12,8 +12,9 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Stopped, WireError, base_optimizer, preset
-from fsdp_demo.comm.header import PAYLOAD, STOP
+from fsdp_demo.comm.header import PAYLOAD, STOP, Header
 from fsdp_demo.comm.joining import Expected, Tick, packed, to_bytes, unpacked
+from fsdp_demo.exchange.message import replica_weights
 
 from ..support import joining, threaded
 from ..support.cases import named
@@ -448,3 +449,42 @@ def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None
         exchange.detach()
 
     run_ranks(run, islands=1, procs=1)
+
+
+WEIGHTS = {
+    # joined at step 4: own steps are 4 and 5 of the round that ends with step 5, then 6 to 8, then 9 to 11
+    "tokens": (preset("diloco", period=3, **{"reducer.weight": "tokens"}), [(5, 9.0), (8, 21.0), (11, 30.0)]),
+    "equal": (preset("diloco", period=3), [(5, -1.0), (8, 1.0), (11, 1.0)]),
+    "gradients": (preset("demo", **{"clock.period": 3}), [(5, -1.0), (8, 1.0), (11, 1.0)]),
+    "every step": (preset("demo"), [(t, 1.0) for t in range(4, 12)]),
+    "parameters": (preset("local_sgd", period=3), [(5, 1.0), (8, 1.0), (11, 1.0)]),  # the donor's, and two steps on
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_the_first_contributions_weigh(run_ranks, name: str) -> None:
+    """Tokens count since it joined, as its delta does; else a part of a round counts for nothing."""
+    config, expected = WEIGHTS[name]
+
+    def run() -> None:
+        record, _ = recorded(config, STEPS)
+        _, exchange, model = joins(config, record, 2, 4)
+        assert exchange.step == 4
+        optimizer, line = exchange.optimizers[0], exchange._line
+        replayed = len(line.said)
+        for t in range(4, STEPS):
+            exchange.note(tokens=t)
+            step(model, optimizer, t, 5)
+        exchange.flush()
+        assert line.said[replayed:] == expected, line.said
+        assert all(weight == (expected[0][1] if expected[0][1] < 0 else line.said[0][1]) for _, weight in line.said[:replayed])
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_a_part_of_a_round_has_no_share_unless_nobody_has_more() -> None:
+    (channel,) = preset("diloco").channels
+    part, whole = Header(0, 0, weight=-1.0), Header(0, 0)
+    assert replica_weights(channel, [whole, part, whole]) == [1.0, 0.0, 1.0]
+    assert replica_weights(channel, [part, part]) == [1.0, 1.0]

@@ -122,14 +122,15 @@ class Fed:
 
 
 class Follower(Line):
-    """A newcomer's line, which sends nothing."""
+    """A newcomer's line, which sends nothing. said: step and weight of each payload that it would send."""
 
     def __init__(self, fed: Fed, islands: int):
         super().__init__(None, islands - 1, islands, [f"island{i}" for i in range(islands)], 5.0)
-        self.following = fed
+        self.following, self.said = fed, []
 
     def exchange(self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False) -> Arrived:
         assert self.following is not None and header.kind == PAYLOAD
+        self.said.append((header.step, header.weight))
         wanted = Expected(header.kind, header.step, body.numel(), [(v.numel(), code) for v, code in vectors], self.size)
         arrived = self.following.arrived(wanted)
         weigh(arrived.headers)
