@@ -26,6 +26,7 @@ from ..comm.peers import Line
 from ..compression.staging import Staging
 from ..errors import PeerLost
 from .connections import Connections
+from .history import History
 from .local_status import Said, give_up
 from .message import MessageLayout
 from .saved_state import InFlightState
@@ -79,6 +80,7 @@ class Mailbox:
         device: of what is sent.
         speaks: this rank logs what it sees in the messages of its line.
         gone: why what others send at a step will not come, empty if it will.
+        islands: of the run.
 
     Attributes:
         flights: under way, oldest first; flown: those that have ended.
@@ -87,7 +89,7 @@ class Mailbox:
         broken: a message was lost.
         unsent: of `flights`, what a resumed run has to send once more.
         replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not mixed into what arrives.
-        watch: what this rank sees in the messages of its line.
+        watch: what this rank sees in the messages of its line. history: whose contributions those had that were applied here.
     """
 
     def __init__(
@@ -97,9 +99,10 @@ class Mailbox:
         device: torch.device,
         speaks: bool = False,
         gone: Callable[[float], str] = lambda step: "",
+        islands: int = 1,
     ):
         self.channels, self.device, self.connections, self._gone = list(channels), device, connections, gone
-        self.watch = Watch(connections.line, speaks)
+        self.watch, self.history = Watch(connections.line, speaks), History(islands)
         self._staging = Staging(device)
         self.flights: list[Flight] = []
         self.flown: deque[Flown] = deque(maxlen=10_000)
@@ -277,6 +280,8 @@ class Mailbox:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
         self.watch.hear(headers, int(stop))
+        if headers and flight.step >= 0:
+            self.history.hear(flight.step, arrived.slots)
         return arrived
 
     # ---- a run that goes on ----------------------------------------------------------------------------------------

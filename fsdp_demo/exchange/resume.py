@@ -29,6 +29,7 @@ def state(flow: Flow) -> ExchangeState:
         weighed=weighed,
         loss=mailbox.watch.loss,
         losses=losses,
+        history=mailbox.history.note(),
     )
 
 
@@ -46,6 +47,7 @@ def load(flow: Flow, saved: ExchangeState) -> None:
     flow.step, flow.begun = max(flow.step, saved.step), saved.begun
     flow.mailbox.load(saved.in_flight, saved.last, saved.applied)
     flow.mailbox.watch.loss = saved.loss
+    flow.mailbox.history.load(saved.history)
     flow.notes.load(saved.tokens, saved.weighed, saved.losses, flow.shards.device)
 
 
@@ -58,9 +60,9 @@ def forget(flow: Flow) -> None:
         c.present = [False] * len(c.covered)
 
 
-def agree(mailbox: Mailbox, step: int) -> None:
+def agree(mailbox: Mailbox, step: int, donor: int) -> None:
     """What was under way when a state was saved is to be sent once more (`Mailbox.send_again`), where not all islands have received it.
-    What some have and others will not send is dropped. All count from one last exchange.
+    What some have and others will not send is dropped. All count from one last exchange, and have the donor's history.
 
     Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
 
@@ -68,8 +70,11 @@ def agree(mailbox: Mailbox, step: int) -> None:
         ValueError: something is dropped, and islands stand at unlike steps.
     """
     line, island, flights = mailbox.connections.line, mailbox.connections.island, mailbox.flights
-    mine = {"step": step, "flights": [[f.step, f.members, f.arrived is not None] for f in flights]}
+    open_here = [[f.step, f.members, f.arrived is not None] for f in flights]
+    mine = {"step": step, "flights": open_here, "history": mailbox.history.note()}
     everyone = gather_json(line, mine) if line is not None else []
+    if everyone:
+        mailbox.history.load(everyone[donor]["history"])
     theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
     known = {key for held in theirs for key in held}
     lost = any(key not in held and key[0] < each["step"] for each, held in zip(everyone, theirs, strict=True) for key in known)

@@ -62,6 +62,7 @@ class ExchangeState:
         begun: the step whose gradients are in the accumulators.
         tokens: of this rank; weighed: of the island up to the last exchange of each channel.
         loss: the mean over the islands at the last exchange; losses: noted here since.
+        history: as `History.note`; empty where it is not known.
     """
 
     step: int
@@ -75,6 +76,7 @@ class ExchangeState:
     weighed: dict[str, float] = field(default_factory=dict)
     loss: float = math.nan
     losses: list[float] = field(default_factory=list)
+    history: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Dicts, lists, numbers and tensors (references): what `Exchange.state_dict` gives."""
@@ -88,6 +90,7 @@ class ExchangeState:
             "losses": [self.loss, self.losses],
             "channels": {name: kept.to_tree() for name, kept in self.channels.items()},
             "in_flight": [f.to_tree() for f in self.in_flight],
+            **({"history": self.history} if self.history else {}),
         }
 
     @classmethod
@@ -110,4 +113,5 @@ class ExchangeState:
             weighed=dict(weighed),
             loss=loss,
             losses=list(losses),
+            history=dict(tree.get("history", {})),
         )

@@ -43,6 +43,7 @@ class Stand:
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
+        history: see `History.note`.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Stand:
     counts: list[dict[str, float]] | None
     same_rest: bool = False
     host: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
@@ -62,8 +64,8 @@ class Stand:
             Open(f.step, list(f.members), {name: "".join("01"[p] for p in out.present or []) for name, out in f.parts.items()})
             for f in mailbox.flights
         ]
-        known = None if math.isnan(loss) else loss
-        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, same_rest, flow.tells())
+        known, applied, history = None if math.isnan(loss) else loss, dict(mailbox.applied), mailbox.history.note()
+        return cls(flow.step, applied, dict(mailbox.last), known, flights, counts, same_rest, flow.tells(), history)
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""
@@ -79,8 +81,9 @@ class Stand:
             counts = tree["counts"]
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
-            step, host = whole(tree["step"]), dict(tree["host"])
-            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host)
+            step, host, told = whole(tree["step"]), dict(tree["host"]), tree["history"]
+            history = {"digest": str(told["digest"]), "slots": [whole(s) for s in told["slots"]], "at": whole(told["at"])}
+            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, history)
         except _BROKEN as error:
             raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 

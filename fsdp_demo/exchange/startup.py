@@ -109,7 +109,7 @@ def take_over(flow: Flow, donor: int, goes_on: bool) -> None:
     equalise_state(flow.line, flow.channels, donor)
     if flow.before_step:
         equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
-    resume.agree(flow.mailbox, flow.step)
+    resume.agree(flow.mailbox, flow.step, donor)
 
 
 def agree_on_run(
