@@ -7,7 +7,7 @@ changes where other islands take part than before. So it costs a comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..comm.epochs import Member, extended
@@ -23,7 +23,7 @@ class History:
     Attributes:
         islands: of the run.
         digest: 16 hexadecimal digits; empty where it is not known: the state is of a release that did not keep it, or was converted.
-        slots: the islands of the last exchange; none: all. at: its step.
+        slots: the islands that take part now. at: the step of the exchange from which on they do.
 
     Example:
         >>> one, two = History(3), History(3)
@@ -34,16 +34,17 @@ class History:
 
     islands: int
     digest: str = BEGUN
-    slots: tuple[int, ...] = field(default_factory=tuple)
+    slots: tuple[int, ...] = ()
     at: int = -1
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or tuple(range(self.islands))
 
     def hear(self, step: int, slots: Sequence[int]) -> None:
         """An exchange of `step` is about to be applied; nothing happens when that is said again. No slots: they are not known any more."""
-        if not slots or step < self.at:
-            return
-        if tuple(slots) != (self.slots or tuple(range(self.islands))):
+        if slots and step >= self.at and tuple(slots) != self.slots:
             self.digest = extended(self.digest, step, [Member(s) for s in slots])
-        self.slots, self.at = tuple(slots), step
+            self.slots, self.at = tuple(slots), step
 
     def note(self) -> dict[str, Any]:
         """As plain values, for `load`."""
@@ -52,4 +53,4 @@ class History:
     def load(self, note: Mapping[str, Any]) -> None:
         """Go on from what `note` gave, here or on another island; from nothing known where it is empty."""
         self.digest, self.at = str(note.get("digest", "")), int(note.get("at", -1))
-        self.slots = tuple(int(s) for s in note.get("slots", ()))
+        self.slots = tuple(int(s) for s in note.get("slots", ())) or tuple(range(self.islands))

@@ -280,7 +280,7 @@ class Mailbox:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
         self.watch.hear(headers, int(stop))
-        if headers and flight.step >= 0:
+        if headers and flight.step >= 0 and arrived.slots != self.history.slots:
             self.history.hear(flight.step, arrived.slots)
         return arrived
 
