@@ -2,8 +2,10 @@
 
 Islands go on together from states between the same exchanges: equal steps, or unlike steps at which the same messages were applied last
 (`applied` in the heads of the exchange's parts). What replicas share, anchors and outer momenta, is equal there, and between two exchanges
-each island's path is its own. One that has lost the answer to a message holds that message, and sends it once more. States of earlier
-releases do not say what was applied: of these only equal steps count.
+each island's path is its own. Whose contributions those messages had must be equal, too (`history` in the heads): an island that is lost
+may have had them from other islands than those that went on without it. One that has lost the answer to a message holds that message, and
+sends it once more. States of earlier releases do not say what was applied: of these only equal steps count. What does not say its history
+fits any.
 """
 
 from __future__ import annotations
@@ -27,24 +29,30 @@ class Held:
         kind: "checkpoint" or "emergency".
         applied: between which exchanges it lies, as JSON; "" where that is not known, or the number of islands was another.
         owner: the island that saved it; -1 where that is not known, or the number of islands was another.
+        history: digest of whose contributions it has; "" where that is not known, or the number of islands was another.
     """
 
     step: int
     kind: str = "checkpoint"
     applied: str = ""
     owner: int = -1
+    history: str = ""
 
     def note(self) -> list[Any]:
         """As JSON; `Held(*note)` is the inverse."""
-        return [self.step, self.kind, self.applied, self.owner]
+        return [self.step, self.kind, self.applied, self.owner, self.history]
 
-    def fits(self, applied: str) -> bool:
-        """Whether it may lie between the same exchanges as another state of the same step."""
-        return not applied or not self.applied or self.applied == applied
+    def fits(self, applied: str, history: str = "") -> bool:
+        """Whether it may lie between the same exchanges as another state of the same step, with one history."""
+        return _may_be(self.applied, applied) and _may_be(self.history, history)
 
 
-def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tuple[str, int]:
-    """(applied, owner) as the heads in a folder `exchange` say, for `Held`; ("", -1) where there is no part.
+def _may_be(one: str, two: str) -> bool:
+    return not one or not two or one == two
+
+
+def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tuple[str, int, str]:
+    """(applied, owner, history) as the heads in a folder `exchange` say, for `Held`; ("", -1, "") where there is no part.
 
     Args:
         ranks: of whom to read the parts; None: of all that are there.
@@ -60,7 +68,10 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tu
     places = {(_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(f"{exchange}: ranks stand between unlike exchanges: {', '.join(sorted(a for a, _ in places))}")
-    return (next(iter(places))[0], min(owner for _, owner in places)) if places else ("", -1)
+    histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}  # copies beyond the lanes know none
+    if len(histories) > 1:
+        raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
+    return (next(iter(places))[0], min(owner for _, owner in places), next(iter(histories), "")) if places else ("", -1, "")
 
 
 def _applied(head: dict[str, Any]) -> str:
@@ -70,24 +81,24 @@ def _applied(head: dict[str, Any]) -> str:
 
 
 def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
-    """The newest states, one of each list, that lie between the same exchanges; None if there are none."""
+    """The newest states, one of each list, that lie between the same exchanges, with one history; None if there are none."""
     found = alike(held)
-    for applied in {h.applied for h in held[0] if h.applied} if held else ():
-        mine = [[h for h in each if h.applied == applied] for each in held]
+    for applied, history in sorted({(h.applied, h.history) for each in held for h in each if h.applied}):
+        mine = [[h for h in each if h.applied == applied and h.history in ("", history)] for each in held]
         if all(mine):
             found.append([max(each, key=_rank) for each in mine])
     return max(found, key=lambda states: (min(h.step for h in states), sum(h.step for h in states)), default=None)
 
 
 def alike(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
-    """All choices of states, one of each list, of one step and between the same exchanges."""
+    """All choices of states, one of each list, of one step and between the same exchanges, with one history."""
     found = []
     for step in set.intersection(*({h.step for h in each} for each in held)) if held else ():
         here = [[h for h in each if h.step == step] for each in held]
-        for applied in sorted({h.applied for each in here for h in each}, reverse=True):
-            fitting = [[h for h in each if h.fits(applied)] for each in here]
-            known = {h.applied for each in fitting for h in each if h.applied}
-            if all(fitting) and len(known) < 2:
+        for applied, history in sorted({(h.applied, h.history) for each in here for h in each}, reverse=True):
+            fitting = [[h for h in each if h.fits(applied, history)] for each in here]
+            known = [{value for each in fitting for h in each if (value := getattr(h, name))} for name in ("applied", "history")]
+            if all(fitting) and max(map(len, known)) < 2:
                 found.append([max(each, key=_rank) for each in fitting])
                 break
     return found
@@ -122,7 +133,8 @@ def choose(
         chosen = [next(rest) if each else None for each in held] if states else None
     if chosen is None and how == "take_over":
         newest = max((h for each in holders for h in each), key=_rank)
-        chosen = [max((h for h in each if h.step == newest.step and h.fits(newest.applied)), key=_rank, default=None) for each in held]
+        like = [[h for h in each if h.step == newest.step and h.fits(newest.applied, newest.history)] for each in held]
+        chosen = [max(each, key=_rank, default=None) for each in like]
     if chosen is None:
         raise NeedsDecision(_choices(names, held, how))
     if how != "take_over":
@@ -156,7 +168,7 @@ def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> 
     have = "; ".join(f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}" for name, each in pairs)
     newest, name = max((max(each, key=_rank).step, name) for name, each in pairs if each)
     shared = set.intersection(*({h.step for h in each} for each in held))
-    parted = " (at equal steps they have applied unlike exchanges)" if shared else ""
+    parted = " (at equal steps they have applied unlike exchanges, or the contributions of unlike islands)" if shared else ""
     lacking = "" if how == "auto" or all(held) else "; or let those that hold none take over from the others (--resume auto)"
     return (
         f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder there{lacking}; or let all go on from "

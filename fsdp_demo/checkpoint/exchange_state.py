@@ -42,6 +42,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "lanes": exchange.channels[0].lanes,
         "torch": torch.__version__,
         "applied": exchange.applied,
+        "history": exchange.history,
         "parameters": [
             {
                 "name": s.name,

@@ -75,8 +75,8 @@ class Board:
             StoreSilent: see `exchange`.
             ValueError, TypeError: a note of another form.
         """
-        said = self.exchange([[h.step, h.applied] for h in mine])
-        held = [[Held(int(step), applied=str(applied)) for step, applied in each or ()] for each in said]
+        said = self.exchange([[h.step, h.applied, h.history] for h in mine])
+        held = [[Held(int(s), applied=str(applied), history=str(*past)) for s, applied, *past in each or ()] for each in said]
         return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class Driver:
         self._closed = self._left = False
         self._frozen_at = 0.0
         self._going: Early | None = None
-        self._offered, self._kept_by = set[Member](), set[Member]()
+        self._offered, self._kept_by, self._nobody = set[Member](), set[Member](), False
         self._failed = ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
         self._desk.epoch = machine.record.epoch
@@ -135,7 +135,7 @@ class Driver:
 
         self._post(job)
         with self.changed:
-            while not self._is_kept() and not self._closed and (left := end - time.monotonic()) > 0:
+            while not (self._is_kept() or self._nobody or self._closed) and (left := end - time.monotonic()) > 0:
                 self.changed.wait(min(left, 0.5))
             return self._is_kept()
 
@@ -326,7 +326,8 @@ class Driver:
         assert early.data is not None
         to = to if early.data.numel() <= SHORT else to[:1]
         with self.changed:
-            self._offered = set(to)
+            self._offered, self._nobody = set(to), not to
+            self.changed.notify_all()
         self.signs.say(["early", early.n, early.kind], [self.notes[m] for m in to if m in self.notes])
         for m in to:
             self._traffic.send_early(early, Piece("early", rank.me), m)

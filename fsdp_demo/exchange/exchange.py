@@ -92,7 +92,9 @@ class Exchange(Readings):
             bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.outer_state == "host" else None), model)
             self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
             # The hooks hold the flow, the flow this queue, and that, by `_gone`, the exchange: `attach` finds it again on the optimizer.
-            self._mailbox = Mailbox(every, self._connections, shards.device, topology.rank == 0, self._gone, config.norm_limit)
+            self._mailbox = Mailbox(
+                every, self._connections, shards.device, topology.rank == 0, self._gone, config.norm_limit, topology.islands
+            )
             self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
             self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
             self._keep = partial(returning.keep, self._flow, model, start.facts)

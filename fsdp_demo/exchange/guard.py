@@ -53,7 +53,8 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
     process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone); with 78 where the islands do not do
     the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an island that stops tells the others,
     which stop after their current steps, and waits for them for at most ISLAND_STOP seconds before it saves. Where islands come and go
-    (ISLAND_TRANSPORT=zeromq) the others train on, no loss of another island ends this one, and who is started again joins them.
+    (ISLAND_TRANSPORT=zeromq) the others train on, no loss of another island ends this one, and who is started again joins them; who is told
+    to end sends the others what it has done since its last exchange first, for at most ISLAND_STOP seconds.
 
     Args:
         save: saves what this rank has; must not use collectives.

@@ -26,6 +26,7 @@ from ..comm.peers import Line
 from ..compression.staging import Staging
 from ..errors import PeerLost
 from .connections import Connections
+from .history import History
 from .local_status import Said, give_up
 from .message import MessageLayout
 from .norms import Norms
@@ -81,6 +82,7 @@ class Mailbox:
         speaks: this rank logs what it sees in the messages of its line.
         gone: why what others send at a step will not come, empty if it will.
         norm_limit: of the configuration.
+        islands: of the run.
 
     Attributes:
         flights: under way, oldest first; flown: those that have ended.
@@ -89,7 +91,8 @@ class Mailbox:
         broken: a message was lost.
         unsent: of `flights`, what a resumed run has to send once more.
         replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not mixed into what arrives.
-        watch: what this rank sees in the messages of its line. norms: what it remembers of them.
+        watch: what this rank sees in the messages of its line. norms: what it remembers of them. history: whose contributions those had
+            that were applied here.
     """
 
     def __init__(
@@ -100,9 +103,10 @@ class Mailbox:
         speaks: bool = False,
         gone: Callable[[float], str] = lambda step: "",
         norm_limit: float | None = None,
+        islands: int = 1,
     ):
         self.channels, self.device, self.connections, self._gone = list(channels), device, connections, gone
-        self.watch = Watch(connections.line, speaks)
+        self.watch, self.history = Watch(connections.line, speaks), History(islands)
         self.norms = Norms(norm_limit, max((c.channel.clock.in_flight for c in channels), default=0))
         self._staging = Staging(device)
         self.flights: list[Flight] = []
@@ -290,6 +294,8 @@ class Mailbox:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
         self.watch.hear(headers, int(stop))
+        if headers and flight.step >= 0 and arrived.slots != self.history.slots:
+            self.history.hear(flight.step, arrived.slots)
         return arrived
 
     # ---- a run that goes on ----------------------------------------------------------------------------------------

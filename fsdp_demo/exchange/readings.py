@@ -76,6 +76,12 @@ class Readings:
         return self._flow.applied
 
     @property
+    def history(self) -> str:
+        """Whose contributions the exchanges had that were applied here: a digest; empty where that is not known, as on a copy beyond the
+        lanes."""
+        return "" if self._line is None else self._mailbox.history.digest
+
+    @property
     def drift(self) -> float | None:
         """How far this replica was from the mean, as a fraction of it."""
         return self._flow.drift

@@ -30,6 +30,7 @@ def state(flow: Flow) -> ExchangeState:
         loss=mailbox.watch.loss,
         losses=losses,
         norms=mailbox.norms.state(),
+        history=mailbox.history.note(),
     )
 
 
@@ -48,6 +49,7 @@ def load(flow: Flow, saved: ExchangeState) -> None:
     flow.mailbox.load(saved.in_flight, saved.last, saved.applied)
     flow.mailbox.watch.loss = saved.loss
     flow.mailbox.norms.load(saved.norms)
+    flow.mailbox.history.load(saved.history)
     flow.notes.load(saved.tokens, saved.weighed, saved.losses, flow.shards.device)
 
 
@@ -69,9 +71,9 @@ def agree_on_norms(mailbox: Mailbox, donor: int) -> None:
         mailbox.norms.load(gather_json(line, mailbox.norms.state() if line.rank == donor else {})[donor])
 
 
-def agree(mailbox: Mailbox, step: int) -> None:
+def agree(mailbox: Mailbox, step: int, donor: int) -> None:
     """What was under way when a state was saved is to be sent once more (`Mailbox.send_again`), where not all islands have received it.
-    What some have and others will not send is dropped. All count from one last exchange.
+    What some have and others will not send is dropped. All count from one last exchange, and have the donor's history.
 
     Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
 
@@ -79,8 +81,11 @@ def agree(mailbox: Mailbox, step: int) -> None:
         ValueError: something is dropped, and islands stand at unlike steps.
     """
     line, island, flights = mailbox.connections.line, mailbox.connections.island, mailbox.flights
-    mine = {"step": step, "flights": [[f.step, f.members, f.arrived is not None] for f in flights]}
+    open_here = [[f.step, f.members, f.arrived is not None] for f in flights]
+    mine = {"step": step, "flights": open_here, "history": mailbox.history.note()}
     everyone = gather_json(line, mine) if line is not None else []
+    if everyone:
+        mailbox.history.load(everyone[donor]["history"])
     theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
     known = {key for held in theirs for key in held}
     lost = any(key not in held and key[0] < each["step"] for each, held in zip(everyone, theirs, strict=True) for key in known)

@@ -63,6 +63,7 @@ class ExchangeState:
         tokens: of this rank; weighed: of the island up to the last exchange of each channel.
         loss: the mean over the islands at the last exchange; losses: noted here since.
         norms: of the last messages (`norms.Norms.state`).
+        history: as `History.note`; empty where it is not known.
     """
 
     step: int
@@ -77,6 +78,7 @@ class ExchangeState:
     loss: float = math.nan
     losses: list[float] = field(default_factory=list)
     norms: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Dicts, lists, numbers and tensors (references): what `Exchange.state_dict` gives."""
@@ -91,6 +93,7 @@ class ExchangeState:
             "channels": {name: kept.to_tree() for name, kept in self.channels.items()},
             "in_flight": [f.to_tree() for f in self.in_flight],
             **({"norms": self.norms} if self.norms else {}),
+            **({"history": self.history} if self.history else {}),
         }
 
     @classmethod
@@ -114,6 +117,7 @@ class ExchangeState:
             loss=loss,
             losses=list(losses),
             norms=dict(tree.get("norms", {})),
+            history=dict(tree.get("history", {})),
         )
 
 

@@ -123,6 +123,7 @@ def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mappi
     mailbox.begin(stand.step)
     mailbox.last |= stand.last
     mailbox.applied = dict(stand.applied)
+    mailbox.history.load(stand.history)
     mailbox.watch.loss = mailbox.watch.loss if stand.loss is None else stand.loss
     mailbox.norms.load(stand.norms)
     mailbox.flights = [_flight(flow, i, f, tensors, following) for i, f in enumerate(stand.flights)]

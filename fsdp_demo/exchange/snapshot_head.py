@@ -48,6 +48,7 @@ class Stand:
         norms: of the last messages that have come (`norms.Norms`).
         own: the mark of the checkpoint from which the newcomer takes all tensors (`returning.py`); empty: they come.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
+        history: see `History.note`.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Stand:
     host: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Any] = field(default_factory=dict)
     own: str = ""
+    history: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
@@ -69,9 +71,9 @@ class Stand:
             Open(f.step, list(f.members), {name: "".join("01"[p] for p in out.present or []) for name, out in f.parts.items()})
             for f in mailbox.flights
         ]
-        known = None if math.isnan(loss) else loss
+        known, applied, history = None if math.isnan(loss) else loss, dict(mailbox.applied), mailbox.history.note()
         heard = mailbox.norms.state([(f.members, f.step) for f in mailbox.flights])
-        return cls(flow.step, dict(mailbox.applied), dict(mailbox.last), known, flights, counts, same_rest, flow.tells(), heard)
+        return cls(flow.step, applied, dict(mailbox.last), known, flights, counts, same_rest, flow.tells(), norms=heard, history=history)
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""
@@ -88,8 +90,9 @@ class Stand:
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
             step, host, own = whole(tree["step"]), dict(tree["host"]), str(tree.get("own", ""))
-            heard = norms.read(tree["norms"], set(last), MOST)
-            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, heard, own)
+            heard, told = norms.read(tree["norms"], set(last), MOST), tree["history"]
+            history = {"digest": str(told["digest"]), "slots": [whole(s) for s in told["slots"]], "at": whole(told["at"])}
+            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, heard, own, history)
         except _BROKEN as error:
             raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 

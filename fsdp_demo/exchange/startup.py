@@ -131,7 +131,7 @@ def take_over(flow: Flow, donor: int, goes_on: bool) -> None:
     if flow.before_step:
         equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
     resume.agree_on_norms(flow.mailbox, donor)
-    resume.agree(flow.mailbox, flow.step)
+    resume.agree(flow.mailbox, flow.step, donor)
 
 
 def agree_on_run(

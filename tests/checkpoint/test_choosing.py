@@ -109,17 +109,17 @@ def test_what_heads_say(tmp_path):
     def part(rank, **head):
         write_part(tmp_path, f"rank{rank}", {"islands": 2, "island": 1, **head}, {})
 
-    assert look(tmp_path, 2) == ("", -1)
+    assert look(tmp_path, 2) == ("", -1, "")
     part(0, applied={"b": 4, "a": -1})
     part(1, applied={"a": -1, "b": 4})
-    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1)
-    assert look(tmp_path, 3) == ("", -1)  # another number of islands: equal steps only, and nobody owns it
+    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1, "")
+    assert look(tmp_path, 3) == ("", -1, "")  # another number of islands: equal steps only, and nobody owns it
     part(1, applied={"a": -1, "b": 9})
     with pytest.raises(ValueError, match="unlike exchanges"):
         look(tmp_path, 2)
     assert look(tmp_path, 2, [0])[1] == 1
     part(0)
-    assert look(tmp_path, 2, [0]) == ("", 1)  # an earlier release
+    assert look(tmp_path, 2, [0]) == ("", 1, "")  # an earlier release
     with pytest.raises(ValueError, match="cannot be read"):
         look(tmp_path, 2, [5])
 
@@ -150,7 +150,7 @@ def test_a_board_chooses_for_all_islands():
     assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [Held(10), None]
     with pytest.raises(NeedsDecision, match=r"islands differ in resume \(island0: True, island1: False\): give the same on all"):
         Told(note(10, resume=False)).choose(at(10), "common", resume=True)
-    for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5]]}):
+    for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5, 6]]}):
         with pytest.raises(ValueError, match="note of another form"):
             Told(wrong).choose(at(10), "common")
 

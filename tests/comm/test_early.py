@@ -203,6 +203,24 @@ def test_two_leave_one_after_the_other_and_both_count(run_ranks) -> None:
     alone(run_ranks, run)
 
 
+def test_who_is_alone_waits_for_nobody(run_ranks) -> None:
+    def run() -> None:
+        of = Islands(2)
+
+        def fn(line: Any) -> Any:
+            line.allow_early(1 << 20)
+            message(line, 0, True)
+            if line.slot == 0:
+                line.leave()
+                return None
+            return line.send_early(*sent(line, 1, True), 1000.0)
+
+        of.run(fn)
+        assert of.results[1, 0] is False
+
+    alone(run_ranks, run)
+
+
 def test_more_than_was_said_is_not_made_room_for(run_ranks) -> None:
     def run() -> None:
         of = Islands(3)

@@ -124,6 +124,7 @@ CASES = {
 def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
     """What a newcomer must share with an island that was there."""
     assert now["step"] == then["step"] and joining.same(now["clocks"], then["clocks"]), (now["clocks"], then["clocks"])
+    assert now["history"] == then["history"]
     assert now["loss"] == then["loss"] or now["loss"] != now["loss"]
     if not any(c.applier.local_delta for c in config.channels):
         assert joining.same(now["anchors"], then["anchors"]) and joining.same(now["momenta"], then["momenta"])

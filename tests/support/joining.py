@@ -173,6 +173,7 @@ def stand(flow: Any) -> dict[str, Any]:
         "momenta": {c.channel.name: c.momentum.clone() for c in delta if c.momentum is not None},
         "away": [(c.anchor - c.pack("parameter")).abs().sum() for c in delta],
         "clocks": (dict(flow.applied), dict(flow.mailbox.last), [(f.step, f.members, list(f.parts)) for f in flow.mailbox.flights]),
+        "history": flow.mailbox.history.digest,
         "accumulators": [c.accumulator.clone() for c in flow.channels if c.accumulator is not None],
         "loss": flow.mailbox.watch.loss,
         "norms": flow.mailbox.norms.state([(f.members, f.step) for f in flow.mailbox.flights]),

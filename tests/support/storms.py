@@ -191,7 +191,7 @@ class Storm:
         rank = self.ranks.get(at)
         if rank is None or rank.state != "running" or rank.next >= rank.landed + rank.window or self.random.random() < 0.2:
             return
-        if not self._has_begun(at):  # a newcomer that still follows has nothing of its own
+        if not self._has_begun(at) or rank.next >= self._end():  # a newcomer that still follows has nothing of its own
             return
         kind = self.kinds[rank.next] if self.random.random() < 0.8 else self.random.choice(KINDS)  # a question may come in between
         piece, record = Piece("early", at[0]), rank.record

@@ -1,0 +1,154 @@
+"""Checkpoints of one step whose exchanges had the contributions of unlike islands are not common (K9)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.checkpoint import save_exchange
+from fsdp_demo.checkpoint.choice import Held, alike, choose, look, together
+from fsdp_demo.checkpoint.files import write_part
+from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.errors import NeedsDecision
+from fsdp_demo.exchange.history import BEGUN, History
+from fsdp_demo.exchange.saved_state import ExchangeState
+
+ALL, TWO = "a" * 16, "b" * 16
+
+
+def held(step: int, history: str, kind: str = "checkpoint", applied: str = "9") -> Held:
+    return Held(step, kind, applied, -1, history)
+
+
+def steps(*each: list[Held], how: str = "common") -> list[int | None]:
+    found = choose([f"island{i}" for i in range(len(each))], each, how)
+    assert found is not None
+    return [h and h.step for h in found]
+
+
+def test_equal_steps_with_unlike_histories_are_not_common() -> None:
+    a, b = [held(10, ALL), held(20, ALL, applied="19")], [held(10, ALL), held(20, TWO, applied="19")]
+    assert steps(a, b) == [10, 10]
+    with pytest.raises(NeedsDecision, match="or the contributions of unlike islands"):
+        steps(a[1:], b[1:])
+    with pytest.raises(NeedsDecision):
+        steps(a[1:], b[1:], [], how="auto")
+    assert steps(a[1:], b[1:], how="take_over") in ([20, None], [None, 20])
+
+
+def test_unlike_steps_between_the_same_exchanges_need_one_history_too() -> None:
+    a, b = [held(12, ALL)], [held(15, TWO, "emergency")]
+    assert together([a, b]) is None
+    assert steps(a, [held(15, ALL, "emergency")]) == [12, 15]
+
+
+def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_over_it() -> None:
+    assert steps([held(10, "")], [held(10, ALL)]) == [10, 10]
+    assert steps([held(12, "")], [held(15, ALL)]) == [12, 15]
+    assert steps([held(10, "")], [held(10, "")]) == [10, 10]
+    assert alike([[held(10, "")], [held(10, ALL)], [held(10, TWO)]]) == []
+    assert together([[held(12, "")], [held(13, ALL)], [held(14, TWO)]]) is None
+
+
+def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is deleted for a checkpoint that the others hold in name only."""
+    board = Board(fsdp_demo.Topology.from_env({}))
+    for theirs, common in ((ALL, 20), (TWO, 10)):
+        said = [[10, "9", ALL], [20, "19", theirs]]
+        monkeypatch.setattr(board, "exchange", lambda mine, said=said: [mine, said])
+        assert board.common([held(10, ALL), held(20, ALL, applied="19")]) == common
+
+
+def test_the_heads_say_it(tmp_path: Path) -> None:
+    def write(rank: int, **more: Any) -> None:
+        write_part(tmp_path, f"rank{rank}", {"islands": 3, "island": 1, "applied": {"a": 9}, "rank": rank, **more}, {})
+
+    write(0)
+    assert look(tmp_path, 3) == ('{"a": 9}', 1, ""), "an earlier release"
+    write(0, history=ALL)
+    write(1, history="")  # a copy beyond the lanes
+    assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL) and look(tmp_path, 2) == ("", -1, "")
+    write(1, history=TWO)
+    with pytest.raises(ValueError, match="ranks have unlike histories"):
+        look(tmp_path, 3)
+
+
+def test_a_history_changes_where_others_take_part_than_before() -> None:
+    one, two = History(3), History(3)
+    for h in (one, two):
+        h.hear(0, (0, 1, 2))
+        assert h.digest == BEGUN
+    one.hear(1, (0, 1, 2))
+    one.hear(2, (0, 2))
+    two.hear(1, (0, 2))  # lost one exchange earlier
+    two.hear(2, (0, 2))
+    assert len({one.digest, two.digest, BEGUN}) == 3
+    before = one.digest
+    for step, slots in ((2, (0, 2)), (1, (0, 1, 2)), (3, ()), (4, (0, 2))):  # again, older, not known, as before
+        one.hear(step, slots)
+        assert one.digest == before
+    again = History(3)
+    again.load(one.note())
+    for h in (one, again):
+        h.hear(5, (0, 1, 2))
+    assert again == one and one.digest not in (before, BEGUN)
+    again.load({})
+    assert again.digest == "", "of a release that did not keep it"
+
+
+def trained(me: Any) -> Any:
+    if me.island == 1 and (child := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    w = torch.nn.Parameter(torch.zeros(40))
+    optimizer = torch.optim.AdamW([w], lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, momentum_warmup=0))
+    heads = []
+    for t in range(8):
+        if me.island == 1 and t == 5:
+            os._exit(9)
+        (w * (t + me.island)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if t in (3, 7) and me.island != 1:
+            save_exchange(me.folder / f"{me.island}-{t}", exchange)
+            heads.append(look(me.folder / f"{me.island}-{t}", 3)[2])
+    tree = exchange.state_dict()
+    state = ExchangeState.from_tree(tree)
+    old = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})
+    exchange.load_state_dict(tree)
+    exchange.finish()
+    return heads, state.history["digest"], old.history, exchange._mailbox.history.digest
+
+
+def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
+    pytest.importorskip("zmq")
+    one, died, two = run_ranks(trained, 3, 1, env={"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4"})
+    assert died == 9 and one == two
+    heads, saved, old, now = one
+    assert heads[0] == BEGUN != heads[1] == saved == now and old == {}
+
+
+def resumed(me: Any) -> Any:
+    """One island's state is of a release that did not keep it; the other's knows of a loss."""
+    w = torch.nn.Parameter(torch.zeros(40))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, preset("full"))
+    tree = exchange.state_dict()
+    exchange.detach()
+    tree["history"] = {"digest": TWO, "slots": [0], "at": -1} if me.island == 0 else {}
+    tree["step"] = 1
+    os.environ["ISLAND_RUN"] += "-again"
+    again = fsdp_demo.attach(torch.optim.SGD([w], lr=0.1), preset("full"), state=tree)
+    found = again.history
+    again.detach()
+    return found
+
+
+def test_all_go_on_with_one_history(run_ranks) -> None:
+    assert run_ranks(resumed, 2, 1) == [TWO, TWO]
