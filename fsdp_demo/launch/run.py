@@ -82,6 +82,20 @@ def _note_starts(folder: str | None, stop: _FirstStop) -> None:
     agent._start_workers = anew
 
 
+def _told_once() -> None:
+    """Let torch's launchers take one SIGTERM. Slurm tells all processes of a step, and a supervisor passes on what it is told: a second one
+    would break off the wait for ranks that save."""
+    api: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    handler = api._terminate_process_handler
+
+    def once(number: int, frame: Any) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+        handler(number, frame)
+
+    api._terminate_process_handler = once
+
+
 def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     """Restarts, arguments for them, and the launcher's words."""
     usage = "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] {accelerate,deepspeed,torchrun} WORDS"
@@ -111,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     folder, stop = os.environ.get(STATUS_FOLDER), _FirstStop()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(stop)
     _note_starts(folder, stop)
+    _told_once()
     if any(word.replace("_", "-").startswith("--max-restarts") for word in argv):
         # torch 2.13: ranks that are started again find the addresses of those before them in the store that they share with their launcher,
         # and connect to nobody. So rank 0 serves one of its own (where the rendezvous is dynamic: --standalone, --rdzv-backend c10d).

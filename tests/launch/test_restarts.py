@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,38 @@ def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:  # no
     assert [p.returncode for p in islands] == [0, 0], "\n".join(outputs)
     for output in outputs:
         assert output.count("start 1 from 5 to 12.0") == 2, output
+
+
+SLOW = """
+import pathlib, signal, sys, time
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(2)
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "ready").touch()
+time.sleep(300)
+"""
+
+
+@ON_LINUX
+@pytest.mark.timeout(300)
+def test_a_launcher_that_is_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
+    """As by Slurm, which tells all processes, and by the supervisor."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    words = [sys.executable, "-m", "fsdp_demo.launch", "torchrun", "--standalone", "--nproc-per-node", "1", str(script), str(tmp_path)]
+    process = subprocess.Popen(words)
+    try:
+        end = time.monotonic() + 100
+        while not (tmp_path / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        for _ in range(4):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        process.wait(100)
+        assert (tmp_path / "saved").exists()
+    finally:
+        process.kill()
+        process.wait()
