@@ -8,7 +8,8 @@ optimizer states of gradient presets, anchors and outer momenta become those of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +90,7 @@ def _take_snapshot(
     assert stand is not None, "a rank with a line has a snapshot, the others have heard of one"
     if not island.same(stand.step) or not island.same(bool(stand.own)):
         raise RuntimeError(f"{what}: the ranks of this island got snapshots of different steps: start it again")
-    parts = _poll(flow, what, None if following is None else lambda: following.bodies(sizes(listed), SLICE))
+    parts = _poll(flow, what, None if following is None else _fetching(following, sizes(listed), flow.topology.name))
     tensors = island.together(lambda: filled(parts or [], listed), what)
     if own is not None and stand.own:
         _stand_on(flow, model, stand, own)
@@ -98,6 +99,23 @@ def _take_snapshot(
             log.info("%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it is another's", flow.topology.name)
         snapshot.give(flow, model, stand, tensors, following)
     return stand
+
+
+def _fetching(following: Following, wanted: Sequence[int], name: str) -> Callable[[], list[Tensor] | None]:
+    """Asks for the bodies of a snapshot, and says now and then how long that will take."""
+    began, before, whole = time.monotonic(), following.fetched, sum(wanted)
+    says_at = SLICE / 2  # then twice as late each time
+
+    def ask() -> list[Tensor] | None:
+        nonlocal says_at
+        found, took, come = following.bodies(wanted, SLICE), time.monotonic() - began, following.fetched - before
+        if found is None and took >= says_at:
+            says_at = 2 * took
+            left = f"about {(whole - come) * took / come / 60:.1f} minutes are left" if come else "nothing comes"
+            log.info("%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s", name, come / 2**20, whole / 2**20, took, left)
+        return found
+
+    return ask
 
 
 def _stand_on(flow: Flow, model: torch.nn.Module | None, stand: Stand, own: Own) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import base_optimizer, preset
-from fsdp_demo.exchange import returning, snapshot
+from fsdp_demo.exchange import replay, returning, snapshot
 from fsdp_demo.exchange.startup import OwnCheckpoint
 
 from ..support import joining, threaded
@@ -248,6 +248,27 @@ def test_copies(run_ranks, name: str, procs: list[int]) -> None:
 
     first, second, *_ = run_ranks(run, islands=2, procs=procs)
     assert joining.same(first, second)
+
+
+def test_how_long_a_snapshot_takes_is_said_early(monkeypatch, caplog) -> None:
+    """After some seconds, and then seldom: with what the link has carried so far."""
+    now = iter([100.0, 102.0, 105.0, 110.0, 120.0])
+    monkeypatch.setattr(replay.time, "monotonic", lambda: next(now))
+
+    class Slow:
+        fetched = 1 << 20  # the head
+
+        def bodies(self, sizes: list[int], seconds: float) -> None:
+            self.fetched += 1 << 20
+
+    caplog.set_level("INFO", "fsdp_demo")
+    ask = replay._fetching(Slow(), [20 << 20, 20 << 20], "a")  # type: ignore[arg-type]
+    assert [ask() for _ in range(4)] == [None] * 4
+    assert caplog.messages == [
+        "a: 2 of 40 MiB of the snapshot after 5 s: about 1.6 minutes are left",
+        "a: 3 of 40 MiB of the snapshot after 10 s: about 2.1 minutes are left",
+        "a: 4 of 40 MiB of the snapshot after 20 s: about 3.0 minutes are left",
+    ]
 
 
 def test_it_is_for_newcomers_only(run_ranks) -> None:
