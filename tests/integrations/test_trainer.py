@@ -148,6 +148,7 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
         ("streaming_diloco", {"period": 4, "delay": 2}, False, False),  # stops with fragments under way
     ],
 )
+@pytest.mark.gloo
 def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, preset, changes, fsdp, slow):
     """Each island saves after its own step, ends with status 75, and what was cut off in between is made up for."""
 
@@ -380,6 +381,7 @@ def _wait_for_nobody(rank):
         trained.train()
 
 
+@pytest.mark.gloo
 def test_sigterm_twice_ends_the_process(run_ranks):
     """Told once more it ends as any process does; within seconds of the first that is only the launcher's repetition."""
 

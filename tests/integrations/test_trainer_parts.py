@@ -176,6 +176,7 @@ def test_only_island_0_pushes(run_ranks):
     assert second[2] == ["island1 does not push to the hub: island 0 does"]
 
 
+@pytest.mark.gloo
 def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
     class Dies(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

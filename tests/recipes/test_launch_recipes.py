@@ -296,8 +296,8 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     again = {} if count is None else {"SLURM_RESTART_COUNT": count}
     output = ended(launch("slurm/islands-2nodes.sbatch", **slurm(2, PYTHON=stub, STUB_STATUS=status, **again)), status=status)
     lines = sorted(line for line in output.splitlines() if line.startswith("island "))
-    assert [line.split(":")[0] for line in lines] == [f"island {n} of 2 at 127.0.0.1" for n in range(2)]
-    assert all(f"29400 run 4711-{count or 0}: " in line and line.endswith("--resume auto") == bool(count) for line in lines), output
+    assert [line.split(" run ")[0] for line in lines] == [f"island {n} of 2 at zmq://127.0.0.1:29400" for n in range(2)]
+    assert all(f" run 4711-{count or 0}: " in line and line.endswith("--resume auto") == bool(count) for line in lines), output
     assert all("--save-every 200" in line for line in lines)  # a crash costs at most these steps
     assert ("scontrol requeue 4711" in output) == (status == 75) and ("choose, then submit again" in output) == (status == 78)
 
@@ -307,7 +307,7 @@ def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts)
     stub = tmp_path / "python"
     stub.write_text(STUB.replace("*store*)", '*store*) [ -z "$ISLAND_RANK" ] && echo "$@" >>"$FAKE_LOG.store";'))
     stub.chmod(0o755)
-    output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, ISLAND_TRANSPORT="zeromq", RUN="z")))
+    output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, RUN="z")))
     assert output.count("at zmq://127.0.0.1:29400 run ") == 2
     (words,) = Path(f"{launch.hosts}.store").read_text().splitlines()
     assert "--bind zmq://127.0.0.1:" in words and ".sqlite" in words.partition("--file ")[2]
