@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .checkpoint.exchange_state import Saved
+from .comm.environment import restarted
 from .comm.topology import Topology
 from .config.load import load_config
 from .config.schema import ExchangeConfig
@@ -119,9 +121,10 @@ def join(
 
 
 def _try_again(topology: Topology, error: PeerLost) -> None:
-    """An island that could not join a run under way ends with status 75, so that its supervisor starts it again: the run needs it not."""
+    """An island that could not join a run under way, or could not meet the others after its supervisor had started it again, ends with
+    status 75: its supervisor starts it once more."""
     try:
-        joins = topology.elastic and topology.under_way()
+        joins = topology.elastic and (restarted(os.environ) or topology.under_way())
     except PeerLost:  # not even the store answers
         return
     if joins:

@@ -97,7 +97,8 @@ class ActiveChannel(BoundChannel):
         moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this lane.
         left_out: 1 where what is to be sent is not finite on some rank of this island, and counts as zeros; a number, or a scalar on the
             device.
-        measures: whether `encode` notes the norm of what it is given. square: the squared norm of the last, of this lane.
+        measures: whether `encode` notes the norm of what it is given. square: the squared norm of the last, of this lane,
+            until somebody takes it.
     """
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
@@ -105,7 +106,8 @@ class ActiveChannel(BoundChannel):
         self.section = Section(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
-        self.measures, self.square = False, torch.zeros((), device=self.shards.device)
+        self.measures = False
+        self.square: Tensor | None = None
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from ..errors import PeerLost, StoreSilent
-from . import roll
+from ..status import leave
+from . import environment, roll
 from .store_client import Asker
 
 log = logging.getLogger("fsdp_demo")
@@ -78,8 +79,14 @@ class Place(Protocol):
         ...
 
 
+class Finished(ValueError):
+    """The run has come to its end."""
+
+
 def join(topology: Place, store: Asker | None = None) -> Pulse:
     """The attempt in which this process takes part; decided by rank 0 of the island at the first call, and told to the others.
+
+    An island that a supervisor has started again, and that finds the run finished by the others, ends with status 0: it is not needed.
 
     Args:
         store: a connection that may be used for it.
@@ -95,6 +102,11 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
         if known not in _pulses:
             try:
                 place = _from_first(topology, lambda: _begin(topology, store or topology.open_store()))
+            except Finished as error:
+                if topology.elastic and environment.restarted(os.environ):
+                    log.warning("%s; this island, which was lost, is not needed any more: the others hold what came out", error)
+                    leave(0)
+                raise
             except PeerLost as error:
                 if not isinstance(error, StoreSilent):
                     _in_vain[known] = error
@@ -127,7 +139,7 @@ def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
     try:
         taken = decide()
     except (ValueError, PeerLost) as error:
-        own.set(key, json.dumps([[-1, 0, False], isinstance(error, PeerLost), str(error)]))
+        own.set(key, json.dumps([[-2 if isinstance(error, Finished) else -1, 0, False], isinstance(error, PeerLost), str(error)]))
         raise
     own.set(key, json.dumps([taken, False, ""]))
     return taken
@@ -141,7 +153,7 @@ def _told(own: Asker, key: str, seconds: float) -> Taken:
         time.sleep(0.05)
     place, lost, text = own.note(key, "rank 0")
     if place[0] < 0:
-        raise PeerLost(text) if lost else ValueError(text)
+        raise PeerLost(text) if lost else Finished(text) if place[0] == -2 else ValueError(text)
     number, life, late, starters = place
     return Taken(number, life, late, tuple(starters))
 
@@ -167,7 +179,7 @@ def _take(topology: Place, store: Asker) -> Taken:
             raise ValueError(f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set a new ISLAND_RUN")
         at = store.under(f"{t.run}/{text}")
         if by := at.peek("finished"):
-            raise ValueError(f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all islands")
+            raise Finished(f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all islands")
         if at.peek("ended"):
             store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
             continue

@@ -171,6 +171,12 @@ def transport(env: Mapping[str, str]) -> str:
     return name
 
 
+def restarted(env: Mapping[str, str]) -> bool:
+    """Whether a supervisor has started this island before (ISLAND_ATTEMPT)."""
+    text = env.get("ISLAND_ATTEMPT", "")
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
 def refuse_gloo(place: Endpoint, transport: str) -> None:
     """gloo meets by torch's own store.
 

@@ -19,6 +19,12 @@ from .topology import Topology
 
 log = logging.getLogger("fsdp_demo")
 
+ASK = 10.0
+"""Seconds between two looks whether the others have begun anew, while some of them are missing."""
+
+SLEPT = 5.0
+"""Seconds between two turns of the thread after which this process was stopped for a while."""
+
 
 class Presence:
     """One rank's word to the other islands, and theirs to it. Does nothing for a single replica and in a mesh.
@@ -42,7 +48,8 @@ class Presence:
         self._topology, self.on_stop = topology, on_stop
         self.stopping: dict[int, int] = {}
         self._pulse: attempts.Pulse | None = None
-        self._keys, self._seen = "", 0
+        self._keys, self._seen, self._ended = "", 0, False
+        self._turn = self._asked = time.monotonic()
 
     def start(self) -> None:
         """Begin to listen.
@@ -56,6 +63,29 @@ class Presence:
         self._keys = self._topology.meeting().removeprefix(self._pulse.prefix).lstrip("/")
         if not self._topology.elastic:  # else the line says it, and nothing is asked of the store
             self._pulse.every(self._look)
+
+    def fence(self, missing: Callable[[], bool], begun_anew: Callable[[str], None]) -> None:
+        """Where islands come and go: look whether islands that could not reach this one have ended the attempt, and so begin another.
+
+        Asked while some are missing, and after this process was stopped: who is cut off from all others hears of it nowhere else. With all
+        islands there nothing is asked, since nobody is left who could begin anew.
+
+        Args:
+            missing: whether not all islands take part. begun_anew: called in the thread, with what to say.
+        """
+
+        def look(at: Asker) -> None:
+            now = time.monotonic()
+            slept, self._turn = now - self._turn > SLEPT, now
+            if self._ended or not (slept or (now - self._asked >= ASK and missing())):
+                return
+            self._asked = now
+            if by := at.peek("ended"):
+                begun_anew(f"island {by} found none of this attempt's islands, and has begun another one")
+
+        self.start()
+        if self._pulse is not None:
+            self._pulse.every(look)
 
     def tell_stop(self, step: int) -> None:
         """Tell the others that this island stops after `step`. Not for a signal handler: it waits for the store."""
@@ -81,7 +111,7 @@ class Presence:
     def end(self, reason: Literal["finished", "left"]) -> None:
         """Mark the attempt: "finished", the run has come to its end and cannot be started again under its id; "left", this island ends
         before that, and whoever starts next opens a new attempt."""
-        island = self._topology.island
+        island, self._ended = self._topology.island, True
         self._ask(lambda at: at.compare_set("finished" if reason == "finished" else "ended", "", str(island)))
 
     def close(self) -> None:

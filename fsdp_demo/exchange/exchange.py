@@ -111,6 +111,8 @@ class Exchange(Readings):
             self._close()
             raise
         self._presence.start()
+        if topology.elastic and topology.rank == 0 and (line := self._line) is not None:
+            self._presence.fence(lambda: len(line.alive) < topology.count, line.expel)
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
         self._ticks.start()
 

@@ -281,8 +281,11 @@ class Flow:
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
         """The norm of what this island contributes to a message: one number, the same on all its ranks. 0 where nobody looks at it."""
-        squares = [c.square for c in self.channels if c.channel.name in names and c.measures]
-        return self.island.norm(torch.stack(squares).sum()) if squares else 0.0
+        sent = [c for c in self.channels if c.channel.name in names and c.measures]
+        squares = [torch.zeros((), device=self.shards.device), *(c.square for c in sent if c.square is not None)]
+        for c in sent:
+            c.square = None
+        return self.island.norm(torch.stack(squares).sum()) if sent else 0.0
 
     def _total(self, names: Collection[str]) -> Tensor | None:
         """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.

@@ -17,7 +17,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
-from fsdp_demo.comm import attempts
+from fsdp_demo.comm import attempts, presence
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.stores import LARGEST
 from fsdp_demo.comm.topology import Position
@@ -38,7 +38,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, st
     """One run for several calls of `run_ranks`, over each kind of store."""
     name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
     if request.param == "torch":
-        yield name
+        yield {**name, "ISLAND_TRANSPORT": "gloo"}
         return
     pytest.importorskip("zmq")
     from fsdp_demo.launch.durable_store import DurableStore, InThread
@@ -205,7 +205,6 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
 # ---- presence ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gloo
 def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
     if "ISLAND_ENDPOINT" in run:
         pytest.skip("where islands come and go nobody stops because another does")
@@ -282,7 +281,7 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
 
 def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
     """The last look is as good as all before it, however late it ends."""
-    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
+    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05, transport="gloo")
     topology._prefix = "run/0/0"
     fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
 
@@ -336,3 +335,57 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
 
     ((lines, together),) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
     assert len([line for line in lines if "does not answer; training goes on" in line]) == 1 and not together
+
+
+# ---- islands that come and go, and attempts --------------------------------------------------------------------------------
+
+
+def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
+    """Killed near the end of the run: its supervisor starts it again, and the others have finished. Without a supervisor it is an error."""
+
+    def trains(me: Any) -> None:
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+
+    run_ranks(trains, 2, 1, env=run)
+
+    def again(me: Any) -> None:
+        attach()
+
+    found = run_ranks(again, 2, 2, env=lambda me: {**run, "ISLAND_ATTEMPT": str(me.island)}, check=False)
+    joins = "ISLAND_ENDPOINT" in run  # members may come and go
+    assert all("has finished (island" in o.log + (o.error or "") for o in found)
+    assert ["is not needed any more" in o.log for o in found] == [False, False, joins, joins]
+    assert [o.status for o in found[2:]] == [0 if joins else 1] * 2 and 0 not in [o.status for o in found[:2]]
+
+
+def test_who_cannot_meet_the_others_is_started_once_more(run_ranks, run) -> None:
+    def alone(me: Any) -> None:
+        if me.island == 1:
+            attach()
+
+    found = run_ranks(alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"}, check=False)
+    assert found[1].status == (75 if "ISLAND_ENDPOINT" in run else 1), found[1].log
+    assert "missing 0" in found[1].log + (found[1].error or "")
+
+
+def test_who_was_left_alone_hears_that_the_others_have_begun_anew(run_ranks, run, everywhere) -> None:
+    """Islands that cannot reach the one that is left end the attempt: it must not go on beside them."""
+    if "ISLAND_ENDPOINT" not in run:
+        pytest.skip("members are fixed")
+    everywhere.setattr(presence, "ASK", 0.1)
+
+    def fn(me: Any) -> int:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)
+        step(exchange)
+        topology = exchange.topology
+        topology.open_store().under(topology.prefix()).set("ended", "1")
+        time.sleep(10)
+        return 1
+
+    found = run_ranks(fn, 2, 1, env=run, check=False)
+    assert found[0].status == 75 and "island 1 found none of this attempt's islands, and has begun another one" in found[0].log

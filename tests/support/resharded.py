@@ -95,7 +95,8 @@ def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill:
     world = form.shards * form.copies
     facts = {"kind": "islands", "island": island, "islands": form.islands, "name": f"island{island}", "run": "run"}
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
-    rank = SimpleNamespace(channels=bound, shards=shards, config=config, topology=topology, step=STEP, state=state, applied={})
+    at = {"step": STEP, "state": state, "applied": {}, "history": ""}
+    rank = SimpleNamespace(channels=bound, shards=shards, config=config, topology=topology, **at)
     rank.state_dict = lambda: rank.state
     return rank
 
