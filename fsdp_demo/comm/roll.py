@@ -15,6 +15,7 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import PeerLost
@@ -77,6 +78,18 @@ def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> C
         if place.island in starters:
             return Called(starters, False)
     return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
+
+
+def compare(at: Asker, place: Caller, islands: Sequence[int]) -> None:
+    """Refuse these islands, as far as they have come, if they have other numbers: they may have refused this one already, and left.
+
+    Raises:
+        ValueError: which number, and both values.
+    """
+    roll = _Roll(at, place, 0.0, 0.0)
+    for i in islands:
+        if at.check([f"came/{i}"]):
+            roll.hear(i)
 
 
 def decided(at: Asker, count: int) -> tuple[int, ...] | None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import PeerLost, StoreSilent
-from . import attempts, environment
+from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
 from .peers import Line
@@ -382,6 +382,8 @@ class Topology:
                 )
             if now >= look:
                 look = now + 1.0
+                if self.elastic:
+                    roll.compare(store.under(self.prefix()), self, [i for i in wanted if i not in infos])
                 if by := store.peek(f"{self.prefix()}/ended"):
                     waited = f"{self.name} waited for islands {', '.join(missing)}"
                     raise PeerLost(f"{waited}, when island {by} left the attempt {self.prefix()}: start this island again to join the next")

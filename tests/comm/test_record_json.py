@@ -25,7 +25,7 @@ kinds = st.sampled_from(["gather", "reduce", "mixed"])
 def records(draw: st.DrawFn) -> Record:
     who = tuple(sorted(draw(st.lists(members, min_size=1, max_size=6, unique_by=lambda m: m.slot))))
     base = draw(st.lists(number, min_size=len(who), max_size=len(who)))
-    settlements = st.lists(st.builds(Settlement, number, several, number), max_size=3).map(tuple)
+    settlements = st.lists(st.builds(Settlement, number, several, number, several), max_size=3).map(tuple)
     forwards = st.lists(st.builds(Forward, st.integers(0, 8), number, pieces, members, several), max_size=3).map(tuple)
     history = st.text(st.characters(exclude_categories=("Cs",)), max_size=16)
     return Record(draw(number), draw(number), who, tuple(base), draw(settlements), draw(forwards), draw(number), draw(history))

@@ -222,7 +222,7 @@ def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.Mo
 
 
 def test_without_a_file_the_end_of_the_store_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ISLAND_TRANSPORT", raising=False)
+    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
     supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO())
     supervisor.store_has_ended(100.0)
     assert supervisor.store_lost and supervisor.stop_at == 100.0
