@@ -70,6 +70,13 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Everywhere:
     return Everywhere(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def fixed_members(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark `gloo`, for processes that a test starts by itself."""
+    if request.node.get_closest_marker("gloo"):
+        monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
+
+
 @pytest.fixture
 def run_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer, everywhere: Everywhere

@@ -116,8 +116,8 @@ def choose(
     Args:
         names: of the islands, for the error.
         held: what each holds.
-        how: "common": what all hold. "auto": else islands that hold none take over from the others. "take_over": else all that do not hold
-            the newest of them.
+        how: "common": what all hold. "auto": else islands that hold none take over from the others. "newest": else all that do not hold the
+            newest of them. "take_over": the same, and folders may be swapped.
         slots: the numbers of the islands, if they are not all.
 
     Raises:
@@ -131,13 +131,14 @@ def choose(
         states = together(holders)
         rest = iter(states or ())
         chosen = [next(rest) if each else None for each in held] if states else None
-    if chosen is None and how == "take_over":
+    common = chosen is not None
+    if not common and how in ("newest", "take_over"):
         newest = max((h for each in holders for h in each), key=_rank)
         like = [[h for h in each if h.step == newest.step and h.fits(newest.applied, newest.history)] for each in held]
         chosen = [max(each, key=_rank, default=None) for each in like]
     if chosen is None:
         raise NeedsDecision(_choices(names, held, how))
-    if how != "take_over":
+    if common and how != "take_over":
         _check_owners(names, chosen, range(len(names)) if slots is None else slots)
     return chosen
 

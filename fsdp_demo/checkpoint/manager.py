@@ -285,8 +285,8 @@ class Checkpoints(Shelf):
                 f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or give another folder, or remove this one"
             )
         # where islands may leave one by one, the last to end has the newest state, and the others lost their place when they left
-        newest = take_over or (resume == "auto" and self.topology.elastic)
-        how = "take_over" if newest else "auto" if resume == "auto" else "common"
+        auto = "newest" if self.topology.elastic else "auto"
+        how = "take_over" if take_over else auto if resume == "auto" else "common"
 
         def choice() -> Any:
             chosen = self._board.choose(held, how, resume=resume, take_over=take_over)

@@ -55,12 +55,13 @@ class Norms:
         codes = [h.norm for h in headers if _counts(h) and not h.flags & FAR]
         if codes and self._limit is not None:
             before = [entry for entry in self._kept.get(_key(members), []) if entry[0] != step]  # it was sent once more
-            self._kept[_key(members)] = [*before, (step, codes)][-self._room :]
+            self._kept[_key(members)] = sorted([*before, (step, codes)])[-self._room :]
 
     def state(self, without: Collection[tuple[Sequence[str], int]] = ()) -> dict[str, Any]:
         """What is remembered, as JSON. without: channels and step of messages that somebody is still to hear of."""
         left = {(_key(members), step) for members, step in without}
-        return {key: [[step, list(codes)] for step, codes in kept if (key, step) not in left] for key, kept in list(self._kept.items())}
+        found = {key: [[step, list(codes)] for step, codes in kept if (key, step) not in left] for key, kept in list(self._kept.items())}
+        return {key: entries for key, entries in found.items() if entries}
 
     def load(self, kept: Kept) -> None:
         """The inverse of `state`."""

@@ -71,7 +71,8 @@ def take(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> 
 
 def without_tensors(flow: Flow, told: Mapping[str, Any], own: str) -> Snapshot:
     """One of this step for who has its tensors in a checkpoint with the mark `own`."""
-    stand = replace(Stand.of(flow, counts(flow), same_rest=True), own=own)
+    # What is under way has come, and is in the checkpoint: nobody will hear of it again.
+    stand = replace(Stand.of(flow, counts(flow), same_rest=True), own=own, norms=flow.mailbox.norms.state())
     return Snapshot(snapshot_head.write(flow, told, stand, states(flow)), {})
 
 

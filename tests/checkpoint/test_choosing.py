@@ -131,7 +131,7 @@ class Told(Board):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
-        super().__init__(fsdp_demo.Topology("islands", islands=1 + len(others), name="island0"))
+        super().__init__(fsdp_demo.Topology("islands", islands=1 + len(others), name="island0", transport="gloo"))
         self.others = list(others)
 
     def meet(self, note):

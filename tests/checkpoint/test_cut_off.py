@@ -73,9 +73,9 @@ def left(small: Small) -> Any:
 
 
 def end_of(small: Small) -> Any:
-    """What a small run holds, but for what is counted anew in every life."""
+    """What a small run holds, but for what is counted anew in every life, and for norms, which are those of what has come so far."""
     params, optimizer, state = left(small)
-    return params, optimizer, {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses")}
+    return params, optimizer, {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses", "norms")}
 
 
 def interrupted(config: ExchangeConfig, at: int, sends: int, count: int = 2) -> tuple[list[Any], list[int]]:

@@ -106,7 +106,10 @@ def test_k14_who_is_left_out_follows_from_the_headers_as_they_were_sent(run_rank
 
 def signs(*members: Member) -> Signs:
     """What one rank hears of these; all were heard at 0."""
-    wires: dict[Member, Any] = {m: SimpleNamespace(gone="", heard_at=0.0) for m in members}
+    class Wire(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    wires: dict[Member, Any] = {m: Wire(gone="", heard_at=0.0) for m in members}
     found = Signs(SimpleNamespace(), wires, {}, {}, DEAD, MEETING, lambda rounds: meet.patience(rounds, MEETING))  # type: ignore[arg-type]
     found.next_of = dict.fromkeys(members, 1)
     return found

@@ -136,6 +136,7 @@ def test_mesh_keeps_zero_inside_the_node(run_ranks, tmp_path, source, stage):
     assert all((tmp_path / "mesh" / f"island{n}" / "latest").read_text() == "global_step4" for n in range(2))
 
 
+@pytest.mark.gloo
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(run_ranks, tmp_path, source):
     """SIGTERM to one rank in its third step."""
     options = [*source, "--exchange", "demo", "--steps", 6, "--deepspeed", json_of(1), "--schedule", "constant"]

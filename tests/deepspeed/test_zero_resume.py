@@ -212,6 +212,8 @@ def test_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
     for rank, one in enumerate(three):
         if rank < 4:
             wanted = {k: v for k, v in saved[rank].items() if k not in ("later", "losses")}
+            for each in (wanted, one):
+                each["exchange"].pop("history", None)  # of other islands
             assert differences(wanted, {k: one[k] for k in wanted}) == []
         else:
             assert close(one["masters"], mean(saved, rank - 4, "masters")) and close(one["inner"], mean(saved, rank - 4, "inner"))

@@ -241,9 +241,8 @@ def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_p
 
 
 @ON_LINUX
-def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where members are fixed."""
-    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
+@pytest.mark.gloo
+def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     act = "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': time.sleep(1); sys.exit(3)"
     script.write_text(WAIT.format(act=act))
@@ -270,8 +269,8 @@ def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> 
 
 
 @ON_LINUX
-def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
+@pytest.mark.gloo
+def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     act = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': leave(75)"
     script.write_text(WAIT.format(act=act))

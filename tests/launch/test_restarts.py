@@ -115,10 +115,10 @@ def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @ON_LINUX
 @pytest.mark.timeout(300)
-def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Members are fixed. Island 1 is killed; island 0 saves and leaves; both come back and meet in a new attempt."""
+@pytest.mark.gloo
+def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -> None:  # noqa: F811
+    """Island 1 is killed; island 0 saves and leaves; both come back and meet in a new attempt."""
     script = tmp_path / "train.py"
-    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
     script.write_text(TRAIN)
     options = ["--procs", "1", "--launcher", "torchrun", "--restarts", "2", "--resume-args=--resume now"]
     process = rehearsal(run_id, script, *options, "--", str(script), "ISLAND_ATTEMPT", str(tmp_path))

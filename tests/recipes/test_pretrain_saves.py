@@ -37,6 +37,7 @@ def last(source, where, island):  # noqa: F811
 
 
 @pytest.mark.parametrize("preset", ["diloco", "demo"])
+@pytest.mark.gloo
 def test_a_kill_before_the_first_common_save_goes_on_by_itself(run_ranks, source, preset):  # noqa: F811
     """Island 0 holds an emergency, island 1 nothing: the survivor's work is taken over, model, anchors and step."""
     options = ["--no-shard", "--exchange", preset, *(["--set", "period=4"] if preset == "diloco" else []), "--save-every", 20]

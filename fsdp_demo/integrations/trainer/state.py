@@ -185,7 +185,7 @@ def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> st
     """From the newest state that all islands hold which hold any; with `fresh` the Trainer's own files are enough. None with `auto` where
     nobody holds any."""
     with _board(topology) as board:
-        how = "take_over" if auto and topology.elastic else "auto"  # the last to end has the newest state
+        how = "newest" if auto and topology.elastic else "auto"  # the last to end has the newest state
         chosen = board.choose(held_in(output_dir, topology.islands, fresh), how)
     if chosen is None and not auto:
         raise NeedsDecision("no island holds a checkpoint: start without resume_from_checkpoint, or with resume_from_checkpoint='auto'")
