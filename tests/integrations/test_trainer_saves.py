@@ -95,6 +95,7 @@ def test_no_checkpoint_of_a_nan(run_ranks):
 
 @pytest.mark.parametrize("where", ["exchange", "model"])
 @pytest.mark.parametrize("always", [False, True])
+@pytest.mark.gloo
 def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, always):
     def work(rank):
         def full(*args, **kwargs):
