@@ -60,6 +60,7 @@ class Term(TrainerCallback):
 
 @pytest.mark.parametrize("stage, preset, changes", [("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})])
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_sigterm_stops_all_and_resume_goes_on(run_ranks, stage, preset, changes):
     """With a period the other island stands in the exchange of step 6 when it hears, or stops somewhere before."""
 
@@ -93,6 +94,7 @@ class Dies(TrainerCallback):
 
 @pytest.mark.parametrize("stage, preset, changes, saved", [("zero2", "demo", {}, 4), ("zero3", "diloco", {"period": 3}, 6)])
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_lost_island_leaves_a_checkpoint_to_go_on_from(run_ranks, stage, preset, changes, saved):
     """The survivor saves where it noticed: before the step where gradients are exchanged, after it where parameters are."""
 

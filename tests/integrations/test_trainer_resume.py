@@ -75,6 +75,7 @@ class Dies(TrainerCallback):
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, fsdp):
     """Island 1 ends after island 0 has saved step 8: step 4 must still be there, with save_total_limit=1, and both go on from it."""
 

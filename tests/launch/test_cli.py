@@ -270,6 +270,7 @@ def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> 
 
 @ON_LINUX
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     act = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': leave(75)"

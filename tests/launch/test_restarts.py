@@ -116,6 +116,7 @@ def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @ON_LINUX
 @pytest.mark.timeout(300)
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -> None:  # noqa: F811
     """Island 1 is killed; island 0 saves and leaves; both come back and meet in a new attempt."""
     script = tmp_path / "train.py"

@@ -241,6 +241,7 @@ def saves(output):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
     """Island 0 holds steps 3 and 6 and what it left at the end, island 1 holds 3 and a half of 6: both go on from 3."""
     whole = run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "whole", DEMO))
@@ -272,6 +273,7 @@ def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
 
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_run_that_was_told_to_stop_goes_on(run_ranks, source, procs):
     """SIGTERM on island 1 in the fifth step: all islands stop at the same step, and go on from there, newer than the checkpoint of 3."""
     more = [*DEMO, "--accumulation", 2, *(["--no-shard"] if procs == 1 else [])]
