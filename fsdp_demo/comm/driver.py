@@ -20,14 +20,15 @@ from typing import Any
 from ..errors import PeerLost
 from . import moves
 from .change import ChangeDesk
-from .epochs import Ballot, Member, Piece, Record
+from .early import EarlyPieces
+from .epochs import Ballot, Member, Record
 from .guests import Guests
 from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
 from .signs import BEAT, SOON, Signs
-from .traffic import SHORT, Traffic
+from .traffic import Traffic
 from .wire import Wire
 
 log = logging.getLogger("fsdp_demo")
@@ -79,8 +80,7 @@ class Driver:
         self._beat_at = self._turned = time.monotonic()
         self._closed = self._left = False
         self._frozen_at = 0.0
-        self._going: Early | None = None
-        self._offered, self._kept_by, self._nobody = set[Member](), set[Member](), False
+        self._early_pieces = EarlyPieces(self._traffic, signs, lambda: self.machine, self._later, self.changed, lambda: self._closed)
         self._failed = ""
         self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
         self._desk.epoch = machine.record.epoch
@@ -126,18 +126,9 @@ class Driver:
 
     def send_early(self, early: Early, seconds: float) -> bool:
         """Send what this island contributes to its next message ahead of its time, before it leaves (K21). Whether others have it within so
-        many seconds. A long one is sent to one other island only, which forwards it in the change."""
-        end = time.monotonic() + seconds
-
-        def job() -> None:
-            self._going = early
-            self._offer()
-
-        self._post(job)
-        with self.changed:
-            while not (self._is_kept() or self._nobody or self._closed) and (left := end - time.monotonic()) > 0:
-                self.changed.wait(min(left, 0.5))
-            return self._is_kept()
+        many seconds."""
+        self._post(lambda: self._early_pieces.begin(early))
+        return self._early_pieces.wait(seconds)
 
     def leave(self) -> None:
         """Tell the others at once that this island goes on no more; they settle what is open without waiting for a timer."""
@@ -185,6 +176,9 @@ class Driver:
     def _post(self, job: Callable[[], None]) -> None:
         self._work.append(job)
         self._hub.tell()
+
+    def _later(self, seconds: float, job: Callable[[], None]) -> None:
+        self._soon.append((time.monotonic() + seconds, job))
 
     # ---- the thread ------------------------------------------------------------------------------------------------------
 
@@ -317,39 +311,6 @@ class Driver:
             self.stable = action.below
             self.changed.notify_all()
 
-    def _offer(self) -> None:
-        """Again in each view: what was under way in the one before has not come."""
-        early, rank = self._going, self.machine
-        if early is None or rank.state != "running":
-            return
-        to = [m for m in rank.record.contributors(early.n) if m != rank.me]
-        assert early.data is not None
-        to = to if early.data.numel() <= SHORT else to[:1]
-        with self.changed:
-            self._offered, self._nobody = set(to), not to
-            self.changed.notify_all()
-        self.signs.say(["early", early.n, early.kind], [self.notes[m] for m in to if m in self.notes])
-        for m in to:
-            self._traffic.send_early(early, Piece("early", rank.me), m)
-
-    def _is_kept(self) -> bool:
-        return bool(self._offered) and self._offered <= self._kept_by
-
-    def _hear_early(self, word: list[Any], member: Member) -> None:
-        n, kind, rank = int(word[1]), word[2], self.machine
-        if rank.state == "frozen":  # the sender may have adopted the next view already
-            self._soon.append((time.monotonic() + SOON, lambda: self._hear_early(word, member)))
-            return
-        if kind not in ("gather", "mixed") or n > rank.landed + 2 * rank.window:
-            raise ValueError(f"message {n} of kind {kind!r:.20}")
-        self._traffic.expect_early(member, n, kind, Piece("early", member))
-
-    def _hear_kept(self, n: int, member: Member) -> None:
-        with self.changed:
-            if self._going is not None and n == self._going.n:
-                self._kept_by.add(member)
-            self.changed.notify_all()
-
     # ---- a change of members ---------------------------------------------------------------------------------------------
 
     def _serve_guest(self, guests: Guests) -> None:
@@ -411,7 +372,7 @@ class Driver:
         self._traffic.adopt(record)
         self.changes += 1
         self.signs.forgive(time.monotonic())
-        self._soon.append((time.monotonic(), self._offer))
+        self._soon.append((time.monotonic(), self._early_pieces.offer))
         if self.machine.rank == 0:
             left, lost = ", ".join(self._labels(m.slot) for m in record.members), ", ".join(self._labels(m.slot) for m in gone)
             log.warning("epoch %d: %s lost, training goes on with %s", record.epoch, lost or "nobody", left)
@@ -452,9 +413,9 @@ class Driver:
         elif member is not None and what == "joined" and self.guests is not None:
             self.guests.over(member)
         elif member is not None and what == "early":
-            self._hear_early(word, member)
+            self._early_pieces.hear(word, member)
         elif member is not None and what == "kept":
-            self._hear_kept(int(word[1]), member)
+            self._early_pieces.hear_kept(int(word[1]), member)
         elif member is not None and what == "bye":
             self.signs.leaving.add(member)
         elif member is not None and what == "leave":
