@@ -142,7 +142,7 @@ def noted(facts: Facts) -> None:
 
     def finish(self: Any, message: Any) -> Any:
         view, due = self._driver.machine.record.view, finished(self, message)
-        settled[id(self)] = message.n, message.kind != "gather" and due.attempt > view, self._driver.machine.record.view != view
+        settled[id(self)] = message.n, message.kind != "gather" and due.settled.attempt > view, self._driver.machine.record.view != view
         return due
 
     def exchange(self: Any, header: Any, *words: Any, **named: Any) -> Any:
