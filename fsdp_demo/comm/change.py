@@ -31,7 +31,7 @@ LOOK = 0.05
 AGAIN = 0.3
 """Seconds between two tries to reach a store that does not answer."""
 
-MINORITY = 2.0
+MINORITY = 1.5
 """Seconds for which reports of less than half of the islands, or of a half without the lowest slot, are held back: who is cut off from most
 of the others sees it a moment before or after them, and must not be the first to write a record."""
 

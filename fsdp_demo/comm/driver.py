@@ -426,7 +426,7 @@ class Driver:
     def _freeze_too(self, view: int, lost: set[int]) -> None:
         """Another rank has frozen this view and does not hear `lost`: who is half silent here, too, is lost at once. So nobody waits for
         a report that will not come."""
-        quiet = self.signs.quiet(time.monotonic())
+        quiet = self.signs.quiet(time.monotonic(), unheard=True)
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
         self._take_later(view, moves.FrozenHeard(view))

@@ -103,10 +103,10 @@ class Signs:
             wire.heard_at = now
         self.began, self._standing = dict.fromkeys(self.began, now), {}
 
-    def quiet(self, now: float) -> list[Member]:
-        """Peers that have missed several beats."""
+    def quiet(self, now: float, unheard: bool = False) -> list[Member]:
+        """Peers that have missed several beats; `unheard`: also who was never heard, as by a newcomer that has come a moment before."""
         limit = min(4 * BEAT, self.dead / 2)
-        return [m for m in self.notes if m in self.next_of and now - self._heard_at(m) > limit]
+        return [m for m in self.notes if (unheard or m in self.next_of) and now - self._heard_at(m) > limit]
 
     def lost(self, now: float) -> dict[Member, str]:
         """Who is lost, and why."""

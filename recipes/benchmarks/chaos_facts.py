@@ -231,14 +231,16 @@ def _life(tape: Tape, event: Fact, slot: int) -> Fact | None:
 
 
 def _lost_by(tape: Tape, event: Fact, events: Sequence[Fact], slot: int) -> bool:
-    """Whether an island's life ended by this event: the last one that hit it, else the last one that hurt a link, else the last of all."""
+    """Whether an island's life ended by this event: the last one that hit it a short time before, else that hurt a link, else the last one
+    that ever hit it, else the last of all."""
     over = _life(tape, event, slot)
     if over is None or over["status"] in (None, 0) or over["ended"] < event["struck"]:
         return False
     came = [e for e in events if e["lives"][str(slot)] == over["life"] and e["struck"] <= over["ended"]]
     named = [e for e in came if slot in e["victims"]]
-    links = [e for e in came if e["kind"] in LINKS and over["ended"] < min(e["over"], tape.ends) + AFTER]
-    blamed = (named or links or came)[-1:]
+    fresh = [e for e in came if over["ended"] < min(e["over"], tape.ends) + AFTER]
+    hit, links = [e for e in fresh if e in named], [e for e in fresh if e["kind"] in LINKS]
+    blamed = (hit or links or named or came)[-1:]
     return bool(blamed) and blamed[0] is event
 
 

@@ -106,6 +106,7 @@ def test_k14_who_is_left_out_follows_from_the_headers_as_they_were_sent(run_rank
 
 def signs(*members: Member) -> Signs:
     """What one rank hears of these; all were heard at 0."""
+
     class Wire(SimpleNamespace):
         __hash__ = object.__hash__
 
@@ -128,6 +129,14 @@ def test_k19_silence_is_a_loss_though_the_connection_stands() -> None:
     assert here.lost(9.9) == {}
     beat(here, B, 10.1, 1)
     assert here.lost(10.1) == {C: "silent for 10 s"}
+
+
+def test_who_was_never_heard_is_quiet_when_another_says_so() -> None:
+    """A peer that stops at the moment in which this island joins: it has not been heard, and is not known to live."""
+    here = signs(B, C)
+    del here.next_of[C]
+    beat(here, B, 5.0, 1)
+    assert here.quiet(5.0) == [] and here.quiet(5.0, unheard=True) == [C]
 
 
 def test_k19_beats_come_from_a_thread_of_the_training_process_and_of_every_rank(run_ranks) -> None:
