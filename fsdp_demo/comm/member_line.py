@@ -172,7 +172,12 @@ class MemberLine(Line):
         if follow is None:
             return None
         wanted = Expected(header.kind, header.step, data.numel(), [(v.numel(), code) for v, code in vectors])
-        arrived = None if follow.begun else follow.followed(wanted)
+        try:
+            arrived = None if follow.begun else follow.followed(wanted)
+        except PeerLost as error:
+            if self._driver is not None:  # it trains already: its supervisor starts it again, as a newcomer
+                self._driver.expel(f"{error}, before this island took part")
+            raise
         if arrived is None:
             self._take_part(follow, header)
             return None

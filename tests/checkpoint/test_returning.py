@@ -54,8 +54,8 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
         optimizer.zero_grad()
         if last is None and ends.exists():
             last = int(ends.read_text())
-        if last is None and exchange.step > 6:
-            time.sleep(0.05)  # the others wait for the start of a process here
+        if exchange.step > 6:
+            time.sleep(0.05)  # the others wait for the start of a process here, and until it takes part
         if exchange.step % 4 == 0 and exchange.step < 9:
             state.save(exchange)
     exchange.finish(close=False)

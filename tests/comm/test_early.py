@@ -5,6 +5,7 @@ Threads as islands, real connections (tests/support/elastic.py). Vectors hold wh
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_demo.comm import driver, traffic
+from fsdp_demo.comm import early, traffic
 from fsdp_demo.comm.collectives import Arrived
 from fsdp_demo.comm.header import PAYLOAD, QUESTION
 
@@ -48,8 +49,10 @@ def check(line: Any, n: int, arrived: Arrived, gathered: bool) -> tuple[tuple[in
     return slots, arrived.bodies + arrived.means
 
 
-def leaves(gathered: bool, before: Callable[[Any], None] = lambda line: None, seconds: float = 5.0) -> Callable[[Any], Any]:
-    """Six messages; island 1 leaves after `AT` of them."""
+def leaves(
+    gathered: bool, before: Callable[[Any], None] = lambda line: None, seconds: float = 5.0, together: threading.Barrier | None = None
+) -> Callable[[Any], Any]:
+    """Six messages; island 1 leaves after `AT` of them. together: no rank of it before the other."""
 
     def fn(line: Any) -> Any:
         out = []
@@ -58,6 +61,8 @@ def leaves(gathered: bool, before: Callable[[Any], None] = lambda line: None, se
             if n == AT and line.slot == 1:
                 before(line)
                 held = line.send_early(*sent(line, n, gathered), seconds)
+                if together is not None:
+                    together.wait(20)
                 line.leave()
                 return held
             out.append(check(line, n, message(line, n, gathered), gathered))
@@ -85,9 +90,9 @@ def test_what_a_leaver_sends_early_counts(run_ranks, islands: int, gathered: boo
 
 def test_a_long_one_goes_to_one_island_which_forwards_it(run_ranks) -> None:
     def run() -> None:
-        driver.SHORT = traffic.SHORT = 100
+        early.SHORT = traffic.SHORT = 100
         of = Islands(4, ranks=2)
-        of.run(leaves(False))
+        of.run(leaves(False, together=threading.Barrier(2)))
         assert of.results[1, 0] is of.results[1, 1] is True
         found = of.survivors(1)
         assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 2, 3)] * 2

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_demo import Link, PeerLost
 from fsdp_demo.comm import held, member_line, streams
 from fsdp_demo.comm.epochs import Member
+from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.peers import TCP_SHARE
 
 from ..support.cases import named
@@ -215,3 +218,20 @@ def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(monkeypatch: pyte
     line._account(1000, 2000, True, False)
     line._account(7, 7, False, True)
     assert slept == pytest.approx([0.021, 0.042]) and (line.meter.messages, line.meter.bytes_sent, line.meter.setup_bytes) == (4, 2000, 7)
+
+
+def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
+    """Between `attach` and its base a newcomer trains, and cannot go on without what its donor sends."""
+    line, ended = member_line.MemberLine(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0), list[str]()
+
+    def gone(wanted: Any) -> Any:
+        raise PeerLost("island 0 (a) is gone")
+
+    line.follow(SimpleNamespace(begun=False, followed=gone))  # type: ignore[arg-type]
+    header, nothing = line.header(PAYLOAD, 3), torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(PeerLost, match="is gone"):
+        line.gather(header, nothing)
+    line._driver = SimpleNamespace(expel=ended.append)  # type: ignore[assignment]
+    with pytest.raises(PeerLost, match="is gone"):
+        line.gather(header, nothing)
+    assert ended == ["island 0 (a) is gone, before this island took part"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def grown(me: Any, case: str, late: int, islands: int) -> Any:
         if me.island == 0 and not together.exists():
             time.sleep(0.02)
             if len(exchange._line.slots) == islands:
-                part = me.folder / "part"
+                part = me.folder / f"part{os.getpid()}"
                 part.write_text(str(exchange.step + MORE))
                 part.rename(together)
     exchange.finish()

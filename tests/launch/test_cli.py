@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -218,7 +219,8 @@ def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.Mo
     assert started == ["zmq://127.0.0.1:7"] and not supervisor.store_lost and supervisor.stop_at is None
     supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
     assert len(started) == 1 and supervisor.store_lost and supervisor.stop_at == 100.0 + rehearse.BRIEF / 2
-    supervisor.leave_nothing()
+    supervisor.selector.close()
+    shutil.rmtree(supervisor.folder)  # not `leave_nothing`, which ends all that this process has started
 
 
 def test_without_a_file_the_end_of_the_store_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +228,8 @@ def test_without_a_file_the_end_of_the_store_ends_the_islands(monkeypatch: pytes
     supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO())
     supervisor.store_has_ended(100.0)
     assert supervisor.store_lost and supervisor.stop_at == 100.0
-    supervisor.leave_nothing()
+    supervisor.selector.close()
+    shutil.rmtree(supervisor.folder)
 
 
 def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_path: Path) -> None:
