@@ -91,9 +91,11 @@ class Counter:
 
     def _begin(self, guest: Guest | None, first: int, parts: Sequence[Tensor], items: Sequence[Item]) -> None:
         """What the guest begins with: a snapshot, `first` the number of the message after it, and what follows on it."""
-        self._put(guest, "ticks", {"item": "snapshot", "next": first}, parts)
+        ticks = sum(wire == "ticks" for wire, _, _ in items)
+        self._put(guest, "ticks", {"item": "snapshot", "next": first, "more": ticks > 0}, parts)
         for wire, head, of in items:
-            self._put(guest, wire, head, of)
+            ticks -= wire == "ticks"
+            self._put(guest, wire, {**head, "more": ticks > 0} if wire == "ticks" else head, of)
         if guest is not None:
             every = [*parts, *(p for _, _, of in items for p in of)]
             most = max(LEAST, sum(p.numel() for p in every)) // spool.LONGEST

@@ -176,6 +176,7 @@ class Follow:
         self._record: Record | None = None
         self.base: int | None = None
         self.next = 0
+        self._more = False
         self._caught_up = 0
         self._most = LEAST
         self._coming: Coming | None = None
@@ -208,7 +209,7 @@ class Follow:
             return None
         if found.get("item") != "snapshot":
             raise WireError(f"{self._who} sent {found.get('item')!r} instead of a snapshot: use one release everywhere")
-        self.next = int(found["next"])
+        self.next, self._more = int(found["next"]), found.get("more") is True
         return self._ticks.part(longest, seconds)
 
     def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
@@ -227,8 +228,8 @@ class Follow:
         return bodies
 
     def tick(self, seconds: float) -> Tick | None:
-        """See `Following`. With none there, this island is near, and asks to take part."""
-        found = self._ticks.begin(0.0)
+        """See `Following`. With none there, and none said to follow at once, this island is near, and asks to take part."""
+        found = self._ticks.begin(60.0 if self._more else 0.0)
         if found is None:
             now = time.monotonic()
             if self._first and not self.planned and now > self._ready_at:
@@ -240,6 +241,7 @@ class Follow:
         part = self._ticks.part(spool.LONGEST * 16, 60.0)
         if part is None:
             raise PeerLost(f"{self._who} sent half a step")
+        self._more = found.get("more") is True
         self._ticks.end()
         return Tick.unpack(part)
 
@@ -294,10 +296,11 @@ class Follow:
             coming = self._launched(n)
         except PeerLost:
             return None
-        return coming if coming.kind not in WITHIN and coming.step <= self._caught_up else None
+        return coming if coming is not None and coming.kind not in WITHIN and coming.step <= self._caught_up else None
 
-    def _launched(self, n: int) -> Coming:
-        """What the others launch as message n, or later. What came back of those before is thrown away."""
+    def _launched(self, n: int) -> Coming | None:
+        """What the others launch as message n, or later; None where message n itself comes without that word, as what was kept for this
+        island. What came back of those before is thrown away."""
         while self._coming is None or self._coming.n < n:
             found = None
             while found is None:
@@ -305,6 +308,8 @@ class Follow:
             if found.get("item") == "launch":
                 self._read_coming(found)
                 continue
+            if int(found["n"]) >= n:
+                return None
             self.next = max(self.next, int(found["n"]) + 1)
             for size in self._messages.sizes:
                 self._part(size)
