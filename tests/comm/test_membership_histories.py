@@ -139,6 +139,7 @@ def test_who_was_never_heard_is_quiet_when_another_says_so() -> None:
     assert here.quiet(5.0) == [] and here.quiet(5.0, unheard=True) == [C]
 
 
+@pytest.mark.slow
 def test_k19_beats_come_from_a_thread_of_the_training_process_and_of_every_rank(run_ranks) -> None:
     """Training threads may be busy for longer than ISLAND_DEAD; one rank whose own thread stands still is lost, with its island."""
 

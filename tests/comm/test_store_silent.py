@@ -181,6 +181,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+@pytest.mark.slow
 def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
     with subprocess.Popen([sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filled:
         try:

@@ -194,6 +194,7 @@ def test_rehearse_over_zeromq_has_a_durable_store(run_id: str, tmp_path: Path, m
 
 
 @ON_LINUX
+@pytest.mark.slow
 def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

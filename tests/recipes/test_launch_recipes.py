@@ -210,6 +210,7 @@ def test_slurm_islands_on_two_nodes(launch):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_ssh_islands_on_two_hosts(launch):
     options = f"{SMALL} --set clock.period=2"
     config = RECIPES / "accelerate" / "cpu-island.yaml"
