@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..support import joining, threaded
 from ..support.cases import named
 
 STEPS = 12
+SEEDED = threading.Lock()  # islands are threads here, and share torch's generator
 
 
 class Net(nn.Module):
@@ -56,7 +58,8 @@ def recorded(config: Any, steps: int = STEPS, brings: Any = None, made: Any = ma
     """Two islands train; what the first one's desk has seen, and where it stood after every step."""
 
     def island(i: int, topology: Any) -> Any:
-        model, optimizer, schedule = made(config, i)
+        with SEEDED:
+            model, optimizer, schedule = made(config, i)
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, agree={"steps": 100})
         record = joining.Record(exchange, brings) if i == 0 else None
         stands = [joining.stand(exchange._flow)]

@@ -73,6 +73,8 @@ def relayed() -> Any:
     far, _ = server.accept()
     for end in (near, far):
         end.settimeout(10.0)
+    near.sendall(b"-")
+    assert far.recv(1) == b"-"  # from here on the relay knows the connection
     yield links, near, far
     for end in (near, far, server):
         end.close()
