@@ -10,6 +10,6 @@ from .attaching import attach, clipping
 from .engine_topology import topology
 from .node_mesh import installed, shard_within_node
 from .taking_over import advance
-from .zero_params import ZeroShards
+from .zero_params import ZeroHost
 
-__all__ = ["ZeroShards", "advance", "attach", "clipping", "installed", "shard_within_node", "topology"]
+__all__ = ["ZeroHost", "advance", "attach", "clipping", "installed", "shard_within_node", "topology"]

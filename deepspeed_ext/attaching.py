@@ -6,13 +6,13 @@ from typing import Any
 
 from fsdp_demo import Exchange, ExchangeConfig, Topology, preset, presets
 from fsdp_demo.attaching import join, settled, vacate
-from fsdp_demo.checkpoint import Saved
+from fsdp_demo.checkpoint import SavedExchange
 
 from . import checkpoints as folders
 from .engine_topology import topology as place
 from .refusals import refuse
 from .taking_over import advance
-from .zero_params import ZeroShards
+from .zero_params import ZeroHost
 
 
 def attach(
@@ -21,9 +21,9 @@ def attach(
     *,
     model: Any = None,
     topology: Topology | None = None,
-    agree: dict[str, Any] | None = None,
+    must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | Saved | None = None,
+    state: dict[str, Any] | SavedExchange | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     checkpoints: bool = True,
@@ -39,7 +39,7 @@ def attach(
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
         model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ..., model=...)` works.
         topology: default the node of `shard_within_node`, else `Topology.from_env()` (islands).
-        agree, batch, catch_up: as for `fsdp_demo.attach`; `batch` is known from the engine, and the norm that clips is agreed anyway.
+        must_match, batch, catch_up: as for `fsdp_demo.attach`; `batch` is known from the engine, and the norm that clips is agreed anyway.
         step: default `engine.global_steps`.
         state: the exchange's state to go on from, where the engine itself is loaded already. With `checkpoints` nobody needs it:
             `engine.load_checkpoint` brings it.
@@ -62,8 +62,8 @@ def attach(
     config = settled(config, changes)
     topology = topology or place(engine)
     refuse(engine, config, topology)
-    facts = {"gradient_clipping": engine.gradient_clipping(), **(agree or {})}
-    shards = ZeroShards(engine)
+    facts = {"gradient_clipping": engine.gradient_clipping(), **(must_match or {})}
+    shards = ZeroHost(engine)
     vacate(shards.optimizers)
     config = clipping(engine, config)
     try:
@@ -72,7 +72,7 @@ def attach(
             config,
             model=engine.module,
             topology=topology,
-            agree=facts,
+            must_match=facts,
             step=engine.global_steps if step is None else step,
             state=state,
             batch=batch or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
@@ -101,7 +101,7 @@ def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
     usual = preset(config.preset).clip if config.preset in presets() else None
     if config.clip not in (None, usual, norm):
         raise ValueError(_two_norms(config.clip, norm))
-    if config.clips_mean or config.clip_over == "islands":
+    if config.clips_mean or config.clip_scope == "islands":
         zero.clip_grad = 0.0
         return config.changed({"clip": norm or None})
     zero.clip_grad = norm  # a checkpoint that was loaded may have brought another

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_demo import Topology
-from fsdp_demo.checkpoint import Saved, open_exchange
+from fsdp_demo.checkpoint import SavedExchange, load_exchange
 from fsdp_demo.checkpoint.choice import Held, together
 from fsdp_demo.checkpoint.reshard import shares
 from fsdp_demo.checkpoint.whole import PARTS, whole
@@ -130,9 +130,10 @@ def _step(notes: Sequence[dict[str, Any]], tag: str) -> int:
     return max(step for n in notes for step, _ in n["seen"][tag].values())
 
 
-# Not `Board.choose`: there each island goes on from a state in its own folder, which is known by its step. Here a tag is asked for by name,
-# or told by `latest`. Replicas load one run from any folder that they see, also one that is not their own (their number has changed). A
-# checkpoint of plain DeepSpeed counts, too: it has no head that says a step. Swapped folders are refused only where every replica has one.
+# Not `CheckpointRegistry.choose`: there each island goes on from a state in its own folder, which is known by its step. Here a tag is asked
+# for by name, or told by `latest`. Replicas load one run from any folder that they see, also one that is not their own (their number has
+# changed). A checkpoint of plain DeepSpeed counts, too: it has no head that says a step. Swapped folders are refused only where every
+# replica has one.
 # Which of their own states lie between the same exchanges is asked in one place by both: `fsdp_demo.checkpoint.choice.together`.
 
 
@@ -198,10 +199,10 @@ def choose(root: Path, topology: Topology, tag: str, run: str) -> Choice:
     own = folder_of(root, topology)
     if not run:
         return Choice(tag, [(root, 1.0)])
-    found: dict[int, tuple[Path, Saved]] = {}
+    found: dict[int, tuple[Path, SavedExchange]] = {}
     for folder in sorted(_folders(root), key=lambda f: f != own):  # its own is preferred
         try:
-            saved = open_exchange(folder / tag / PARTS)
+            saved = load_exchange(folder / tag / PARTS)
         except ValueError:
             continue
         if saved.complete and _run(saved) == run:
@@ -213,7 +214,7 @@ def choose(root: Path, topology: Topology, tag: str, run: str) -> Choice:
     return Choice(tag, [(found[i][0], w) for i, w in weights.items()], [folder / tag / PARTS for folder, _ in found.values()])
 
 
-def _run(saved: Saved) -> str:
+def _run(saved: SavedExchange) -> str:
     """What the parts of one save have in common."""
     head = saved.heads[0]
     return json.dumps([head["islands"], head.get("run"), saved.step, head.get("applied")], sort_keys=True)

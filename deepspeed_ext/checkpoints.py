@@ -19,12 +19,12 @@ from typing import Any, cast
 import torch
 
 from fsdp_demo import Exchange
-from fsdp_demo.checkpoint import Saved, open_exchange, save_exchange
+from fsdp_demo.checkpoint import SavedExchange, load_exchange, save_exchange
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.fence import Fence
 from fsdp_demo.checkpoint.finite import refuse_exchange
 from fsdp_demo.checkpoint.folders import damaged, misfits
-from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.errors import NeedsDecision, NotFinite
 
@@ -207,11 +207,11 @@ class _Followed(Folders):
         told, left = (None, []) if client is None else of_users(client)
 
         def notes() -> Any:
-            board = Board(topology)
+            registry = CheckpointRegistry(topology)
             try:
-                return next(n for n in board.meet({"name": topology.name, "client": told, "left": left}) if n["client"] is not None)
+                return next(n for n in registry.meet({"name": topology.name, "client": told, "left": left}) if n["client"] is not None)
             finally:
-                board.close()
+                registry.close()
 
         return cast(dict[str, Any], self.ranks.from_first(notes))
 
@@ -222,9 +222,9 @@ class _Followed(Folders):
             if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
                 raise ValueError(f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away; {CURE}")
 
-    def _open(self, choice: Choice) -> Saved:
+    def _open(self, choice: Choice) -> SavedExchange:
         """The exchange's parts, of this run's preset and model."""
-        saved = open_exchange(*choice.parts)
+        saved = load_exchange(*choice.parts)
         try:
             saved.check(self.exchange)
         except ValueError as error:
@@ -236,11 +236,11 @@ class _Followed(Folders):
         topology = self.exchange.topology
 
         def agreed() -> Any:
-            board = Board(topology)
+            registry = CheckpointRegistry(topology)
             try:
-                found = choose_tags(board.meet(look(root, topology, tag)), topology.kind == "islands")
+                found = choose_tags(registry.meet(look(root, topology, tag)), topology.kind == "islands")
             finally:
-                board.close()
+                registry.close()
             if found is None:
                 return None
             mine = found[topology.island]

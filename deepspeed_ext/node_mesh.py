@@ -186,4 +186,4 @@ def topology_of(engine: Any) -> Topology | None:
     place: dict[str, Any] = {"timeout": timeout, "rank": mpu.place, "world": mpu.node_size, "group": group}
     if mpu.replicas == 1:
         return Topology("single", **place)
-    return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, line_group=mpu.cross, **place)
+    return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, peer_group=mpu.cross, **place)

@@ -145,13 +145,13 @@ def _inner(engine: Any) -> Iterator[str]:
 def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
     """ZeRO steps a whole partition: gradients that arrive for a part of it, at some steps only, would step the rest on zeros."""
     gradients = [c for c in config.channels if c.before_step]
-    clocks = {c.name: (c.clock.period, c.clock.offset, c.clock.delay) for c in gradients}
+    clocks = {c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients}
     if len(set(clocks.values())) > 1 or any(c.fragments for c in gradients):
         yield (
             f"gradient channels on unlike clocks (period, offset, delay) {clocks}, where ZeRO steps a whole partition: give all one clock "
             "and no fragments, or take FSDP2"
         )
-    waits = [c for c in gradients if c.clock.period > 1 or c.clock.delay]
+    waits = [c for c in gradients if c.schedule.sync_every > 1 or c.schedule.delay]
     named = [plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad] if waits else []
     left = [name for name in named if not any(covers(c, name) for c in gradients)]
     if left:

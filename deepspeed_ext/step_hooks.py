@@ -12,15 +12,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_demo.hosts.step_hooks import PausableTicks
+from fsdp_demo.hosts.step_hooks import PausableStepHooks
 
 from .partitions import Partitions
 
 log = logging.getLogger("fsdp_demo")
 
 
-class EngineTicks(PausableTicks):
-    """Implements `fsdp_demo.hosts.base.Ticks` on `engine.step`.
+class EngineStepHooks(PausableStepHooks):
+    """Implements `fsdp_demo.hosts.base.StepHooks` on `engine.step`.
 
     Args:
         engine, partitions: the engine and the view of its wrapper.

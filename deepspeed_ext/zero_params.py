@@ -1,4 +1,4 @@
-"""The fp32 partitions of a ZeRO engine as the exchange's `Shards`.
+"""The fp32 partitions of a ZeRO engine as the exchange's `TrainingHost`.
 
 A rank holds of each parameter a stretch of the flattened tensor: all of it, a part, or nothing. The stretch becomes
 
@@ -22,12 +22,12 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
-from fsdp_demo.comm.island import Island
-from fsdp_demo.comm.topology import Position
-from fsdp_demo.hosts.base import Shard, plain_name
+from fsdp_demo.comm.island import IslandGroup
+from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.hosts.base import LocalParam, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, kind
 
-from .step_hooks import EngineTicks
+from .step_hooks import EngineStepHooks
 from .wrappers import adapter
 
 
@@ -44,8 +44,8 @@ class _Piece:
         return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
 
 
-class ZeroShards:
-    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements `fsdp_demo.hosts.base.Shards`.
+class ZeroHost:
+    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements `fsdp_demo.hosts.base.TrainingHost`.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -55,22 +55,22 @@ class ZeroShards:
         RuntimeError: DeepSpeed's internals are not those this was written for.
 
     Example:
-        >>> from deepspeed_ext import ZeroShards
-        >>> shards = ZeroShards(engine)  # doctest: +SKIP
-        >>> shards.shards[0].name  # doctest: +SKIP
+        >>> from deepspeed_ext import ZeroHost
+        >>> shards = ZeroHost(engine)  # doctest: +SKIP
+        >>> shards.params[0].name  # doctest: +SKIP
         'model.embed_tokens.weight'
     """
 
     def __init__(self, engine: Any):
         self.engine, self.partitions = engine, adapter(engine)
         self.partitions.check()
-        self.shards: list[Shard] = []
+        self.params: list[LocalParam] = []
         self._pieces: list[_Piece] = []
         masters = self.partitions.masters()
         for f in self.partitions.fragments():
             for start, shape in pieces(f.shape, f.start, f.numel):
                 self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
-                self.shards.append(Shard(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
+                self.params.append(LocalParam(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
         self.device = masters[0].device
         self._parameters = dict(engine.module.named_parameters())
         self._trained = [p.requires_grad for p in self._parameters.values()]
@@ -82,13 +82,13 @@ class ZeroShards:
 
     @property
     def clips(self) -> str:
-        """See `fsdp_demo.hosts.base.Shards.clips`."""
+        """See `fsdp_demo.hosts.base.TrainingHost.clips`."""
         norm = self.partitions.zero.clip_grad
         return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
 
     @property
     def optimizer_names(self) -> list[str]:
-        """See `fsdp_demo.hosts.base.Shards.optimizer_names`."""
+        """See `fsdp_demo.hosts.base.TrainingHost.optimizer_names`."""
         return [kind(self.partitions.inner)]
 
     def _flats(self, source: str) -> list[Tensor | None]:
@@ -105,20 +105,20 @@ class ZeroShards:
         return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
 
     def read(self, source: str) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.Shards.read`: fp32 views into the masters, their gradients and their states."""
+        """See `fsdp_demo.hosts.base.TrainingHost.read`: fp32 views into the masters, their gradients and their states."""
         return self._views(self._flats(source))
 
     def rates(self) -> list[float]:
-        """See `fsdp_demo.hosts.base.Shards.rates`."""
+        """See `fsdp_demo.hosts.base.TrainingHost.rates`."""
         return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
 
     def states(self) -> list[str]:
-        """See `fsdp_demo.hosts.base.Shards.states`."""
+        """See `fsdp_demo.hosts.base.TrainingHost.states`."""
         pairs = self.optimizer_states()
         return sorted({k for m, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == m.shape and k != "step"})
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """See `fsdp_demo.hosts.base.Shards.optimizer_states`: one pair per master."""
+        """See `fsdp_demo.hosts.base.TrainingHost.optimizer_states`: one pair per master."""
         state = self.partitions.inner.state
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
@@ -144,14 +144,14 @@ class ZeroShards:
                 counted["step"] = counted["step"] * 0
 
     def rest(self, model: torch.nn.Module) -> list[Tensor]:
-        """See `fsdp_demo.hosts.base.Shards.rest`. Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
-        stepped = {s.name for s in self.shards}
+        """See `fsdp_demo.hosts.base.TrainingHost.rest`. Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
+        stepped = {s.name for s in self.params}
         left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
         return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [b.detach() for b in model.buffers()]
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.Shards.gradients`. A master has one gradient: it goes when nothing in it is wanted, else what is not
-        wanted becomes zeros."""
+        """See `fsdp_demo.hosts.base.TrainingHost.gradients`. A master has one gradient: it goes when nothing in it is wanted, else what is
+        not wanted becomes zeros."""
         for index, master in enumerate(self.partitions.masters()):
             here = [(p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index]
             if all(want is False for _, want in here):
@@ -165,7 +165,7 @@ class ZeroShards:
         return self.read("gradient")
 
     def base_step(self) -> None:
-        """See `fsdp_demo.hosts.base.Shards.base_step`."""
+        """See `fsdp_demo.hosts.base.TrainingHost.base_step`."""
         self.partitions.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
@@ -174,8 +174,8 @@ class ZeroShards:
             self.partitions.push()
 
     def outside(self, model: torch.nn.Module) -> list[str]:
-        """See `fsdp_demo.hosts.base.Shards.outside`."""
-        mine = {s.name for s in self.shards}
+        """See `fsdp_demo.hosts.base.TrainingHost.outside`."""
+        mine = {s.name for s in self.params}
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         return [n for n, p in named if p.requires_grad and n not in mine]
 
@@ -191,7 +191,7 @@ class ZeroShards:
                 "switch it back, or set it before deepspeed.initialize, and attach again"
             )
 
-    def position(self, rank: int, world: int) -> Position:
+    def position(self, rank: int, world: int) -> ShardPosition:
         """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.
 
         Raises:
@@ -204,13 +204,13 @@ class ZeroShards:
                 f"ZeRO shards over {shards} ranks (this one is {shard}), the replica has {world} (this one is {rank}): in one world over "
                 "several nodes call deepspeed_ext.shard_within_node(node_size) before deepspeed.initialize; islands need none"
             )
-        return Position(shards, shard, 1, 0)
+        return ShardPosition(shards, shard, 1, 0)
 
-    def ticks(
-        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
-    ) -> EngineTicks:
+    def hooks(
+        self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> EngineStepHooks:
         """The engine's own count of steps."""
-        return EngineTicks(self.engine, self.partitions, before, after, skip, gradients)
+        return EngineStepHooks(self.engine, self.partitions, before, after, skip, gradients)
 
 
 def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, tuple[int, ...]]]:

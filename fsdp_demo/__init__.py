@@ -4,15 +4,18 @@ import fsdp_demo
 exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from .attaching import attach
 from .comm.link import Link
 from .comm.meter import Meter, ring_all_reduce_bytes
 from .comm.topology import Topology
-from .config.channel import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
+from .config.channel import Accumulator, Applier, Channel, Codec, Fragments, Reducer, SyncSchedule
 from .config.load import load_config, preset
 from .config.presets import half_life_multiples, presets
 from .config.schema import ExchangeConfig
 from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
+from .errors import renamed as _renamed
 from .exchange.exchange import Exchange
 from .exchange.guard import guard, undecided
 from .hosts.muon import MuonAdamW
@@ -23,7 +26,6 @@ __all__ = [
     "Accumulator",
     "Applier",
     "Channel",
-    "Clock",
     "Codec",
     "Exchange",
     "ExchangeConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "PeerLost",
     "Reducer",
     "Stopped",
+    "SyncSchedule",
     "Topology",
     "WireError",
     "__version__",
@@ -50,3 +53,8 @@ __all__ = [
     "ring_all_reduce_bytes",
     "undecided",
 ]
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        raise _renamed("fsdp_demo", name, {"Clock": "SyncSchedule"})

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .checkpoint.exchange_state import Saved
+from .checkpoint.exchange_state import SavedExchange
 from .comm.environment import restarted
 from .comm.topology import Topology
 from .config.load import load_config
@@ -20,8 +20,8 @@ from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .exchange.startup import OwnCheckpoint, Start
 from .hosts import registry
-from .hosts.base import Shards
-from .hosts.torch_params import TorchShards, unwrap, unwrap_model
+from .hosts.base import TrainingHost
+from .hosts.torch_params import TorchHost, unwrap, unwrap_model
 from .status import SAVED, leave, tell_launcher
 
 log = logging.getLogger("fsdp_demo")
@@ -35,9 +35,9 @@ def attach(
     *,
     model: torch.nn.Module | None = None,
     topology: Topology | None = None,
-    agree: dict[str, Any] | None = None,
+    must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | Saved | OwnCheckpoint | None = None,
+    state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     **changes: Any,
@@ -53,9 +53,9 @@ def attach(
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
         model: gives parameters their names, and its frozen parameters and buffers are made equal on all replicas.
         topology: default `Topology.from_env()`.
-        agree: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
+        must_match: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
         step: the job's step to start from (resume); default 0, of an engine its own count.
-        state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.open_exchange(...)`, which may have been saved by another
+        state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.load_exchange(...)`, which may have been saved by another
             number of islands or shards. Replicas without one take over from the one that is furthest. `RunState.saved` of an island that
             joins a run under way: then it need not fetch what is on its disk.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
@@ -71,34 +71,44 @@ def attach(
         >>> import torch, fsdp_demo
         >>> model = torch.nn.Linear(4, 4)
         >>> exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
-        >>> exchange.consensus
+        >>> exchange.equal_after_exchange
         True
     """
-    given = {"model": model, "topology": topology, "agree": agree, "step": step, "state": state, "batch": batch, "catch_up": catch_up}
+    given = {
+        "model": model,
+        "topology": topology,
+        "must_match": must_match,
+        "step": step,
+        "state": state,
+        "batch": batch,
+        "catch_up": catch_up,
+    }
     if (door := registry.find(optimizer)) is not None:
         attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes)
         return attached
     optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     inner = unwrap_model(model)
-    return join(TorchShards(optimizers, inner), settled(config, changes), **{**given, "model": inner})
+    return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
-    """A preset's name or yaml file as a configuration, with the changes made."""
+    """A preset's name or yaml file as a configuration, with the changes made. Raises TypeError for `agree`, an old keyword of `attach`."""
+    if "agree" in changes:
+        raise TypeError("attach(agree=...) is called attach(must_match=...) since fsdp_demo 0.2")
     if isinstance(config, str):
         return load_config(config, changes)
     return config.changed(changes) if changes else config
 
 
 def join(
-    shards: Shards,
+    shards: TrainingHost,
     config: ExchangeConfig,
     *,
     model: torch.nn.Module | None,
     topology: Topology | None,
-    agree: dict[str, Any] | None = None,
+    must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | Saved | OwnCheckpoint | None = None,
+    state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
 ) -> Exchange:
@@ -108,7 +118,7 @@ def join(
         ValueError: one of its optimizers has an exchange already; and as `attach`.
     """
     vacate(shards.optimizers)
-    facts = {f"agree.{k}": v for k, v in (agree or {}).items()}
+    facts = {f"must_match.{k}": v for k, v in (must_match or {}).items()}
     topology = topology or Topology.from_env()
     log_setup.speak(topology)
     try:

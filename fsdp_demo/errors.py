@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been applied.
@@ -95,3 +97,10 @@ def as_disk_error(error: Exception) -> Exception:
     theirs = type(error).__name__ == "SafetensorError" and "os error" in text
     torchs = isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text)
     return OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
+
+
+def renamed(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:
+    """The error for `owner.name`, which is not there. If it is one of the old `names`, the text says the new one."""
+    if name in names:
+        return AttributeError(f"{owner}.{name} is called {owner}.{names[name]} since fsdp_demo 0.2")
+    return AttributeError(f"{owner} has no attribute {name!r}")

@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of every row (20)")
     parser.add_argument("--model", default="small", help="a json of recipes/models, or a hub id (small)")
     parser.add_argument("--exchange", default="demo", help="preset or yaml file (demo)")
-    parser.add_argument("--set", nargs="+", default=[], help="changes to it, as in --set clock.delay=1")
+    parser.add_argument("--set", nargs="+", default=[], help="changes to it, as in --set schedule.delay=1")
     parser.add_argument("--lr", type=float, default=0.004, help="learning rate (0.004)")
     parser.add_argument("--procs", type=int, help="processes per replica (default: see above)")
     parser.add_argument("--batch-size", type=int, default=4, help="rows per rank (4)")

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
 from fsdp_demo import Exchange, NeedsDecision, Topology, attach, base_optimizer, guard, load_config, undecided
-from fsdp_demo.checkpoint import Checkpoints, RunState
+from fsdp_demo.checkpoint import CheckpointManager, RunState
 from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
@@ -245,7 +245,7 @@ def main() -> None:
     facts |= {"activation_checkpointing": cross.activation_checkpointing, "compile": cross.compile}
     facts |= {"batch_size": data.batch_size, "accumulation": data.accumulation, "sequence_length": data.sequence_length}
     output = Path(train.output)
-    checkpoints = Checkpoints(output if cross.mesh else output / topology.name, topology, train.keep, emergency_root=train.emergency)
+    checkpoints = CheckpointManager(output if cross.mesh else output / topology.name, topology, train.keep, emergency_root=train.emergency)
     state = RunState(checkpoints, model, optimizer, facts)
     try:
         state.restore("auto" if train.resume == "auto" else bool(train.resume), train.take_over, train.fresh_exchange)
@@ -258,7 +258,7 @@ def main() -> None:
         config,
         model=model,
         topology=topology,
-        agree=agreed,
+        must_match=agreed,
         step=state.step,
         state=state.saved,
         batch=(data.batch_size, data.accumulation),
@@ -291,7 +291,7 @@ def main() -> None:
                     loss = model(**batch).loss
                     acc.backward(loss)
                     report.micro_batch(loss, batch["input_ids"].numel())
-                    exchange.note(tokens=batch["input_ids"].numel(), loss=loss)  # (*) optional: weights, and the loss of all islands
+                    exchange.report(tokens=batch["input_ids"].numel(), loss=loss)  # (*) optional: weights, and the loss of all islands
                     optimizer.step()  # (*) the exchange hooks in here, once per `accumulation` micro-batches
                     optimizer.zero_grad()
             end_step()

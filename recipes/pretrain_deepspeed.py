@@ -167,7 +167,7 @@ def main() -> None:
     )
     agreed = {name: getattr(args, name) for name in ("steps", "lr", "schedule", "warmup_steps", "seed", "eval_every")}
     agreed |= {name: getattr(args, name) for name in ("data", "tokenizer", "sequence_length", "batch_size", "accumulation")}
-    exchange = deepspeed_ext.attach(engine, config, agree=agreed)  # (*) the one line; checkpoints are per replica from here on
+    exchange = deepspeed_ext.attach(engine, config, must_match=agreed)  # (*) the one line; checkpoints are per replica from here on
     try:
         counters = (engine.load_checkpoint(args.output)[1] or {}).get("report", []) if args.resume else []
     except NeedsDecision as error:
@@ -216,7 +216,7 @@ def main() -> None:
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 report.micro_batch(loss, batch["input_ids"].numel())
-                exchange.note(tokens=batch["input_ids"].numel(), loss=loss)  # (*) optional: weights, and the loss of all islands
+                exchange.report(tokens=batch["input_ids"].numel(), loss=loss)  # (*) optional: weights, and the loss of all islands
                 engine.step()  # (*) the exchange hooks in here, once per `accumulation` micro-batches
             end_step()
         exchange.finish(close=False)  # (*) every island ends with the same model

@@ -56,7 +56,7 @@ while [ $# -gt 0 ]; do
         --cpu) rehearse+=("$1"); shift ;;
         --set)
             shift
-            [[ $1 == *=* && $1 != --* ]] || fail "--set $1: must read path=value, as in --set codec.topk=16 clock.period=50"
+            [[ $1 == *=* && $1 != --* ]] || fail "--set $1: must read path=value, as in --set codec.topk=16 schedule.sync_every=50"
             while [ $# -gt 0 ] && [[ $1 == *=* && $1 != --* ]]; do changes+=("$1"); shift; done ;;
         --no-shard | --no_shard | --bf16 | --activation[-_]checkpointing | --resume | --save[-_]async | \
         --take[-_]over | --fresh[-_]exchange) pretrain+=("$1"); shift ;;
@@ -89,12 +89,12 @@ rate() {
 # The published periods (16 to 500 steps) do not fit into a few hundred: take one that gives about 15 exchanges.
 fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
-    case $1 in full) given codec.code || given code || echo "codec.code=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
+    case $1 in full) given codec.value_dtype || given code || echo "codec.value_dtype=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
-            given clock.period || given period || echo "period=$period" ;;
+            given schedule.sync_every || given period || echo "period=$period" ;;
         decoupled_momentum | sparse_loco) # sparser and oftener wins: recipes/README.md
-            given clock.period || given period || echo "period=$((period < 5 ? period : 5))" ;;
+            given schedule.sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
     esac
 }
 

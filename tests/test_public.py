@@ -71,11 +71,11 @@ def test_a_public_name_has_an_example_that_runs(name: str) -> None:
 
 
 def test_exchange_and_topology_show_what_the_documents_promise() -> None:
-    promised = ["flush", "finish", "skip", "paused", "outer_parameters", "state_dict", "load_state_dict", "detach", "metrics", "note"]
+    promised = ["flush", "finish", "skip", "paused", "outer_parameters", "state_dict", "load_state_dict", "detach", "metrics", "report"]
     assert {*promised, "digests_equal"} <= {n for n, _ in methods(fsdp_demo.Exchange)}
     assert {"from_env", "from_mesh", "from_group"} <= {n for n, _ in methods(fsdp_demo.Topology)}
     parameters = inspect.signature(fsdp_demo.attach).parameters
-    assert [parameters[n].kind for n in ("model", "topology", "agree", "step", "state")] == [inspect.Parameter.KEYWORD_ONLY] * 5
+    assert [parameters[n].kind for n in ("model", "topology", "must_match", "step", "state")] == [inspect.Parameter.KEYWORD_ONLY] * 5
 
 
 def blocks() -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig
+from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, SyncSchedule
 from fsdp_demo.channels import apply
 from fsdp_demo.compression import formats, selection, transform
 from fsdp_demo.config import channel as config
@@ -29,7 +29,7 @@ def test_every_name_has_something_behind_it_and_the_other_way_round() -> None:
     assert set(formats.CODERS) == set(names.FORMATS) - exact, "a format with scales is a coder in compression/formats.py"
     assert set(transform.MATRICES) == set(names.TRANSFORMS) - {"none"}
     by = {who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who} for who in ("nobody", "data", "step")}
-    assert (by["nobody"], set(selection.BY_DATA), set(selection.BY_STEP)) == ({"all"}, by["data"], by["step"])
+    assert (by["nobody"], set(selection.BY_DATA), set(selection.BY_STEP)) == ({"dense"}, by["data"], by["step"])
     assert set().union(*by.values()) == set(names.SELECTIONS)
     assert set(apply.APPLIERS) == set(names.APPLIERS)
     assert {source for acts in names.APPLIERS.values() for source in acts.sources} == {*config.SOURCES, "state"}
@@ -58,7 +58,7 @@ TABLES = ("config/names.py", "config/presets.py", "compression/formats.py", "com
 
 def test_nobody_else_names_them() -> None:
     """As literals in code; documentation may. The mean of low codes comes back in int8 (`dense.mean_code`), by decree."""
-    known, found = {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS} - {"none", "all", "fp32", "bf16", "random"}, []
+    known, found = {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS} - {"none", "dense", "fp32", "bf16", "random"}, []
     for package in ("config", "compression", "channels", "comm", "exchange", "checkpoint"):
         for file in sorted((PACKAGE / package).glob("*.py")):
             where = f"{package}/{file.name}"
@@ -125,7 +125,7 @@ def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list
     def island(i: int, topology: fsdp_demo.Topology) -> tuple[Tensor, Tensor]:
         weight = nn.Parameter(torch.zeros(130, 128))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        own = Channel("m", "gradient", Clock(), Accumulator(beta=beta), codec, residual="subtract", applier=Applier(applier))
+        own = Channel("m", "gradient", SyncSchedule(), Accumulator(beta=beta), codec, feedback="subtract", applier=Applier(applier))
         exchange = fsdp_demo.attach(optimizer, ExchangeConfig("own", (own,)), topology=topology)
         for t in range(3):
             weight.grad = torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i))
@@ -159,9 +159,11 @@ def test_one_of_each_trains(run_ranks: Any, select: str) -> None:
 
 def test_what_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     enter(monkeypatch)
-    with pytest.raises(ValueError, match="applier.kind='halved' cannot apply source 'delta': use applier.kind='outer'"):
+    with pytest.raises(ValueError, match="applier.acts_as='halved' cannot apply source 'delta': use applier.acts_as='outer_step'"):
         ExchangeConfig("own", (Channel("d", "delta", applier=Applier("halved")),))
-    with pytest.raises(ValueError, match="applier.kind='outer' cannot apply source 'gradient': use applier.kind='gradient' or 'halved'"):
-        ExchangeConfig("own", (Channel("g", "gradient", applier=Applier("outer")),))
-    with pytest.raises(ValueError, match="code fp32 or bf16"):
-        ExchangeConfig("own", (Channel("p", "parameter", codec=Codec(code="ternary"), applier=Applier("replace")),))
+    with pytest.raises(
+        ValueError, match="applier.acts_as='outer_step' cannot apply source 'gradient': use applier.acts_as='gradient' or 'halved'"
+    ):
+        ExchangeConfig("own", (Channel("g", "gradient", applier=Applier("outer_step")),))
+    with pytest.raises(ValueError, match="value_dtype fp32 or bf16"):
+        ExchangeConfig("own", (Channel("p", "parameter", codec=Codec(value_dtype="ternary"), applier=Applier("replace")),))

@@ -30,7 +30,7 @@ def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
 
         wrong = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})}
         trained = script.trainer(
-            rank.folder / "as_is", {"callbacks": [ExchangeCallback("diloco", inner="as_is")]}, max_steps=2, optim="sgd"
+            rank.folder / "as_is", {"callbacks": [ExchangeCallback("diloco", inner_optimizers="as_is")]}, max_steps=2, optim="sgd"
         )
         trained.train()
         with pytest.raises(ValueError) as error:
@@ -39,7 +39,7 @@ def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
 
     for (adafactor, sgd), handed in run_ranks(run, islands=2, procs=1):
         for name, text in (("Adafactor (--optim adafactor)", adafactor), ("SGD (--optim sgd)", sgd)):
-            assert f"found {name}: take --optim adamw_torch, or insist with ExchangeCallback(..., inner='as_is')" in text
+            assert f"found {name}: take --optim adamw_torch, or insist with ExchangeCallback(..., inner_optimizers='as_is')" in text
         assert "found SGD (the one handed to the Trainer)" in handed and 'exchange_optimizer("demo"' in handed
         assert "base_optimizer" not in adafactor + sgd + handed
     assert exchange_optimizer("demo")[1]["lr"] == 4e-4

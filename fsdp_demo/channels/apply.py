@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..compression.transform import Transform, make_transform
-from ..compression.windows import Contiguous, Window
+from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Applier
-from .decode import Mean
-from .state import BoundChannel, less
+from .decode import DecodedMean
+from .state import LocalChannel, less
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Arrival:
         flying: the replica's own part of what is still under way.
         present: for which of the covered tensors any replica had a gradient; of gradient channels.
         mix: share of the local parameters that stays.
-        number: of this round of the channel's clock; None: a part of a round, at the end, which has neither rate nor momentum.
+        number: of this round of the channel's schedule; None: a part of a round, at the end, which has neither rate nor momentum.
         last: nothing comes after it.
     """
 
@@ -42,21 +43,21 @@ class Arrival:
     last: bool = False
 
 
-def as_gradient(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> None:
+def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
     """Make the mean, or its signs, the gradient of the covered tensors for which any replica had one."""
     assert arrival.present is not None
-    sign, targets = c.channel.applier.phi == "sign", c.set_gradients(arrival.present)
+    sign, targets = c.channel.applier.sign, c.set_gradients(arrival.present)
     with make_transform(c.channel.codec, c.shards.device) as made:
         deliver(c, mean, targets, lambda _, x: x.sign_() if sign else x, made)
 
 
-def replace(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> tuple[float, float] | None:
+def replace(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> tuple[float, float] | None:
     """Parameters theta, or a state, become the mean, mixed with `mix` of the local ones.
 
     After a delay theta += mean - own instead, unless it is the last one, and what is in flight counts as corrected (in place).
 
     Returns:
-        Squared norms of the change and of the mean, of this lane, where parameters come after a delta channel.
+        Squared norms of the change and of the mean, of this copy, where parameters come after a delta channel.
     """
     own, mix, tensors = None if arrival.last else arrival.own, arrival.mix, c.tensors(c.channel.target)
     moved, after = torch.zeros(2, device=c.shards.device), c.channel.writes_parameters and bool(c.channel.after)
@@ -64,7 +65,7 @@ def replace(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> tuple[float
     def change(window: Window, x: Tensor) -> Tensor:
         if own is None and not mix and not after:
             return x
-        now = window.pack(Contiguous(tensors), torch.empty_like(x))
+        now = window.pack(ContiguousViews(tensors), torch.empty_like(x))
         if own is not None:
             correction = x.sub_(window.of(own))
             for other in arrival.flying:
@@ -78,29 +79,29 @@ def replace(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> tuple[float
     return (float(moved[0]), float(moved[1])) if mean is not None and after else None
 
 
-def outer(c: BoundChannel, mean: Mean | None, arrival: Arrival) -> None:
+def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
     """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P is the sum of what is in flight."""
     tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
-    plain = c.channel.residual != "put_back" and not c.channel.applier.local_delta  # nobody needs the coefficients
+    plain = c.channel.feedback != "put_back" and not c.channel.applier.local_delta  # nobody needs the coefficients
 
     def change(window: Window, x: Tensor) -> Tensor:
         anchor = _step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
         if not mix and not flying:
             return anchor
         target = less(x.copy_(anchor), window, flying)
-        return torch.lerp(target, window.pack(Contiguous(tensors), torch.empty_like(x)), mix, out=target) if mix else target
+        return torch.lerp(target, window.pack(ContiguousViews(tensors), torch.empty_like(x)), mix, out=target) if mix else target
 
     with make_transform(c.channel.codec, c.shards.device) as made:
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
 
 
-def _step_anchor(c: BoundChannel, window: Window, x: Tensor, own: Tensor | None, number: int | None, made: Transform | None) -> Tensor:
+def _step_anchor(c: LocalChannel, window: Window, x: Tensor, own: Tensor | None, number: int | None, made: Transform | None) -> Tensor:
     """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window. `made`: transforms the mean; None: it
     is in the element domain. Without a `number` the anchor becomes anchor - mean, and the momentum stays what it was."""
     applier, lr = c.channel.applier, rate(window, c.channel.applier, c.channel.codec.sparse)
     anchor = c.fetch(c.anchor, window)
     assert anchor is not None
-    if c.channel.residual == "put_back":
+    if c.channel.feedback == "put_back":
         assert c.accumulator is not None
         window.of(c.accumulator).add_(x)
     if applier.local_delta:
@@ -147,8 +148,8 @@ def local_step(anchor: Tensor, delta: Tensor, momentum: Tensor, beta: float, lr:
 
 
 def deliver(
-    c: BoundChannel,
-    mean: Mean | None,
+    c: LocalChannel,
+    mean: DecodedMean | None,
     tensors: Sequence[Tensor | None],
     change: Callable[[Window, Tensor], Tensor],
     made: Transform | None = None,
@@ -157,14 +158,14 @@ def deliver(
     """Write what `change` makes of the mean, a window at a time, into `tensors`; then, if the channel keeps what was `wrote`, note it.
 
     `change` gets the mean in the element domain if it is `made` so, else as it is; the window's room is its to use up. Without a mean (a
-    copy beyond the lanes) the island's other copies complete the tensors."""
+    copy that is not active) the island's other copies complete the tensors."""
     if mean is None:
         c.write(None, tensors)
         return
     assert c.layout is not None
     alone = c.position.copies == 1
     room = torch.empty(max((w.numel for w in c.windows), default=0) if alone else c.layout.numel, device=c.shards.device)
-    with Contiguous(tensors, back=True) as memory:
+    with ContiguousViews(tensors, back=True) as memory:
         for w in c.windows:
             for part, place in _decoded(mean, w, room[: w.numel] if alone else w.of(room), made):
                 x = change(part, place)
@@ -176,16 +177,17 @@ def deliver(
     if alone:
         return
     c.write(room, tensors)
-    with Contiguous(tensors) as memory:
+    with ContiguousViews(tensors) as memory:
         for part in (part for w in c.windows for part in w.inner):
             _note(c, part, part.of(room), memory, wrote)
 
 
-def _decoded(mean: Mean, window: Window, room: Tensor, made: Transform | None) -> Iterator[tuple[Window, Tensor]]:
+def _decoded(mean: DecodedMean, window: Window, room: Tensor, made: Transform | None) -> Iterator[tuple[Window, Tensor]]:
     """The parts of a window, each with its elements of the mean in `room` [numel], in the element domain if it is `made` so."""
-    terms = mean.terms(window) if made is not None and made.shortens else None
-    if terms is None:
-        mean.fill(window, room)
+    with record_function("fsdp_demo::decode"):
+        terms = mean.terms(window) if made is not None and made.shortens else None
+        if terms is None:
+            mean.fill(window, room)
     for part in window.inner:
         place = room[part.begin - window.begin : part.end - window.begin]
         if made is not None and terms is not None:
@@ -197,7 +199,7 @@ def _decoded(mean: Mean, window: Window, room: Tensor, made: Transform | None) -
         yield part, place
 
 
-def _note(c: BoundChannel, window: Window, x: Tensor, tensors: Contiguous, wrote: bool) -> None:
+def _note(c: LocalChannel, window: Window, x: Tensor, tensors: ContiguousViews, wrote: bool) -> None:
     """Remember in `written` the anchor and what rounding has added to the parameters, into which `x` was written."""
     if not wrote or c.written is None:
         return
@@ -206,10 +208,10 @@ def _note(c: BoundChannel, window: Window, x: Tensor, tensors: Contiguous, wrote
     window.pack(tensors, window.of(c.written)).sub_(x).add_(anchor)
 
 
-APPLIERS: dict[str, Callable[[BoundChannel, Mean | None, Arrival], tuple[float, float] | None]] = {
+APPLIERS: dict[str, Callable[[LocalChannel, DecodedMean | None, Arrival], tuple[float, float] | None]] = {
     "gradient": as_gradient,
-    "outer": outer,
+    "outer_step": outer,
     "replace": replace,
 }
-"""What to do with a mean (transform domain; None on a copy that only receives), by `applier.kind`. What comes back is how far parameters
+"""What to do with a mean (transform domain; None on a copy that only receives), by `applier.acts_as`. What comes back is how far parameters
 were moved, where that is of interest: squared norms of the change and of the mean."""

@@ -10,9 +10,9 @@ import torch
 from ..config.channel import Applier, Channel
 from ..config.schema import ExchangeConfig
 from . import buffers
-from .channel import ActiveChannel
+from .channel import ChannelRunner
 from .placement import Placement
-from .state import BoundChannel
+from .state import LocalChannel
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Bound:
         parameters: a channel over all parameters that are not frozen, which no clock sends.
     """
 
-    channels: list[ActiveChannel]
-    buffers: list[ActiveChannel]
-    parameters: BoundChannel
+    channels: list[ChannelRunner]
+    buffers: list[ChannelRunner]
+    parameters: LocalChannel
 
 
 def bind(channels: Sequence[Channel], config: ExchangeConfig, placement: Placement, model: torch.nn.Module | None) -> Bound:
@@ -39,18 +39,18 @@ def bind(channels: Sequence[Channel], config: ExchangeConfig, placement: Placeme
     Raises:
         ValueError: they do not fit the parameters, or leave out some of them where the preset keeps replicas equal.
     """
-    active = [ActiveChannel(c, placement, config.seed) for c in channels]
-    parameters = BoundChannel(Channel("parameters", "parameter", applier=Applier("replace")), placement)
-    if config.shared and placement.islands > 1:
+    active = [ChannelRunner(c, placement, config.seed) for c in channels]
+    parameters = LocalChannel(Channel("parameters", "parameter", applier=Applier("replace")), placement)
+    if config.equal_at_end and placement.islands > 1:
         _check_covered(active, placement, config.preset)
     moving = [c for c in channels if c.writes_parameters]
     return Bound(active, buffers.channel(model, moving, placement), parameters)
 
 
-def _check_covered(channels: Sequence[ActiveChannel], placement: Placement, preset: str) -> None:
+def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, preset: str) -> None:
     """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
-    covered = {i for c in channels for i in c.covered if c.channel.shared}
-    left = [s.name for i, s in enumerate(placement.shards.shards) if i not in covered and not s.frozen]
+    covered = {i for c in channels for i in c.covered if c.channel.equal_at_end}
+    left = [s.name for i, s in enumerate(placement.shards.params) if i not in covered and not s.frozen]
     if left:
         names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
         raise ValueError(

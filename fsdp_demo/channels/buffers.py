@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config.channel import Applier, Channel, Clock
-from ..hosts.base import Shard, local_part, plain_name
-from .channel import ActiveChannel
+from ..config.channel import Applier, Channel, SyncSchedule
+from ..hosts.base import LocalParam, local_part, plain_name
+from .channel import ChannelRunner
 from .placement import Placement
 
 NAME = "buffers"
@@ -26,12 +26,12 @@ EVERY = 100
 
 
 class Buffers:
-    """What a channel reads of `Shards`: the local parts of a model's floating-point buffers that are saved with it, by name."""
+    """What a channel reads of `TrainingHost`: the local parts of a model's floating-point buffers that are saved with it, by name."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device):
         self._model, self.device = model, device
-        self.shards = [
-            Shard(plain_name(name), tuple(b.shape), tuple(local_part(b).shape), b.dtype, False) for name, b in _averaged(model).items()
+        self.params = [
+            LocalParam(plain_name(name), tuple(b.shape), tuple(local_part(b).shape), b.dtype, False) for name, b in _averaged(model).items()
         ]
 
     def read(self, source: str) -> list[Tensor | None]:
@@ -50,10 +50,10 @@ def _averaged(model: torch.nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point() and b.element_size() <= 4}
 
 
-def channel(model: torch.nn.Module | None, moving: Sequence[Channel], placement: Placement) -> list[ActiveChannel]:
+def channel(model: torch.nn.Module | None, moving: Sequence[Channel], placement: Placement) -> list[ChannelRunner]:
     """The channel that averages a model's buffers over the islands, on the clock of the first of `moving`; none where nothing is to do."""
     if model is None or placement.islands == 1 or not (buffers := Buffers(model, placement.shards.device)).shards:
         return []
-    clock = moving[0].clock if moving else Clock(EVERY)
-    what = Channel(NAME, "parameter", clock, applier=Applier("replace"))
-    return [ActiveChannel(what, replace(placement, shards=buffers))]  # type: ignore[arg-type]
+    schedule = moving[0].schedule if moving else SyncSchedule(EVERY)
+    what = Channel(NAME, "parameter", schedule, applier=Applier("replace"))
+    return [ChannelRunner(what, replace(placement, shards=buffers))]  # type: ignore[arg-type]

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from ..compression.transform import make_transform, transform
-from ..compression.windows import Contiguous, Window
+from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
 from . import apply
-from .codec import Section
-from .decode import Mean, Whole
+from .codec import ChannelCodec
+from .decode import DecodedMean, DenseMean
 from .placement import Placement
-from .state import BoundChannel, less
+from .state import LocalChannel, less
 
 
 @dataclass
-class Outgoing:
+class ChannelPayload:
     """What one channel sends at one step, on the shards' device: its section of the body, or fp32 vectors.
 
     `own` is the replica's own source where it is needed later (a delta that stays in flight or is applied locally; delayed parameters);
@@ -41,10 +41,10 @@ class Outgoing:
     present: list[bool] | None = None
     partial: bool = False
 
-    def to(self, device: torch.device) -> Outgoing:
+    def to(self, device: torch.device) -> ChannelPayload:
         """The same with its tensors on `device`."""
         body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
-        return Outgoing(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
+        return ChannelPayload(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
 
 
 @dataclass(frozen=True)
@@ -72,38 +72,38 @@ class Incoming:
 
     Attributes:
         sent: this replica's own part in it.
-        received: everybody's; None on a copy beyond the lanes, which has no line.
+        received: everybody's; None on a copy that is not active, which has no peers.
         present: for a gradient channel, which of its tensors get one: those that any replica has one for.
         flying: what the channel still has under way, oldest first.
         last: nothing local is mixed in: nothing comes after it, or what this replica sent was not finite.
     """
 
-    sent: Outgoing
+    sent: ChannelPayload
     received: Received | None
     present: Sequence[bool] | None = None
-    flying: Sequence[Outgoing] = ()
+    flying: Sequence[ChannelPayload] = ()
     last: bool = False
 
 
-class ActiveChannel(BoundChannel):
+class ChannelRunner(LocalChannel):
     """A bound channel that sends and receives.
 
     Args:
-        channel, placement: as for `BoundChannel`.
+        channel, placement: as for `LocalChannel`.
         seed: of seeded selections.
 
     Attributes:
-        section: what it puts into messages; None on a copy beyond the lanes.
-        moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this lane.
+        section: what it puts into messages; None on a copy that is not active.
+        moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this copy.
         left_out: 1 where what is to be sent is not finite on some rank of this island, and counts as zeros; a number, or a scalar on the
             device.
-        measures: whether `encode` notes the norm of what it is given. square: the squared norm of the last, of this lane,
+        measures: whether `encode` notes the norm of what it is given. square: the squared norm of the last, of this copy,
             until somebody takes it.
     """
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
         super().__init__(channel, placement)
-        self.section = Section(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
+        self.section = ChannelCodec(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
         self.measures = False
@@ -111,7 +111,7 @@ class ActiveChannel(BoundChannel):
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
-    def accumulate(self, flying: Sequence[Outgoing] = ()) -> Tensor | None:
+    def accumulate(self, flying: Sequence[ChannelPayload] = ()) -> Tensor | None:
         """Read the source, once, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under
         way. A gradient channel remembers which tensors have a gradient; with an accumulator, which ever had one."""
         tensors, settings = self.tensors(self.channel.target), self.channel.accumulator
@@ -124,19 +124,19 @@ class ActiveChannel(BoundChannel):
             self._into_accumulator(tensors, flying, settings.beta, settings.gain, keep)
             return keep
         x = torch.empty(self.layout.numel, device=self.shards.device)
-        with Contiguous(tensors) as memory:
+        with ContiguousViews(tensors) as memory:
             for part in (part for w in self.windows for part in w.inner):
                 self._source(part, memory, flying, part.of(x))
         return x
 
     def _into_accumulator(
-        self, tensors: Sequence[Tensor | None], flying: Sequence[Outgoing], beta: float, gain: float, keep: Tensor | None = None
+        self, tensors: Sequence[Tensor | None], flying: Sequence[ChannelPayload], beta: float, gain: float, keep: Tensor | None = None
     ) -> None:
         """accumulator = beta accumulator + gain T(source in `tensors`); the source goes to `keep`, too."""
         assert self.accumulator is not None
         delta = self.channel.source == "delta"
         common, rates = self._rates()
-        with Contiguous(tensors) as memory, make_transform(self.channel.codec, self.shards.device) as made:
+        with ContiguousViews(tensors) as memory, make_transform(self.channel.codec, self.shards.device) as made:
             for part in (part for w in self.windows for part in w.inner):
                 x = self._source(part, memory, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
                 if keep is not None:
@@ -152,7 +152,7 @@ class ActiveChannel(BoundChannel):
         rates = [every[i] for i in self.covered]
         return (rates[0], []) if len(set(rates)) == 1 else (1.0, rates)
 
-    def _source(self, window: Window, tensors: Contiguous, flying: Sequence[Outgoing], out: Tensor) -> Tensor:
+    def _source(self, window: Window, tensors: ContiguousViews, flying: Sequence[ChannelPayload], out: Tensor) -> Tensor:
         """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and
         less what rounding to a low-precision parameter took away when the anchor was last written."""
         window.pack(tensors, out)
@@ -165,9 +165,9 @@ class ActiveChannel(BoundChannel):
             return out.masked_fill_(self.left_out.bool(), 0.0)
         return out.zero_() if self.left_out else out
 
-    def encode(self, step: int, source: Tensor | None) -> Outgoing:
+    def encode(self, step: int, source: Tensor | None) -> ChannelPayload:
         """Select and code what is sent: the accumulator, or `source`, which is `accumulate`'s. `subtract` is to follow."""
-        out = Outgoing(step, present=list(self.present) if self.channel.before_step else None)
+        out = ChannelPayload(step, present=list(self.present) if self.channel.before_step else None)
         if self.layout is None or self.section is None:
             return out
         if self.accumulator is not None:
@@ -182,11 +182,11 @@ class ActiveChannel(BoundChannel):
         out.body, out.vectors = self.section.encode(work, step)
         return out
 
-    def subtract(self, out: Outgoing) -> None:
-        """Take what is sent, as the others decode it, out of the accumulator (`residual`: subtract, put_back): rounding stays in it."""
+    def subtract(self, out: ChannelPayload) -> None:
+        """Take what is sent, as the others decode it, out of the accumulator (`feedback`: subtract, put_back): rounding stays in it."""
         self._take(out, 1.0)
 
-    def _take(self, out: Outgoing, sign: float) -> None:
+    def _take(self, out: ChannelPayload, sign: float) -> None:
         """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
         if self.accumulator is None or not self.channel.taken or self.section is None:
             return
@@ -194,19 +194,19 @@ class ActiveChannel(BoundChannel):
             return
         self.section.subtract(self.accumulator, out.body, out.vectors, out.step, sign * self.channel.taken)
 
-    def undo(self, out: Outgoing) -> None:
+    def undo(self, out: ChannelPayload) -> None:
         """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): it will not be sent any more.
 
-        Only the sent part can come back where the source has moved on (a delay), or is not here (gradients; see `Flow.begun`)."""
+        Only the sent part can come back where the source has moved on (a delay), or is not here (gradients; see `StepRuntime.begun`)."""
         self._take(out, -1.0)
         settings = self.channel.accumulator
-        if self.accumulator is None or settings is None or self.layout is None or self.channel.clock.delay or settings.beta == 0:
+        if self.accumulator is None or settings is None or self.layout is None or self.channel.schedule.delay or settings.beta == 0:
             return
         if self.channel.before_step:
             return
         self._into_accumulator(self.tensors(self.channel.target), (), 1.0 / settings.beta, -settings.gain / settings.beta)
 
-    def drop(self, out: Outgoing) -> None:
+    def drop(self, out: ChannelPayload) -> None:
         """Forget what is accumulated here, and this replica's own part in what it has sent: the others have left it out."""
         if self.accumulator is not None:
             self.accumulator.zero_()
@@ -215,11 +215,11 @@ class ActiveChannel(BoundChannel):
 
     # ---- what comes back -------------------------------------------------------------------------------------------
 
-    def mean(self, received: Received, step: int) -> Mean:
+    def mean(self, received: Received, step: int) -> DecodedMean:
         """The replicas' mean of what was sent at `step` (transform domain): a function of the window, which decodes when it is asked."""
         assert self.section is not None
         if received.workspace is not None:
-            found: Mean = Whole(self.section.layout, received.workspace.to(self.shards.device))
+            found: DecodedMean = DenseMean(self.section.layout, received.workspace.to(self.shards.device))
         elif self.section.gathered:
             bodies = [b.to(self.shards.device, non_blocking=True) for b in received.bodies]
             found = self.section.received(bodies, received.weights, step)
@@ -232,11 +232,11 @@ class ActiveChannel(BoundChannel):
         """Let the mean act on gradients, anchor, parameters or state. Where nothing was received the island's other copies bring it."""
         sent, mix = arrived.sent, 0.0 if arrived.last else self.channel.applier.mix
         mean = self.mean(arrived.received, sent.step) if arrived.received is not None else None
-        number = None if sent.partial else self.channel.clock.round(sent.step)
+        number = None if sent.partial else self.channel.schedule.round(sent.step)
         arrival = apply.Arrival(sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last)
-        self.moved = apply.APPLIERS[self.channel.applier.kind](self, mean, arrival) or self.moved
+        self.moved = apply.APPLIERS[self.channel.applier.acts_as](self, mean, arrival) or self.moved
 
 
-def _own(flying: Sequence[Outgoing]) -> list[Tensor]:
+def _own(flying: Sequence[ChannelPayload]) -> list[Tensor]:
     """The replica's own part of what is under way."""
     return [out.own for out in flying if out.own is not None]

@@ -22,10 +22,10 @@ from ..compression.blocks import Layout
 from ..compression.selection import seeded
 from ..compression.windows import EDGE, Group
 from ..config.channel import BLOCK, Channel
-from .decode import Coded, Indexed, Mean, Scattered, Whole
+from .decode import DecodedMean, DenseMean, QuantizedMean, SeededMean, SparseMean
 
 
-class Section:
+class ChannelCodec:
     """The part of one channel in the messages of one lane.
 
     Args:
@@ -46,11 +46,11 @@ class Section:
         self.spans: list[tuple[int, str]] = []
         if self.codec.seeded:
             chosen = sum(g.count * g.k(self.codec.topk) for g in layout.groups)
-            self.spans = [(chosen, self.codec.code), (layout.num_dense, sparse.dense_code(self.codec))]
+            self.spans = [(chosen, self.codec.value_dtype), (layout.num_dense, sparse.dense_code(self.codec))]
         elif not self.codec.indexed:
-            self.spans = [(layout.numel, self.codec.code)]
+            self.spans = [(layout.numel, self.codec.value_dtype)]
         self._known: tuple[int, dict[Group, Tensor]] | None = None  # number of an exchange and its positions
-        self.gathered = self.codec.indexed or vectors.gathers(self.codec.code, size)
+        self.gathered = self.codec.indexed or vectors.gathers(self.codec.value_dtype, size)
 
     @property
     def known_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Section:
         else:
             vectors.add_round_trip(self.spans[0][1], parts[0], self.size, work, -alpha)
 
-    def received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
+    def received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> DecodedMean:
         """Weighted mean of the replicas' sections of the body, added in rank order. Replicas of weight 0 are left out.
 
         Over "senders": sum of w v over those whose value there is not zero, divided by the sum of their w; dense elements always
@@ -102,9 +102,9 @@ class Section:
         """
         return self._received([b for b, w in zip(bodies, weights, strict=True) if w], [w for w in weights if w], step)
 
-    def reduced(self, means: Sequence[Tensor], step: int) -> Mean:
+    def reduced(self, means: Sequence[Tensor], step: int) -> DecodedMean:
         """Reduced means of the vectors, zero where nothing was sent."""
-        return self._scattered(means, step) if self.codec.seeded else Whole(self.layout, means[0])
+        return self._scattered(means, step) if self.codec.seeded else DenseMean(self.layout, means[0])
 
     def mean(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
         """`received` as an fp32 workspace."""
@@ -114,11 +114,11 @@ class Section:
         """`reduced` as an fp32 workspace, for vectors that are not seeded the vector itself."""
         return self.reduced(means, step).clone() if self.codec.seeded else means[0]
 
-    def _received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Mean:
+    def _received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> DecodedMean:
         if self.codec.indexed:
-            return Indexed(self.layout, self.codec, self.channel.reducer, bodies, weights)
+            return SparseMean(self.layout, self.codec, self.channel.reducer, bodies, weights)
         if not self.codec.seeded:
-            return Coded(self.layout, self.codec.code, bodies, weights)
+            return QuantizedMean(self.layout, self.codec.value_dtype, bodies, weights)
         total = [torch.zeros(n, device=bodies[0].device if bodies else "cpu") for n, _ in self.spans]
         for body, w in zip(bodies, weights, strict=True):
             at = 0
@@ -128,12 +128,12 @@ class Section:
                 at += size
         return self._scattered([t.div_(sum(weights)) if weights else t for t in total], step)
 
-    def _scattered(self, parts: Sequence[Tensor], step: int) -> Mean:
-        return Scattered(self.layout, self._positions(step), self.codec.topk, *parts)
+    def _scattered(self, parts: Sequence[Tensor], step: int) -> DecodedMean:
+        return SeededMean(self.layout, self._positions(step), self.codec.topk, *parts)
 
     def _positions(self, step: int) -> dict[Group, Tensor]:
         """For each group of blocks the places in their slots that the exchange of `step` sends, int64 [count, k] on the device."""
-        number = max(self.channel.clock.round(step) - 1, 0)
+        number = max(self.channel.schedule.round(step) - 1, 0)
         if self._known is None or self._known[0] != number:
             found = {}
             for g in self.layout.groups:

@@ -22,7 +22,7 @@ from ..config.channel import BLOCK, Codec, Reducer
 FEW = 64  # coefficients of a block for which outer products are less work than two products of matrices
 
 
-class Mean:
+class DecodedMean:
     """A mean over the replicas as a function of the window.
 
     Attributes:
@@ -57,18 +57,18 @@ class Mean:
         return work
 
 
-class Whole(Mean):
+class DenseMean(DecodedMean):
     """A workspace that is there already, or the mean of a vector that is the whole workspace; it may lie on another device."""
 
     def __init__(self, layout: Layout, work: Tensor):
         self.layout, self.work, self.device = layout, work, work.device
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `Mean.fill`."""
+        """See `DecodedMean.fill`."""
         return out.copy_(window.of(self.work), non_blocking=True)
 
 
-class Indexed(Mean):
+class SparseMean(DecodedMean):
     """Sections of values and positions (`compression/sparse.py`).
 
     Args:
@@ -86,7 +86,7 @@ class Indexed(Mean):
         self._counts: Tensor | None = None  # replicas, or their weights, that sent a place of the window: bytes save much of the time
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `Mean.fill`."""
+        """See `DecodedMean.fill`."""
         if not self.weights:
             return out.zero_()
         if window.group is None:
@@ -100,7 +100,7 @@ class Indexed(Mean):
         return out
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """See `Mean.terms`."""
+        """See `DecodedMean.terms`."""
         g, size = window.group, len(self.bodies)
         if g is None or not g.transform or not size or g.r * g.s < BLOCK or size * g.k(self.codec.topk) > FEW:
             return None
@@ -118,7 +118,7 @@ class Indexed(Mean):
         if size == 1:
             return values
         weights = self._shared.repeat_interleave(values.shape[1] // size)
-        if self.reducer.kind != "senders":
+        if self.reducer.mean_over != "senders":
             return values * (weights / sum(self.weights))
         few = equal and size < 256  # then bytes do: a quarter of the memory to jump about in
         if self._counts is None or len(self._counts) < len(values):
@@ -143,7 +143,7 @@ class Indexed(Mean):
             blocks.scatter_add_(1, p, v)
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        """See `Mean.add_to`; only what was sent is touched."""
+        """See `DecodedMean.add_to`; only what was sent is touched."""
         if len(self.bodies) != 1 or self.weights != [1.0] or self.reducer.clip != "none":
             super().add_to(work, alpha)
             return
@@ -175,7 +175,7 @@ class Indexed(Mean):
         return self._dense
 
 
-class Coded(Mean):
+class QuantizedMean(DecodedMean):
     """Whole vectors in a code, gathered (`compression/dense.py`)."""
 
     def __init__(self, layout: Layout, code: str, bodies: Sequence[Tensor], weights: Sequence[float]):
@@ -183,21 +183,21 @@ class Coded(Mean):
         self.device = bodies[0].device if bodies else torch.device("cpu")
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `Mean.fill`."""
+        """See `DecodedMean.fill`."""
         out.zero_()
         for body, w in zip(self.bodies, self.weights, strict=True):
             vectors.add_part(self.code, body, self.layout.numel, window.begin, out, w)
         return out.div_(sum(self.weights)) if self.weights else out
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        """See `Mean.add_to`."""
+        """See `DecodedMean.add_to`."""
         if len(self.bodies) == 1 and self.weights == [1.0]:
             vectors.add(self.code, self.bodies[0], work, alpha)
         else:
             super().add_to(work, alpha)
 
 
-class Scattered(Mean):
+class SeededMean(DecodedMean):
     """Values at positions that are known, and the dense elements.
 
     Args:
@@ -214,7 +214,7 @@ class Scattered(Mean):
             at += g.count * g.k(topk)
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `Mean.fill`."""
+        """See `DecodedMean.fill`."""
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
             return out.copy_(self._dense[window.begin - start : window.end - start], non_blocking=True)
@@ -223,7 +223,7 @@ class Scattered(Mean):
         return out
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        """See `Mean.add_to`; only what was sent is touched."""
+        """See `DecodedMean.add_to`; only what was sent is touched."""
         for w in self.layout.windows(work.device):
             if w.group is not None:
                 place, values = self._of(w)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..comm.topology import Position
-from ..hosts.base import Shards
+from ..comm.topology import ShardPosition
+from ..hosts.base import TrainingHost
 
 
 @dataclass(frozen=True)
@@ -18,29 +18,29 @@ class Placement:
     Attributes:
         shards: all local tensors.
         position: of the rank in its island.
-        lanes: how many of the copies of a shard send; a copy beyond them keeps no state and only receives.
+        active_copies: how many of the copies of a shard send; a copy beyond them keeps no state and only receives.
         copies: process group of the ranks of this island that hold the same shard (None: the default group).
         islands: number of replicas.
         home: device on which anchor and outer momentum are kept; None: with the shards.
 
     Example:
         >>> from fsdp_demo.channels.placement import Placement
-        >>> from fsdp_demo.comm.topology import Position
-        >>> Placement(None, Position(copies=2, copy=1), lanes=1).lane is None
+        >>> from fsdp_demo.comm.topology import ShardPosition
+        >>> Placement(None, ShardPosition(copies=2, copy=1), active_copies=1).active_copy is None
         True
     """
 
-    shards: Shards
-    position: Position = Position()
-    lanes: int = 1
+    shards: TrainingHost
+    position: ShardPosition = ShardPosition()
+    active_copies: int = 1
     copies: Any = None
     islands: int = 1
     home: str | None = None
 
     @property
-    def lane(self) -> int | None:
-        """Which of the lanes this rank is; None beyond them."""
-        return self.position.copy if self.position.copy < self.lanes else None
+    def active_copy(self) -> int | None:
+        """Which of the active copies this rank is; None beyond them."""
+        return self.position.copy if self.position.copy < self.active_copies else None
 
     @property
     def home_device(self) -> torch.device:

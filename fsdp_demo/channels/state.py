@@ -1,7 +1,7 @@
 """A channel on one rank: which tensors it covers, how they lie in workspaces, and what it keeps between exchanges. It sends nothing.
 
-Everything a channel keeps lives in workspaces of its lane (see `compression/blocks.py`): the accumulator in the transform domain, where
-a = beta a + gain T(source) and "subtract what was sent" are exact because the DCT is orthonormal and linear; anchor and outer
+Everything a channel keeps lives in workspaces of its active copy (see `compression/blocks.py`): the accumulator in the transform domain,
+where a = beta a + gain T(source) and "subtract what was sent" are exact because the DCT is orthonormal and linear; anchor and outer
 momentum in the element domain, on the device or in host memory.
 """
 
@@ -24,8 +24,8 @@ from .placement import Placement
 
 @dataclass
 class ChannelState:
-    """What a channel keeps between exchanges: workspaces of its lane, None where it keeps none, and which of its tensors have a gradient.
-    See `BoundChannel`."""
+    """What a channel keeps between exchanges: workspaces of its active copy, None where it keeps none, and which of its tensors have a
+    gradient. See `LocalChannel`."""
 
     present: list[bool]
     accumulator: Tensor | None = None
@@ -51,7 +51,7 @@ class ChannelState:
         return cls(**tree)
 
 
-class BoundChannel:
+class LocalChannel:
     """A `Channel` bound to the shards of one rank.
 
     Args:
@@ -59,25 +59,30 @@ class BoundChannel:
         placement: where this rank stands; of its shards the channel covers those that its patterns name and that are not frozen.
 
     Attributes:
-        shards, position, lanes, copies, size: of the placement (`size`: its islands).
-        covered: indices of its tensors in `shards`; present: which of them have a gradient (`ActiveChannel.accumulate`).
-        layouts: of all lanes; layout, windows: of this lane (None and none on a copy beyond the lanes).
-        accumulator, anchor, momentum: workspaces of this lane, None where the channel keeps none.
+        shards, position, active_copies, copies, size: of the placement (`size`: its islands).
+        covered: indices of its tensors in `shards`; present: which of them have a gradient (`ChannelRunner.accumulate`).
+        layouts: of all active copies; layout, windows: of this copy (None and none on a copy that is not active).
+        accumulator, anchor, momentum: workspaces of this copy, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
     """
 
     def __init__(self, channel: Channel, placement: Placement):
         self.channel, self.shards, self._home = channel, placement.shards, placement.home_device
-        self.position, self.lanes, self.copies, self.size = placement.position, placement.lanes, placement.copies, placement.islands
-        shards, lanes = placement.shards, placement.lanes
-        self.covered = [i for i, s in enumerate(shards.shards) if not s.frozen and covers(channel, s.name)]
+        self.position, self.active_copies, self.copies, self.size = (
+            placement.position,
+            placement.active_copies,
+            placement.copies,
+            placement.islands,
+        )
+        shards, active_copies = placement.shards, placement.active_copies
+        self.covered = [i for i, s in enumerate(shards.params) if not s.frozen and covers(channel, s.name)]
         if channel.state_name:
             self._with_state()
-        chosen = [shards.shards[i] for i in self.covered]
+        chosen = [shards.params[i] for i in self.covered]
         kinds = [kind(channel, s.name) for s in chosen]
-        self.layouts = [Layout([s.shape for s in chosen], kinds, lane, lanes) for lane in range(lanes)]
-        self.lane = placement.lane
-        self.layout = self.layouts[self.lane] if self.lane is not None else None
+        self.layouts = [Layout([s.shape for s in chosen], kinds, active_copy, active_copies) for active_copy in range(active_copies)]
+        self.active_copy = placement.active_copy
+        self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
         self.windows = self.layout.windows(shards.device) if self.layout is not None else []
         self.accumulator: Tensor | None = None
         self.anchor: Tensor | None = None
@@ -87,8 +92,8 @@ class BoundChannel:
         self._low_precision = any(s.dtype != torch.float32 for s in chosen)
         if self._low_precision and channel.queues:
             raise ValueError(
-                f"channel {channel.name!r}: clock.delay={channel.clock.delay}, not below clock.period={channel.clock.period}, needs fp32 "
-                "parameters: load the model with dtype=torch.float32, or shorten the delay"
+                f"channel {channel.name!r}: schedule.delay={channel.schedule.delay}, not below schedule.sync_every="
+                f"{channel.schedule.sync_every}, needs fp32 parameters: load the model with dtype=torch.float32, or shorten the delay"
             )
 
     def _with_state(self) -> None:
@@ -131,18 +136,18 @@ class BoundChannel:
             window.of(kept).copy_(work, non_blocking=True)
 
     def tensors(self, source: str) -> list[Tensor | None]:
-        """The covered local tensors of a source, as `Shards.read` gives them."""
+        """The covered local tensors of a source, as `TrainingHost.read` gives them."""
         every = self.shards.read(source)
         return [every[i] for i in self.covered]
 
     def pack(self, source: str) -> Tensor | None:
-        """A new workspace of this lane with a source in it, fp32, element domain; None on a copy beyond the lanes."""
+        """A new workspace of this copy with a source in it, fp32, element domain; None on a copy that is not active."""
         if self.layout is None:
             return None
         return self.layout.pack(self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
-        """Write a workspace of this lane into `tensors`; where copies share the work, one all-gather inside the island completes it."""
+        """Write a workspace of this copy into `tensors`; where copies share the work, one all-gather inside the island completes it."""
         if self.position.copies == 1:
             assert self.layout is not None and work is not None
             self.layout.unpack(work, tensors)
@@ -158,7 +163,7 @@ class BoundChannel:
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Local gradients of the covered tensors: created where wanted, removed elsewhere; other tensors are not touched."""
-        every: list[bool | None] = [None] * len(self.shards.shards)
+        every: list[bool | None] = [None] * len(self.shards.params)
         for i, want in zip(self.covered, wanted, strict=True):
             every[i] = want
         grads = self.shards.gradients(every)

@@ -5,9 +5,18 @@ May import `exchange` and all below it.
 
 from __future__ import annotations
 
-from .exchange_state import Saved, Snapshot, describe, open_exchange, save_exchange, snapshot
+from typing import TYPE_CHECKING
+
+from ..errors import renamed
+from .exchange_state import SavedExchange, Snapshot, describe, load_exchange, save_exchange, snapshot
 from .files import crc32
-from .manager import Checkpoints
+from .manager import CheckpointManager
 from .run_state import RunState
 
-__all__ = ["Checkpoints", "RunState", "Saved", "Snapshot", "crc32", "describe", "open_exchange", "save_exchange", "snapshot"]
+__all__ = ["CheckpointManager", "RunState", "SavedExchange", "Snapshot", "crc32", "describe", "load_exchange", "save_exchange", "snapshot"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        old = {"Checkpoints": "CheckpointManager", "Saved": "SavedExchange", "open_exchange": "load_exchange"}
+        raise renamed("fsdp_demo.checkpoint", name, old)

@@ -68,7 +68,7 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tu
     places = {(_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(f"{exchange}: ranks stand between unlike exchanges: {', '.join(sorted(a for a, _ in places))}")
-    histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}  # copies beyond the lanes know none
+    histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}  # copies that are not active know none
     if len(histories) > 1:
         raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
     return (next(iter(places))[0], min(owner for _, owner in places), next(iter(histories), "")) if places else ("", -1, "")

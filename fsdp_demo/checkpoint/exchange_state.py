@@ -2,7 +2,8 @@
 
 The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and how the model lay.
 
-Format 1. Format 0 was `FOLDER/rank<r>.pt`, of the first Trainer callback: it is refused by name.
+Format 2. Format 1 has the settings under earlier names: it is read (`earlier.py`). Format 0 was `FOLDER/rank<r>.pt`, of the first Trainer
+callback: it is refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .files import FRESH, OTHER, copied, read_head, write_part
 from .reshard import convert
 from .saved import PartSet
 
-PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "lanes")  # of a head: with equal ones a state is taken as it is
+PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "active_copies")  # of a head: with equal ones a state is taken as it is
 
 
 def describe(exchange: Exchange) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "rank": topology.rank,
         "world": topology.world,
         **vars(place),
-        "lanes": exchange.channels[0].lanes,
+        "active_copies": exchange.channels[0].active_copies,
         "torch": torch.__version__,
         "applied": exchange.applied,
         "history": exchange.history,
@@ -52,7 +53,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
                 "dtype": str(s.dtype)[len("torch.") :],
                 "frozen": s.frozen,
             }
-            for s in exchange.shards.shards
+            for s in exchange.shards.params
         ],
     }
 
@@ -82,8 +83,8 @@ def save_exchange(folder: Path, exchange: Exchange) -> None:
     Snapshot(describe(exchange), exchange.state_dict()).write(Path(folder))
 
 
-class Saved(PartSet):
-    """Parts that an exchange can go on from: `attach(state=open_exchange(folder))`."""
+class SavedExchange(PartSet):
+    """Parts that an exchange can go on from: `attach(state=load_exchange(folder))`."""
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:
         """The state of `exchange`'s rank: as it was saved if it stands where it stood, else converted to its numbers.
@@ -97,7 +98,7 @@ class Saved(PartSet):
         if head is not None and all(head.get(k) == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine):
             return self.state(rank, island)
         first = self.heads[0]
-        if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "lanes")) and island in self.islands:
+        if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "active_copies")) and island in self.islands:
             self.head(rank, island)  # the numbers are those of this run: the part itself is missing
         return convert(self, exchange)
 
@@ -143,7 +144,7 @@ class Saved(PartSet):
                 )
 
 
-def open_exchange(*folders: Path | str) -> Saved:
+def load_exchange(*folders: Path | str) -> SavedExchange:
     """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a mesh).
 
     Raises:
@@ -173,7 +174,7 @@ def open_exchange(*folders: Path | str) -> Saved:
     return _saved(tuple(dict.fromkeys(p.parent for p in paths)), parts)
 
 
-def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) -> Saved:
+def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) -> SavedExchange:
     """Order the parts; they must be of one checkpoint."""
     where = ", ".join(map(str, folders))
     heads = sorted((h for _, h in parts), key=lambda h: (h["island"], h["rank"]))
@@ -184,7 +185,7 @@ def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) 
     steps = sorted({h["step"] for h in heads})
     if len(steps) > 1:
         raise ValueError(f"{where}: parts of different steps {steps}: name the folders of one checkpoint")
-    return Saved(folders, heads, paths)
+    return SavedExchange(folders, heads, paths)
 
 
 _NAME = re.compile(r"rank\d+\.json")

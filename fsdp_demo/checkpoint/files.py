@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from ..version import __version__
+from .earlier import in_names_of_today
 
-FORMAT = 1
+FORMAT = 2  # 1: the settings had other names
 PIECE = 8 << 20  # bytes per read of a checksum
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
 OTHER = "resume from another checkpoint"
@@ -62,10 +63,10 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         head, version = part["head"], part["head"].get("format")
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
-    if version != FORMAT:
+    if version not in (1, FORMAT):
         raise ValueError(
             f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is {__version__}, which reads "
-            f"format {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
+            f"formats 1 and {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
         )
     if crc != zlib.crc32(text.encode()):
         raise ValueError(f"{path} is damaged, its checksum does not fit: {OTHER}, {FRESH}")
@@ -74,7 +75,15 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
     if found != file["bytes"]:
         what = "is missing" if found is None else f"has {found} bytes"
         raise ValueError(f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, {FRESH}")
-    return head, part["state"]
+    if version == FORMAT:
+        return head, part["state"]
+    try:
+        return in_names_of_today(head, part["state"])
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{path} has format 1, and its settings cannot be read ({error!s:.200}): resume it with fsdp_demo {head.get('package')}, which "
+            f"wrote it, {FRESH}"
+        ) from None
 
 
 def read_part(path: Path) -> tuple[dict[str, Any], Any]:

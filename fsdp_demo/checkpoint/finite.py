@@ -52,7 +52,7 @@ def refuse_exchange(exchange: Exchange) -> None:
     """
     shards = exchange.shards
     kept = {kind: shards.read(kind) for kind in ("parameter", *(f"state:{name}" for name in shards.states()))}
-    named = [(kind, [(s.name, t) for s, t in zip(shards.shards, tensors, strict=True)]) for kind, tensors in kept.items()]
+    named = [(kind, [(s.name, t) for s, t in zip(shards.params, tensors, strict=True)]) for kind, tensors in kept.items()]
     refuse_not_finite(*((f"{kind} {name}", t) for kind, pairs in named for name, t in pairs), ("exchange", exchange.state_dict()))
 
 

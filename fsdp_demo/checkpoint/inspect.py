@@ -13,7 +13,7 @@ from typing import Any
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
-from .exchange_state import Saved, open_exchange
+from .exchange_state import SavedExchange, load_exchange
 from .files import UNREADABLE, crc32, read_head
 from .folders import MANIFEST
 
@@ -28,9 +28,9 @@ class Found:
     folder: Path
     exchange: Path
 
-    def open(self) -> Saved:
+    def open(self) -> SavedExchange:
         """Read the heads. Raises ValueError for what is missing, torn, foreign or of another version."""
-        return open_exchange(self.exchange)
+        return load_exchange(self.exchange)
 
 
 def find(root: Path) -> list[Found]:
@@ -125,12 +125,12 @@ def describe(found: Found) -> dict[str, Any]:
     return out
 
 
-def _holders(saved: Saved) -> dict[str, Any]:
+def _holders(saved: SavedExchange) -> dict[str, Any]:
     """Number and name of the islands of which parts are here."""
     return {str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads}
 
 
-def _add_part(out: dict[str, Any], saved: Saved, island: int, rank: int) -> None:
+def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int) -> None:
     """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
     state, tensors = saved.outline(rank, island), _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors"))
     out["tokens"] += state.tokens

@@ -33,17 +33,17 @@ from .failures import SaveFailures
 from .fence import Fence
 from .files import sync_folder
 from .folders import MANIFEST, misfits
-from .registry import Board
+from .registry import CheckpointRegistry
 from .shelf import Shelf
 
-__all__ = ["MANIFEST", "Checkpoints", "misfits"]
+__all__ = ["MANIFEST", "CheckpointManager", "misfits"]
 
 log = logging.getLogger("fsdp_demo")
 
 Write = Callable[[Path], Callable[[], Any] | None]
 
 
-class Checkpoints(Shelf):
+class CheckpointManager(Shelf):
     """Checkpoints of this replica, for a training loop. All ranks of all islands make one before `attach`, at the same point.
 
     Args:
@@ -71,7 +71,7 @@ class Checkpoints(Shelf):
         super().__init__(own, topology, Ranks(group, topology.rank, topology.world), Path(second) if second else None)
         self.group, self.keep, self.common = group, keep, -1
         self._failures = SaveFailures(topology.name)
-        self._fence, self._board = Fence(self.roots, topology.run), Board(topology)
+        self._fence, self._registry = Fence(self.roots, topology.run), CheckpointRegistry(topology)
         self._made: set[int] = set()
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -170,9 +170,9 @@ class Checkpoints(Shelf):
             if self._worker is not None:
                 self._worker.shutdown()
             self._worker = None
-            self._board.close()
+            self._registry.close()
 
-    def forget_emergencies(self) -> None:
+    def clear_crash_saves(self) -> None:
         """Remove what ranks have left on the way: the run came to its end. All ranks of the replica come together."""
         self.ranks.any(False)
         for root in self.roots:
@@ -232,7 +232,7 @@ class Checkpoints(Shelf):
         asked or removed stays: nothing here may end a training."""
         mine = [self.regular(s) for s in self.complete()]
         try:
-            common = self._board.common(mine)
+            common = self._registry.common(mine)
             self.common = self.common if common is None else common
             self._fence.check()
             self._remove_before(self.common, [h.step for h in mine])
@@ -250,7 +250,7 @@ class Checkpoints(Shelf):
 
     # ---- what all islands hold -----------------------------------------------------------------------------------------
 
-    def agreed(self, resume: bool | str = True, take_over: bool = False) -> int | None:
+    def resolve_resume_step(self, resume: bool | str = True, take_over: bool = False) -> int | None:
         """The step from which this island resumes: the newest states that lie between the same exchanges on all islands (`choice.py`).
         All ranks of all islands call it, before `attach`.
 
@@ -289,7 +289,7 @@ class Checkpoints(Shelf):
         how = "take_over" if take_over else auto if resume == "auto" else "common"
 
         def choice() -> Any:
-            chosen = self._board.choose(held, how, resume=resume, take_over=take_over)
+            chosen = self._registry.choose(held, how, resume=resume, take_over=take_over)
             return None if chosen is None else [h and h.note() for h in chosen]
 
         notes = self.ranks.from_first(choice)

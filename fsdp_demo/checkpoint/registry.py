@@ -30,7 +30,7 @@ ABSENT = 0.3
 _made = 0  # how many this process has made: each has keys of its own
 
 
-class Board:
+class CheckpointRegistry:
     """The notes of one rank per island: what to go on from (`choose`), and what all hold by now (`common`).
 
     Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""

@@ -20,32 +20,32 @@ Rows = tuple[int, int]  # of dim 0, or elements of what ZeRO has cut: from, to
 
 
 @dataclass
-class Side:
+class TensorLayout:
     """Where a channel's tensors lie on one rank: for each its name, local shape, kind of blocks and rows of the whole; and the lane."""
 
     names: list[str]
     shapes: list[tuple[int, ...]]
     kinds: list[str]
     rows: list[Rows]
-    lane: int
-    lanes: int
+    active_copy: int
+    active_copies: int
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the lane's workspace."""
-        return Layout(self.shapes, self.kinds, self.lane, self.lanes)
+        """Of the workspace of this copy."""
+        return Layout(self.shapes, self.kinds, self.active_copy, self.active_copies)
 
     @cached_property
     def views(self) -> dict[int, Layout]:
-        """For each tensor of which this lane holds a part: the layout with that tensor alone in it, as number 0."""
+        """For each tensor of which this active copy holds a part: the layout with that tensor alone in it, as number 0."""
         return {t: self.layout.only(t) for t in {p.region.tensor for p in self.layout.pieces} | {d.tensor for d in self.layout.dense}}
 
-    def lies_as(self, t: int, other: Side, s: int) -> bool:
+    def lies_as(self, t: int, other: TensorLayout, s: int) -> bool:
         """Whether tensor `t` has the blocks of the other side's tensor `s`, over the same elements."""
         return (self.shapes[t], self.kinds[t], self.rows[t]) == (other.shapes[s], other.kinds[s], other.rows[s])
 
 
-class Recut:
+class LayoutConverter:
     """A workspace of the new layout, the weighted sum of saved ones.
 
     Args:
@@ -53,14 +53,14 @@ class Recut:
         codec: it lives in the domain of this codec's transform; None: in that of the elements.
     """
 
-    def __init__(self, target: Side, codec: Codec | None):
+    def __init__(self, target: TensorLayout, codec: Codec | None):
         # In fp32 whatever the channel multiplies in: what comes back from another layout is what was saved.
-        self.target, self.codec = target, replace(codec, products="fp32") if codec is not None else None
+        self.target, self.codec = target, replace(codec, transform_precision="fp32") if codec is not None else None
         self._whole: Tensor | None = None
         self._tensors: dict[int, Tensor] = {}
         self._raw: set[int] = set()
 
-    def add(self, source: Side, work: Tensor, weight: float) -> None:
+    def add(self, source: TensorLayout, work: Tensor, weight: float) -> None:
         """Add `weight` times a saved workspace, as far as it holds elements of the target.
 
         Raises:
@@ -79,7 +79,7 @@ class Recut:
         for t, name in enumerate(self.target.names):
             self._add(t, source, where[name], work, weight)
 
-    def _add(self, t: int, source: Side, s: int, work: Tensor, weight: float) -> None:
+    def _add(self, t: int, source: TensorLayout, s: int, work: Tensor, weight: float) -> None:
         (begin, end), (first, last) = self.target.rows[t], source.rows[s]
         lo, hi = max(begin, first), min(end, last)
         if lo >= hi or s not in source.views:

@@ -15,8 +15,8 @@ parameters and inner optimizer states by the same shares (`average`), else a del
   the parameters, behind their anchor, and goes out with the next exchange; a plain gradient is lost.
 * `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the earliest.
 
-Shards: see `relayout.py`. What ZeRO has cut (`Shard.offset`) is taken as it lies: the saved ranks must hold the same stretches. Saved parts
-are opened one after the other: in memory are one of them, the new part and one tensor.
+Shards: see `relayout.py`. What ZeRO has cut (`LocalParam.offset`) is taken as it lies: the saved ranks must hold the same stretches. Saved
+parts are opened one after the other: in memory are one of them, the new part and one tensor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..channels.channel import Outgoing
+from ..channels.channel import ChannelPayload
 from ..channels.state import ChannelState
-from ..comm.collectives import Arrived
+from ..comm.collectives import ReceivedMessage
 from ..comm.header import Header
-from ..comm.topology import Position
+from ..comm.topology import ShardPosition
 from ..config.patterns import kind
 from ..exchange.saved_state import ExchangeState, InFlightState
-from ..hosts.base import Shard
-from .reader import Book, Flying, flying, length
-from .relayout import Recut, Rows, Side
+from ..hosts.base import LocalParam
+from .reader import CheckpointReader, Flying, flying, length
+from .relayout import LayoutConverter, Rows, TensorLayout
 from .saved import PartSet
 
 if TYPE_CHECKING:
-    from ..channels.channel import ActiveChannel
+    from ..channels.channel import ChannelRunner
     from ..exchange.exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")
@@ -121,7 +121,7 @@ def _average(nodes: Sequence[Any], weights: Sequence[float], where: str) -> Any:
 # -- what is made of it -----------------------------------------------------------------------------------------------------
 
 
-class Part:
+class ChannelConversion:
     """One channel's state on the new rank, gathered from saved parts.
 
     Args:
@@ -130,25 +130,25 @@ class Part:
         fresh: this island was not there when the state was saved.
     """
 
-    def __init__(self, active: ActiveChannel, book: Book, weights: dict[int, float], fresh: bool):
-        self.active, self.book, self.weights, self.channel = active, book, weights, active.channel
+    def __init__(self, active: ChannelRunner, reader: CheckpointReader, weights: dict[int, float], fresh: bool):
+        self.active, self.reader, self.weights, self.channel = active, reader, weights, active.channel
         self.name, self._first = active.channel.name, next(iter(weights))
-        self._empty = fresh and self.channel.reducer.kind == "senders"
+        self._empty = fresh and self.channel.reducer.mean_over == "senders"
         self._keys = set(active.state().workspaces)
-        self.target = _target(active) if active.lane is not None else None
-        self._kept: dict[str, Recut] = {}
-        self._means: dict[Flying, Recut] = {}
-        self._own: dict[Flying, Recut] = {}
+        self.target = _target(active) if active.active_copy is not None else None
+        self._kept: dict[str, LayoutConverter] = {}
+        self._means: dict[Flying, LayoutConverter] = {}
+        self._own: dict[Flying, LayoutConverter] = {}
         self._present: set[str] = set()
         self._arrived_present: dict[Flying, list[str] | None] = {}
 
-    def add(self, state: ExchangeState, island: int, shard: int, lane: int) -> None:
+    def add(self, state: ExchangeState, island: int, shard: int, active_copy: int) -> None:
         """Take what this rank needs from one saved part.
 
         Raises:
             ValueError: the part keeps other workspaces than this configuration.
         """
-        kept, source, weight = state.channels[self.name], self.book.side(self.name, shard, lane), self.weights[island]
+        kept, source, weight = state.channels[self.name], self.reader.side(self.name, shard, active_copy), self.weights[island]
         self._present |= {n for n, p in zip(source.names, kept.present, strict=True) if p}
         saved = kept.workspaces
         if self.target is not None and set(saved) != self._keys:
@@ -157,51 +157,55 @@ class Part:
                 "resume with the preset it was saved with"
             )
         for key in self._keys if self.target is not None else ():
-            common = key in ("anchor", "momentum") and self.channel.shared
+            common = key in ("anchor", "momentum") and self.channel.equal_at_end
             self._take(self._kept, key, key == "accumulator", source, saved[key], float(island == self._first) if common else weight)
         for f in state.in_flight:
-            if flying(f) in self.book.flights and self.name in f.parts:
-                self._add_flight(f, source, island, shard, lane)
+            if flying(f) in self.reader.flights and self.name in f.parts:
+                self._add_flight(f, source, island, shard, active_copy)
 
-    def _add_flight(self, f: InFlightState, source: Side, island: int, shard: int, lane: int) -> None:
+    def _add_flight(self, f: InFlightState, source: TensorLayout, island: int, shard: int, active_copy: int) -> None:
         key, own = flying(f), f.parts[self.name].own
         if own is not None:
             self._take(self._own, key, False, source, own, self.weights[island])
         if island == self._first:
-            mean, present = self.book.decode(f, self.name, shard, lane)
+            mean, present = self.reader.decode(f, self.name, shard, active_copy)
             self._take(self._means, key, True, source, mean, 1.0)
             self._arrived_present[key] = None if present is None else [n for n, p in zip(source.names, present, strict=True) if p]
 
-    def _take(self, into: dict[Any, Recut], key: Any, coefficients: bool, source: Side, work: Tensor, weight: float) -> None:
+    def _take(
+        self, into: dict[Any, LayoutConverter], key: Any, coefficients: bool, source: TensorLayout, work: Tensor, weight: float
+    ) -> None:
         if self.target is not None and weight:
-            into.setdefault(key, Recut(self.target, self.channel.codec if coefficients else None)).add(source, work, weight)
+            into.setdefault(key, LayoutConverter(self.target, self.channel.codec if coefficients else None)).add(source, work, weight)
 
     def state(self) -> ChannelState:
-        """As `ActiveChannel.state` gives it."""
+        """As `ChannelRunner.state` gives it."""
         kept = {key: made.result() for key, made in self._kept.items()}
-        out = ChannelState([n in self._present for n in self.book.covered[self.name]], **kept)
+        out = ChannelState([n in self._present for n in self.reader.covered[self.name]], **kept)
         if self._empty and out.accumulator is not None and self.target is not None:
             self.target.layout.blocks(out.accumulator).zero_()
         return out
 
-    def flight(self, key: Flying) -> tuple[Outgoing, Tensor | None]:
-        """Its part of a message under way, and the mean that has arrived for it (None on a rank without a lane)."""
+    def flight(self, key: Flying) -> tuple[ChannelPayload, Tensor | None]:
+        """Its part of a message under way, and the mean that has arrived for it (None on a copy that is not active)."""
         held = self._arrived_present[key]
-        present = None if held is None else [n in held for n in self.book.covered[self.name]]
+        present = None if held is None else [n in held for n in self.reader.covered[self.name]]
         own, mean = self._own.get(key), self._means.get(key)
-        part = Outgoing(key[0], own=own.result() if own is not None else None, present=present)
+        part = ChannelPayload(key[0], own=own.result() if own is not None else None, present=present)
         return part, mean.result() if mean is not None else None
 
 
-def _target(active: ActiveChannel) -> Side:
+def _target(active: ChannelRunner) -> TensorLayout:
     """A channel's tensors on this rank."""
-    chosen = [active.shards.shards[i] for i in active.covered]
-    assert active.lane is not None
+    chosen = [active.shards.params[i] for i in active.covered]
+    assert active.active_copy is not None
     names, kinds = [s.name for s in chosen], [kind(active.channel, s.name) for s in chosen]
-    return Side(names, [s.shape for s in chosen], kinds, [_rows(s, active.position) for s in chosen], active.lane, active.lanes)
+    return TensorLayout(
+        names, [s.shape for s in chosen], kinds, [_rows(s, active.position) for s in chosen], active.active_copy, active.active_copies
+    )
 
 
-def _rows(shard: Shard, place: Position) -> Rows:
+def _rows(shard: LocalParam, place: ShardPosition) -> Rows:
     """Which rows of the whole tensor this rank holds: torch.chunk's, or all. Of a stretch that ZeRO has cut, which elements."""
     whole, local = shard.global_shape, shard.shape
     if shard.offset is not None:
@@ -223,37 +227,38 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands, shards or copies. No collectives.
 
     Args:
-        saved: heads of the parts of all islands (of the one or few that are left, where others are lost); `Saved.check` lets them pass.
+        saved: heads of the parts of all islands (of the one or few that are left, where others are lost); `SavedExchange.check` lets them
+            pass.
         exchange: freshly attached to the model as it was at `saved.step`, its channels started.
 
     Raises:
         ValueError: parts are missing, or the state belongs to another model or preset.
     """
     active, islands = exchange.channels, exchange.topology.islands
-    covered = {c.channel.name: [c.shards.shards[i].name for i in c.covered] for c in active}
-    book, place = Book(saved, covered), active[0].position
-    weights = shares(book.islands, islands)[exchange.topology.island]
-    own = _own(book.islands, islands)
-    fresh = islands > len(book.islands) and exchange.topology.island not in own
-    parts = [Part(c, book, weights, fresh) for c in active]
+    covered = {c.channel.name: [c.shards.params[i].name for i in c.covered] for c in active}
+    reader, place = CheckpointReader(saved, covered), active[0].position
+    weights = shares(reader.islands, islands)[exchange.topology.island]
+    own = _own(reader.islands, islands)
+    fresh = islands > len(reader.islands) and exchange.topology.island not in own
+    parts = [ChannelConversion(c, reader, weights, fresh) for c in active]
     headers: dict[Flying, list[Header]] = {}
-    for shard, lane in _sources(book, parts, place):
+    for shard, active_copy in _sources(reader, parts, place):
         for island in weights:
-            state = book.open(island, shard, lane)
-            headers |= {flying(f): f.arrived.headers for f in state.in_flight if flying(f) in book.flights and f.arrived is not None}
+            state = reader.open(island, shard, active_copy)
+            headers |= {flying(f): f.arrived.headers for f in state.in_flight if flying(f) in reader.flights and f.arrived is not None}
             for p in parts:
-                p.add(state, island, shard, lane)
+                p.add(state, island, shard, active_copy)
             del state
     if place.shard == place.copy == 0:
-        _report(book, exchange)
-    first = next(iter(book.states.values()))
-    tokens, weighed = _tokens(book, weights, first=place.shard == place.copy == 0)
+        _report(reader, exchange)
+    first = next(iter(reader.states.values()))
+    tokens, weighed = _tokens(reader, weights, first=place.shard == place.copy == 0)
     return ExchangeState(
         step=saved.step,
-        digest=book.config.digest(),
+        digest=reader.config.digest(),
         channels={p.name: p.state() for p in parts},
-        in_flight=[_message(key, headers[key], parts) for key in book.flights],
-        last=_last(book),
+        in_flight=[_message(key, headers[key], parts) for key in reader.flights],
+        last=_last(reader),
         applied=first.applied,
         begun=first.begun,
         tokens=tokens,
@@ -262,60 +267,60 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     ).to_tree()
 
 
-def _sources(book: Book, parts: Sequence[Part], place: Position) -> list[tuple[int, int]]:
-    """(shard, lane) of the saved parts that hold elements of this rank: its own where they lie as they lay."""
+def _sources(reader: CheckpointReader, parts: Sequence[ChannelConversion], place: ShardPosition) -> list[tuple[int, int]]:
+    """(shard, active copy) of the saved parts that hold elements of this rank: its own where they lie as they lay."""
     targets = [(p.name, p.target) for p in parts if p.target is not None]
     if not targets:
         return [(0, 0)]
     mine = (place.shard, place.copy)
-    if place.shards == book.shards and place.copy < book.lanes and all(t == book.side(name, *mine) for name, t in targets):
+    if place.shards == reader.shards and place.copy < reader.active_copies and all(t == reader.side(name, *mine) for name, t in targets):
         return [mine]
     out = []
-    for s in range(book.shards):
-        wanted = [(r, book.rows(n, s)) for _, t in targets for n, r in zip(t.names, t.rows, strict=True)]
+    for s in range(reader.shards):
+        wanted = [(r, reader.rows(n, s)) for _, t in targets for n, r in zip(t.names, t.rows, strict=True)]
         if any(max(a, c) < min(b, d) for (a, b), (c, d) in wanted):
-            out += [(s, lane) for lane in range(book.lanes)]
+            out += [(s, active_copy) for active_copy in range(reader.active_copies)]
     return out or [(0, 0)]
 
 
-def _message(key: Flying, headers: list[Header], parts: Sequence[Part]) -> InFlightState:
+def _message(key: Flying, headers: list[Header], parts: Sequence[ChannelConversion]) -> InFlightState:
     """One message under way, decoded."""
     made = {p.name: p.flight(key) for p in parts if p.name in key[2]}
     decoded = {name: mean for name, (_, mean) in made.items() if mean is not None}
-    arrived = Arrived(headers, [], [], decoded) if decoded else None
+    arrived = ReceivedMessage(headers, [], [], decoded) if decoded else None
     return InFlightState(key[0], list(key[1]), {n: part for n, (part, _) in made.items()}, arrived)
 
 
-def _last(book: Book) -> dict[str, int]:
+def _last(reader: CheckpointReader) -> dict[str, int]:
     """When each channel last sent what was not lost."""
-    states = book.states.values()
-    gone = {n for state in states for f in state.in_flight if flying(f) not in book.flights for n in f.parts}
-    return {n: -1 if n in gone else min(state.last[n] for state in states) for n in book.channels}
+    states = reader.states.values()
+    gone = {n for state in states for f in state.in_flight if flying(f) not in reader.flights for n in f.parts}
+    return {n: -1 if n in gone else min(state.last[n] for state in states) for n in reader.channels}
 
 
-def _tokens(book: Book, weights: Mapping[int, float], first: bool) -> tuple[int, dict[str, float]]:
+def _tokens(reader: CheckpointReader, weights: Mapping[int, float], first: bool) -> tuple[int, dict[str, float]]:
     """Tokens of this rank, and of the island up to the last exchange of each channel."""
-    total, weighed = 0.0, dict.fromkeys((n for state in book.states.values() for n in state.weighed), 0.0)
+    total, weighed = 0.0, dict.fromkeys((n for state in reader.states.values() for n in state.weighed), 0.0)
     for island, w in weights.items():
-        states = [state for (i, _, _), state in book.states.items() if i == island]
+        states = [state for (i, _, _), state in reader.states.items() if i == island]
         total += w * sum(state.tokens for state in states)
         for name in weighed:
             weighed[name] += w * states[0].weighed.get(name, 0.0)
     return round(total) if first else 0, weighed
 
 
-def _report(book: Book, exchange: Exchange) -> None:
+def _report(reader: CheckpointReader, exchange: Exchange) -> None:
     """What was taken over, and what could not stay as it was."""
-    place, islands, saved = exchange.channels[0].position, exchange.topology.islands, len(book.islands)
+    place, islands, saved = exchange.channels[0].position, exchange.topology.islands, len(reader.islands)
     form = f"{islands} x {place.shards} shards x {place.copies} copies"
-    log.info("state of %d islands x %d shards x %d lanes taken over by %s", book.size, book.shards, book.lanes, form)
-    if saved < book.size:
-        log.warning("the state was saved by %d islands, complete are %s: what the others held is lost", book.size, book.islands)
-    lost = sorted({f.step for state in book.states.values() for f in state.in_flight if flying(f) not in book.flights})
+    log.info("state of %d islands x %d shards x %d active copies taken over by %s", reader.size, reader.shards, reader.active_copies, form)
+    if saved < reader.size:
+        log.warning("the state was saved by %d islands, complete are %s: what the others held is lost", reader.size, reader.islands)
+    lost = sorted({f.step for state in reader.states.values() for f in state.in_flight if flying(f) not in reader.flights})
     if lost:
         log.warning("payloads of steps %s had not arrived in every part when the state was saved: dropped", lost)
     for c in (c.channel for c in exchange.channels):
-        if c.accumulator is not None and c.reducer.kind == "senders" and saved != islands:
+        if c.accumulator is not None and c.reducer.mean_over == "senders" and saved != islands:
             share = 1 - min(saved, islands) / max(saved, islands)
             what = "their mean over the islands falls by %.0f %%, their sum stays (islands that are added start with zeros)"
             what = what if islands > saved else "their sum over the islands falls by %.0f %%, their mean stays"

@@ -9,7 +9,7 @@ from typing import Any
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
 from ..exchange.exchange import Exchange
-from .exchange_state import Saved, describe, open_exchange
+from .exchange_state import SavedExchange, describe, load_exchange
 from .folders import damaged
 from .shelf import Shelf
 
@@ -25,17 +25,17 @@ def described(exchange: Exchange, folder: Path) -> dict[str, Any]:
     return describe(exchange) | ({MARK: mark} if mark else {})
 
 
-def newest(shelf: Shelf) -> tuple[int, Saved, str] | None:
+def newest(shelf: Shelf) -> tuple[int, SavedExchange, str] | None:
     """Step, exchange's state and mark of this rank of the newest whole checkpoint. All ranks of the replica come together."""
     step = shelf.ranks.from_first(lambda: max(shelf.complete(), default=-1))
     return None if step < 0 else opened(shelf.path(step), step, shelf.topology, shelf.ranks)
 
 
-def opened(folder: Path, step: int, topology: Topology, ranks: Ranks) -> tuple[int, Saved, str] | None:
+def opened(folder: Path, step: int, topology: Topology, ranks: Ranks) -> tuple[int, SavedExchange, str] | None:
     """The same of a checkpoint in `folder`; None, and a line in the log, where it cannot stand for a snapshot."""
     saved, mark, why = None, "", ""
     try:
-        saved = open_exchange(folder / "exchange")
+        saved = load_exchange(folder / "exchange")
         head = saved.head(topology.rank, topology.island)
         own = len(saved.islands) == 1 and (head["islands"], head["world"]) == (topology.islands, topology.world)
         mark = str(head.get(MARK, "")) if own else ""

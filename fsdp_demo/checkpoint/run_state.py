@@ -23,11 +23,11 @@ import torch
 from ..exchange.exchange import Exchange
 from ..exchange.startup import OwnCheckpoint
 from ..hosts.torch_params import unwrap, unwrap_model
-from .exchange_state import Saved, Snapshot, open_exchange
+from .exchange_state import SavedExchange, Snapshot, load_exchange
 from .files import copied, read_part, write_part
 from .finite import refuse_not_finite
 from .local_state import load_local, save_local
-from .manager import Checkpoints
+from .manager import CheckpointManager
 from .random_state import random_states, set_random_states
 from .reshard import shares
 from .returning import described, newest
@@ -58,12 +58,12 @@ class RunState:
 
     Example:
         >>> import tempfile, torch, fsdp_demo
-        >>> from fsdp_demo.checkpoint import Checkpoints, RunState
+        >>> from fsdp_demo.checkpoint import CheckpointManager, RunState
         >>> topology, folder = fsdp_demo.Topology.from_env({}), tempfile.TemporaryDirectory()
         >>> def start(resume):
         ...     model = torch.nn.Linear(2, 2)
         ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     state = RunState(Checkpoints(folder.name, topology), model, optimizer)
+        ...     state = RunState(CheckpointManager(folder.name, topology), model, optimizer)
         ...     state.restore(resume)
         ...     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, step=state.step, state=state.saved)
         ...     return model, optimizer, state, exchange
@@ -81,11 +81,11 @@ class RunState:
         (3, 12, True)
     """
 
-    def __init__(self, checkpoints: Checkpoints, model: torch.nn.Module, optimizer: Any, facts: Mapping[str, Any] | None = None):
+    def __init__(self, checkpoints: CheckpointManager, model: torch.nn.Module, optimizer: Any, facts: Mapping[str, Any] | None = None):
         self.checkpoints, self.model, self.facts = checkpoints, model, dict(facts or {})
         self.optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
         self.step, self.same = 0, True
-        self.saved: Saved | OwnCheckpoint | None = None
+        self.saved: SavedExchange | OwnCheckpoint | None = None
         self.extra: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
         if checkpoints.group is None:  # an island of one process is no mistake
@@ -99,19 +99,19 @@ class RunState:
         With other numbers of islands or ranks, from the folders of all replicas that this machine sees beside its own.
 
         Args:
-            resume, take_over: see `Checkpoints.agreed`.
+            resume, take_over: see `CheckpointManager.resolve_resume_step`.
             fresh: leave the exchange's own state out: model and optimizer go on, the exchange starts anew.
 
         Raises:
-            NeedsDecision: see `Checkpoints.agreed`.
+            NeedsDecision: see `CheckpointManager.resolve_resume_step`.
             ValueError: damaged files, or those of another model.
             PeerLost: islands that did not come in time.
         """
-        step = self.checkpoints.agreed(resume, take_over)
+        step = self.checkpoints.resolve_resume_step(resume, take_over)
         if step is None:
             self.saved = None if fresh or not self.checkpoints.topology.under_way() else self._own()
             return
-        kind = self.checkpoints.holds(step)
+        kind = self.checkpoints.has(step)
         if kind == "emergency":
             self._load_left(step)
         elif kind or self._siblings("checkpoint", step):
@@ -167,20 +167,20 @@ class RunState:
 
     def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
         """Open the exchange's state in `own`, or, if this run has other numbers than that, in all that are seen; island -> folder."""
-        saved = open_exchange(*(f / "exchange" for f in own or seen))
+        saved = load_exchange(*(f / "exchange" for f in own or seen))
         if own and not self._fits(saved):
-            saved = open_exchange(*(f / "exchange" for f in seen or own))
+            saved = load_exchange(*(f / "exchange" for f in seen or own))
         self.saved, self.same = saved, self._fits(saved)
         return {island: path.parent.parent for (island, _), path in saved.paths.items()}
 
-    def _fits(self, saved: Saved) -> bool:
+    def _fits(self, saved: SavedExchange) -> bool:
         """Whether it is this very replica's, in the same numbers."""
         t, h = self.checkpoints.topology, saved.heads[0]
         return len(saved.islands) == 1 and (h["islands"], h["island"], h["world"]) == (t.islands, t.island, t.world)
 
     def _weights(self) -> dict[int, float]:
         """What this replica takes of the saved islands."""
-        assert isinstance(self.saved, Saved)
+        assert isinstance(self.saved, SavedExchange)
         return shares(self.saved.islands, self.checkpoints.topology.islands)[self.checkpoints.topology.island]
 
     def _siblings(self, kind: str, step: int) -> list[Path]:
@@ -204,7 +204,7 @@ class RunState:
 
         Raises:
             PeerLost: what was under way in the exchange is lost: save what is left (`emergency`, by `guard`).
-            OSError, NotFinite: the third save in a row that failed; before that a warning (`Checkpoints.save`).
+            OSError, NotFinite: the third save in a row that failed; before that a warning (`CheckpointManager.save`).
         """
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
 
@@ -234,7 +234,7 @@ class RunState:
 
     def finish(self) -> None:
         """The run came to its end: wait for the last save; what was left on the way is not for a later resume."""
-        self.checkpoints.forget_emergencies()
+        self.checkpoints.clear_crash_saves()
         self.checkpoints.close()
 
     def _loop(self, extra: Extra) -> dict[str, Any]:

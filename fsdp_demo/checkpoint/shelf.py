@@ -7,15 +7,19 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
+from ..errors import renamed
 from . import folders
 from .choice import Held, look
 from .files import read_head
 from .folders import NEWER, misfits
 
 log = logging.getLogger("fsdp_demo")
+
+OLD_NAMES = {"agreed": "resolve_resume_step", "left": "crash_saves", "holds": "has", "forget_emergencies": "clear_crash_saves"}
 
 
 class Shelf:
@@ -32,6 +36,11 @@ class Shelf:
         self.root, self.topology, self.ranks = root, topology, ranks
         self.roots = [root, *([self._beside(second)] if second is not None else [])]
         self.chosen: Held | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise renamed("CheckpointManager", name, OLD_NAMES)
 
     def _beside(self, second: Path) -> Path:
         """This replica's own place in a folder that runs share: what another run left there must not count as held."""
@@ -51,7 +60,7 @@ class Shelf:
         """The steps of the checkpoints whose manifest is there and fits the sizes of the files."""
         return [s for s in folders.steps(self.root, "checkpoint") if not misfits(self.path(s))]
 
-    def left(self) -> list[int]:
+    def crash_saves(self) -> list[int]:
         """The steps at which this rank has left a whole part of its own."""
         found = {s: self.emergency(s) for root in self.roots for s in folders.steps(root, "emergency")}
         return sorted(s for s, place in found.items() if _left(place, self.topology) is not None)
@@ -83,18 +92,18 @@ class Shelf:
         for root in self.roots:
             folders.take_back(root)
 
-    def holds(self, step: int) -> str:
+    def has(self, step: int) -> str:
         """What this replica has of `step`: "checkpoint", "emergency" or "" (all ranks come together)."""
         chosen = self.chosen
         if chosen is not None and chosen.step == step and chosen.kind == "emergency":
-            return "" if self.ranks.any(step not in self.left()) else "emergency"
+            return "" if self.ranks.any(step not in self.crash_saves()) else "emergency"
         if not self.ranks.any(step not in self.complete()):
             return "checkpoint"
-        return "" if self.ranks.any(step not in self.left()) else "emergency"
+        return "" if self.ranks.any(step not in self.crash_saves()) else "emergency"
 
     def held(self) -> list[Held]:
         """What all ranks of the replica can resume from, the same list on all."""
-        regular, left = self.ranks.from_first(lambda: ([h.note() for h in self._readable()], self.left()))
+        regular, left = self.ranks.from_first(lambda: ([h.note() for h in self._readable()], self.crash_saves()))
         out = [Held(*h) for h in regular]
         for step in left:  # of rank 0: all must have left theirs, between the same exchanges
             mine = _left(self.emergency(step), self.topology)

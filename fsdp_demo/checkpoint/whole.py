@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from .choice import Held, look
-from .exchange_state import Saved, open_exchange
+from .exchange_state import SavedExchange, load_exchange
 from .folders import misfits
 
 PARTS = "exchange"
 
 
-def whole(folder: Path, islands: int) -> tuple[Held, Saved]:
+def whole(folder: Path, islands: int) -> tuple[Held, SavedExchange]:
     """What a checkpoint holds.
 
     Args:
@@ -20,7 +20,7 @@ def whole(folder: Path, islands: int) -> tuple[Held, Saved]:
     Raises:
         ValueError: it is not whole, and why: parts that are torn or missing, files that do not fit the manifest.
     """
-    saved = open_exchange(folder / PARTS)
+    saved = load_exchange(folder / PARTS)
     if not saved.complete:
         raise ValueError(f"{folder / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: half-written, or a file is lost")
     if why := misfits(folder, sealed=False):

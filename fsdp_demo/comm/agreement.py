@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import WireError
 from .digests import digest
 from .header import DIGESTS, NORM, SETUP
-from .peers import Line
+from .peers import PeerGroup
 
 log = logging.getLogger("fsdp_demo")
 
@@ -23,7 +23,7 @@ LONGEST = 16 << 20  # bytes of a text that an island may send
 ADVISORY = ("torch", "device", "processor")  # islands may differ here: warned, not refused
 
 
-def gather_json(line: Line, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
+def gather_json(peers: PeerGroup, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
     """`value` of every replica (JSON, never pickle: nothing a peer sends is executed). Two messages: lengths, texts.
 
     Raises:
@@ -33,18 +33,18 @@ def gather_json(line: Line, value: Any, kind: int = SETUP, step: int = 0) -> lis
     if len(text) > LONGEST:
         raise ValueError(f"a value of {len(text)} bytes as JSON, for all islands: allowed are {LONGEST}")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    bodies = line.gather_any(line.header(kind, step), data, LONGEST)
-    return [_parse(line, j, body) for j, body in enumerate(bodies)]
+    bodies = peers.gather_any(peers.header(kind, step), data, LONGEST)
+    return [_parse(peers, j, body) for j, body in enumerate(bodies)]
 
 
-def _parse(line: Line, j: int, body: Tensor) -> Any:
+def _parse(peers: PeerGroup, j: int, body: Tensor) -> Any:
     try:
         return json.loads(bytes(body.tolist()))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise WireError(f"{line.label(j)} sent {body.numel()} bytes that are no JSON ({error!r:.80})") from None
+        raise WireError(f"{peers.label(j)} sent {body.numel()} bytes that are no JSON ({error!r:.80})") from None
 
 
-def agree(line: Line, found: Mapping[str, Any]) -> bool:
+def agree(peers: PeerGroup, found: Mapping[str, Any]) -> bool:
     """Compare `found` (flat, JSON values) with those of all replicas. Numbers of optimizers are compared where both sides have them.
 
     Returns:
@@ -53,13 +53,13 @@ def agree(line: Line, found: Mapping[str, Any]) -> bool:
     Raises:
         ValueError: on every replica, naming each field that differs with the values of both sides.
     """
-    everyone = gather_json(line, dict(found))
-    mine, unlike = everyone[line.rank], []
+    everyone = gather_json(peers, dict(found))
+    mine, unlike = everyone[peers.rank], []
     for j, theirs in enumerate(everyone):
-        may, must = apart(mine, theirs, line.names[j])
+        may, must = apart(mine, theirs, peers.names[j])
         unlike += may
         if must:
-            raise ValueError(unequal(line, j, "; ".join(must[:6])))
+            raise ValueError(unequal(peers, j, "; ".join(must[:6])))
     return warned(unlike)
 
 
@@ -78,17 +78,17 @@ def warned(unlike: list[str]) -> bool:
     return bool(unlike)
 
 
-def unequal(line: Line, j: int, what: str) -> str:
+def unequal(peers: PeerGroup, j: int, what: str) -> str:
     """The sentence that this island and island j do not run the same."""
-    return unlike_runs(line.label(j), line.names[line.rank], what)
+    return unlike_runs(peers.label(j), peers.names[peers.rank], what)
 
 
 def unlike_runs(there: str, here: str, what: str) -> str:
-    """The sentence that an island (`Line.label`) does not run the same as the one named `here`."""
+    """The sentence that an island (`PeerGroup.label`) does not run the same as the one named `here`."""
     return f"{there} runs something else than {here}: {what}"
 
 
-def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:
+def equalise(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:
     """Give every replica the donor's `work` (fp32 workspace), in place, sending nothing where digests already agree.
 
     Args:
@@ -98,25 +98,25 @@ def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:
         True if `work` changed here.
     """
     wish = b"keep" if keep else b"take"
-    marks = [bytes(t.tolist()) for t in line.all_gather(torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8))]
+    marks = [bytes(t.tolist()) for t in peers.all_gather(torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8))]
     needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
-    mine, size = line.rank, work.numel() * work.element_size()
+    mine, size = peers.rank, work.numel() * work.element_size()
     data = work.detach().cpu().view(torch.uint8) if mine == donor and any(needs) else None
-    given = line.hand_out(line.header(SETUP), data, size, donor, needs)
+    given = peers.hand_out(peers.header(SETUP), data, size, donor, needs)
     if needs[mine]:
         work.copy_(given.view(work.dtype))
     return needs[mine]
 
 
-def mean_of(line: Line, step: int, value: float) -> float:
+def mean_of(peers: PeerGroup, step: int, value: float) -> float:
     """Mean over the replicas of a number of this step, those left out whose number is not finite: 8 bytes and a header to each."""
     mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
-    found = [float(m.clone().view(torch.float64)) for m in line.all_gather(mine, NORM, step, setup=False)]
+    found = [float(m.clone().view(torch.float64)) for m in peers.all_gather(mine, NORM, step, setup=False)]
     finite = [v for v in found if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def all_equal(line: Line, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
+def all_equal(peers: PeerGroup, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
     """Whether `mark` (`digests.digest` of some tensors) is the same on all replicas."""
-    marks = line.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
+    marks = peers.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
     return all(torch.equal(m, marks[0]) for m in marks)

@@ -4,7 +4,7 @@ A checkpoint has a *mark*: what it must be equal to (`exchange/returning.py`). F
 written to a file without a name, which is gone when the process ends. The files of all marks together are bounded; what goes beyond is
 dropped, oldest mark first, and an island that comes back with that checkpoint gets a snapshot.
 
-The thread that trains notes marks and steps, the courier's notes messages. The courier's thread alone touches the files.
+The thread that trains notes marks and steps, the worker's notes messages. The worker's thread alone touches the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import Arrived
+from .collectives import ReceivedMessage
 from .header import memory
 from .joining import Snapshot, Tick, packed
 
@@ -88,7 +88,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._pending: deque[Segment | Tick | tuple[int, Arrived, Sequence[Tensor]]] = deque()
+        self._pending: deque[Segment | Tick | tuple[int, ReceivedMessage, Sequence[Tensor]]] = deque()
         self._lock = threading.Lock()
         self._marked, self._gone = 0, 0
         self._held = ""
@@ -110,7 +110,7 @@ class Backlog:
         if self.keeps:
             self._pending.append(tick)
 
-    def message(self, n: int, arrived: Arrived, coded: Sequence[Tensor] = ()) -> None:
+    def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
         """A message has been delivered; `coded`: see `packed`. Its tensors must stay as they are."""
         if self.keeps:
             self._pending.append((n, arrived, coded))
@@ -128,7 +128,7 @@ class Backlog:
         """See `hold`."""
         self._held = ""
 
-    # ---- in the courier's thread -------------------------------------------------------------------------------------------
+    # ---- in the worker's thread -------------------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Write what was noted. A disk that cannot be written is no reason to end: what is kept is dropped."""
@@ -141,7 +141,7 @@ class Backlog:
                 self._drop(len(self._segments), always=True)
         self._bound()
 
-    def _write(self, noted: Segment | Tick | tuple[int, Arrived, Sequence[Tensor]]) -> None:
+    def _write(self, noted: Segment | Tick | tuple[int, ReceivedMessage, Sequence[Tensor]]) -> None:
         if isinstance(noted, Segment):
             with self._lock:
                 self._segments.append(noted)

@@ -1,10 +1,10 @@
-"""The reduce of dense vectors over a line.
+"""The reduce of dense vectors over a peer group.
 
 Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides by the sum of the weights and sends the
 coded mean to all: the bytes of a ring all-reduce, 2 (R - 1) / R of the vector, and the same bits everywhere.
 
-`shares`, `part_of_mean` and `whole` are its three calculations, pure functions of what was sent; `reduce` runs them over a line of fixed
-members.
+`shares`, `part_of_mean` and `whole` are its three calculations, pure functions of what was sent; `reduce` runs them over a peer group of
+fixed members.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .header import HEADER, MEANS, PARTS, PAYLOAD, Header
 
 
 @dataclass
-class Arrived:
+class ReceivedMessage:
     """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on the CPU.
 
     `decoded`: means of channels by name, as workspaces, where the message was decoded under another layout (`checkpoint/reshard.py`).
@@ -39,24 +39,24 @@ Spans = Sequence[tuple[int, str]]
 
 
 def reduce(
-    line: Any, header: Header, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]], compare: bool = False
+    peers: Any, header: Header, vectors: Sequence[tuple[Tensor, str]], weights: Sequence[Sequence[float]], compare: bool = False
 ) -> list[Tensor]:
     """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal on all ranks. Two messages.
 
     `header` says step and configuration. With weights w = weights[i] vector i becomes sum_r w_r v_r / sum_r w_r, zeros if all its weights
-    are zero. It is cut into R parts; the means of codes under 8 bits come back in int8. `compare`: note in `line.alike` whether all sent
-    the same of this rank's part, and in `line.something` whether that is more than zeros.
+    are zero. It is cut into R parts; the means of codes under 8 bits come back in int8. `compare`: note in `peers.alike` whether all sent
+    the same of this rank's part, and in `peers.something` whether that is more than zeros.
     """
-    mine, spans = line.rank, [(v.numel(), code) for v, code in vectors]
+    mine, spans = peers.rank, [(v.numel(), code) for v, code in vectors]
     kinds = (PARTS, MEANS) if header.kind == PAYLOAD else (header.kind, header.kind)
-    outgoing = shares(vectors, line.size)
-    arrived = line.swap(replace(header, kind=kinds[0]), outgoing, [outgoing[mine].numel() - HEADER.size] * line.size)[1]
+    outgoing = shares(vectors, peers.size)
+    arrived = peers.swap(replace(header, kind=kinds[0]), outgoing, [outgoing[mine].numel() - HEADER.size] * peers.size)[1]
     del outgoing  # what is as large as the vectors goes as soon as it has served
     if compare:
-        line.alike, line.something = all(torch.equal(a, arrived[0]) for a in arrived), bool(arrived[0].any())
+        peers.alike, peers.something = all(torch.equal(a, arrived[0]) for a in arrived), bool(arrived[0].any())
     coded = part_of_mean(arrived, spans, weights, mine)
-    back = legs(spans, line.size)[1]
-    arrived = line.swap(replace(header, kind=kinds[1]), [coded] * line.size, [coding.total_bytes(s) for s in back])[1]
+    back = legs(spans, peers.size)[1]
+    arrived = peers.swap(replace(header, kind=kinds[1]), [coded] * peers.size, [coding.total_bytes(s) for s in back])[1]
     return whole(arrived, spans)
 
 

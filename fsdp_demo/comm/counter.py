@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import spool
 from .backlog import Backlog, Item
-from .collectives import Arrived
+from .collectives import ReceivedMessage
 from .guests import LEAST, Guest, Guests
 from .held import Message
 from .joining import OWN, Snapshot, Tick, packed
@@ -24,7 +24,7 @@ class Counter:
         guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the next message of the line.
 
     Attributes:
-        submit: runs a job in the courier's thread, after all that is under way.
+        submit: runs a job in the worker's thread, after all that is under way.
     """
 
     def __init__(self, guests: Guests, do: Callable[[Callable[[], None]], None], next_message: Callable[[], int]):
@@ -59,7 +59,7 @@ class Counter:
         """See `Desk`."""
         return self._backlog.hold(self.brings.get(OWN, ""))
 
-    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
+    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:
         """See `Desk`."""
         self._backlog.release()
         guest = self._for = self._guests.guest
@@ -112,13 +112,13 @@ class Counter:
             self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
 
     def launching(self, message: Message) -> None:
-        """A message that is sent here now: a newcomer may take part in it, and asks itself something else. In the courier's thread."""
+        """A message that is sent here now: a newcomer may take part in it, and asks itself something else. In the worker's thread."""
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
             self._put(guest, "messages", {"item": "launch", **message.described()}, [])
 
-    def message(self, n: int, arrived: Arrived, coded: Sequence[Tensor] = ()) -> None:
-        """A message that has been delivered here; `coded`: see `packed`. In the courier's thread."""
+    def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
+        """A message that has been delivered here; `coded`: see `packed`. In the worker's thread."""
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
             self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived, coded))

@@ -2,7 +2,7 @@
 
 36 bytes, little-endian:
 
-    magic "FDXP" (4s), version (u8), kind (u8), zero (u16), epoch (u32), number of the message on its line (u32),
+    magic "FDXP" (4s), version (u8), kind (u8), zero (u16), epoch (u32), number of the message on its peer group (u32),
     piece of that message on this connection, from 0 (u32), bytes of the piece (u64),
     newest record that the sender knows (u32), messages that it has delivered (u32): see `membership.py`, 0 where members are fixed
 

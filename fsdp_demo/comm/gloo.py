@@ -17,7 +17,7 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Gloo:
-    """`open(k)` gives a process group of the line's ranks; one thread serves all connections of this rank."""
+    """`open(k)` gives a process group of the peer group's ranks; one thread serves all connections of this rank."""
 
     def __init__(self, meeting: Meeting):
         self._meeting = meeting

@@ -4,7 +4,7 @@
 
     magic "FDX2" (4s), wire version (u8), kind (u8), flags (u8), norm (u8, see `norm_code`), digest of the configuration (u64; 0 before it
     is agreed),
-    step (u32), number of the message on its line (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64),
+    step (u32), number of the message on its peer group (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64),
     weight (f32), loss (f32, NaN if none), CRC-32 of the body (u32), CRC-32 of the 52 bytes before it (u32)
 
 A receiver looks at the header as soon as the first piece of a message is there. So it learns from it that the sender does something else
@@ -29,7 +29,7 @@ from ..errors import Mismatch, WireError
 
 assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
 
-MAGIC, VERSION = b"FDX2", 2
+MAGIC, VERSION = b"FDX2", 3  # 2: the configuration, and so its digest, had other names
 HEADER = struct.Struct("<4sBBHQIIQQffII")
 
 STOP = 1  # flag: this island asks all to stop after this step
@@ -88,7 +88,7 @@ class Header:
         step: of a payload the step it is sent in, from 0; else the steps done.
         weight: the sender's share in a mean; less than 0: none, whatever the channel's weights. loss: NaN where unknown.
         total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
-        number: of the message on its line, the same on all its ranks.
+        number: of the message on its peer group, the same on all its ranks.
         norm: `norm_code` of what the sender contributes, of its whole island: the same on all its ranks. 0 where unknown.
     """
 
@@ -198,7 +198,7 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
     if theirs.when.rpartition(" ")[2] == mine.when.rpartition(" ")[2]:
         return (
             f"{where}; {_name(theirs)} came from there, {_name(mine)} was expected: all islands must make the same calls at the same step "
-            "(evaluations under outer_parameters, council, finish)"
+            "(evaluations under outer_parameters, across_islands, finish)"
         )
     if (theirs.flags | mine.flags) & ENDING:
         return f"{where}: give all islands the same number of steps (max_steps, or data with as many rows)"

@@ -1,7 +1,7 @@
 """The bytes of one numbered message on one rank: what it sends, what has come, what it has made of it. Kept until all members have it.
 
 The membership machine (`membership.py`) says which pieces count; this file has the tensors, and the calculations on them. Calculations run
-in the thread that exchanges (`member_line.py`), which waits for the message meanwhile; the driver's thread only moves bytes.
+in the thread that exchanges (`elastic_peers.py`), which waits for the message meanwhile; the driver's thread only moves bytes.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Message:
     Args:
         n: its number. me: this island. header: what is said with it.
         body: uint8 with room for a header; the same length is expected from everybody, unless `longest` is given.
-        vectors, weigh: see `Line.exchange`.
+        vectors, weigh: see `PeerGroup.exchange`.
         longest: bytes of a body at most, where they differ.
-        lanes: connections to which its pieces are dealt. compare: see `Line.exchange`.
+        lanes: connections to which its pieces are dealt. compare: see `PeerGroup.exchange`.
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
@@ -80,7 +80,7 @@ class Message:
         bodies, headers: of each contributor, with the header before the body. shares, parts: by whose they are, and attempt.
         early: what islands that leave have sent ahead of its time, by whose it is.
         making: parts of the mean that are being calculated, with the view in which they are to be sent, and to whom.
-        sent, received: bytes so far, headers counted. alike, something: of a message to compare, see `Line`.
+        sent, received: bytes so far, headers counted. alike, something: of a message to compare, see `PeerGroup`.
     """
 
     def __init__(

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .ranks import CPU, Ranks
-from .topology import Position, Topology
+from .topology import ShardPosition, Topology
 
 
-class Island(Ranks):
+class IslandGroup(Ranks):
     """A control group over the ranks of this island, on the fast network; one rank alone needs none.
 
     It is a gloo group, so that a vote is a matter of the host and no rank waits for its device: one of its own, but where the ranks of a
@@ -30,7 +30,7 @@ class Island(Ranks):
         copies: group of the ranks with the same shard, for tensors on the device.
     """
 
-    def __init__(self, topology: Topology, position: Position, device: torch.device = CPU):
+    def __init__(self, topology: Topology, position: ShardPosition, device: torch.device = CPU):
         super().__init__(None, topology.rank, topology.world)
         self.position, self.device = position, device
         self.copies: Any = None
@@ -73,10 +73,10 @@ class Island(Ranks):
             return self._clip_there(present, square, limit)
         value = float(square)
         if self.position.shards > 1:
-            value = self.total(value)[0] / self.position.copies
+            value = self.sum(value)[0] / self.position.copies
         bad = float(not math.isfinite(value))
         if self.position.shards == 1 and self.position.copies > 1:  # equal gradients, unless something is wrong with one of them
-            bad = self.largest(bad)[0]
+            bad = self.max(bad)[0]
         if limit is not None:
             factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
             if factor < 1.0 and present and not bad:  # saves a pass over the gradients
@@ -87,7 +87,7 @@ class Island(Ranks):
         """1 if `tensors` of any rank of the island hold NaN or Inf, else 0: a number, or a scalar where they lie on a device."""
         square = self._square(tensors)
         if not self._on_device():
-            return self.largest(float(not math.isfinite(float(square))))[0]
+            return self.max(float(not math.isfinite(float(square))))[0]
         return self._any_there(square.isfinite().logical_not().float())
 
     def norm(self, square: Tensor) -> float | Tensor:
@@ -98,7 +98,7 @@ class Island(Ranks):
             if self.group is not None:
                 dist.all_reduce(square, group=self._ranks)
             return square.sqrt()
-        return math.sqrt(self.total(float(square))[0])
+        return math.sqrt(self.sum(float(square))[0])
 
     def _square(self, tensors: Sequence[Tensor]) -> Tensor:
         """Squared norm of local tensors, fp32 scalar on the device."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..compression import dense as coding
 from ..errors import WireError
-from .collectives import Arrived, Spans, legs, whole
+from .collectives import ReceivedMessage, Spans, legs, whole
 from .header import Header
 
 LONGEST = 16 << 20
@@ -170,7 +170,7 @@ class Expected:
         return headers, slots, coded
 
 
-def packed(arrived: Arrived, coded: Sequence[Tensor] = ()) -> list[Tensor]:
+def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tensor]:
     """What came back to the donor as bytes: a head, the bodies, the means; all uint8 [n].
 
     Args:
@@ -187,7 +187,7 @@ def packed(arrived: Arrived, coded: Sequence[Tensor] = ()) -> list[Tensor]:
     return [to_bytes(head), *(b.cpu() for b in arrived.bodies), *means]
 
 
-def unpacked(parts: Sequence[Tensor], expected: Expected) -> Arrived:
+def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
     """The inverse of `packed`.
 
     Raises:
@@ -201,14 +201,14 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> Arrived:
         raise WireError(f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}")
     bodies, rest = list(parts[1 : 1 + len(headers)]), list(parts[1 + len(headers) :])
     means = whole(rest, expected.vectors) if coded else [p.contiguous().view(torch.float32) for p in rest]
-    return Arrived(headers, bodies, means, slots=tuple(slots))
+    return ReceivedMessage(headers, bodies, means, slots=tuple(slots))
 
 
 # ---- a line's two sides ----------------------------------------------------------------------------------------------------
 
 
 class Desk(Protocol):
-    """The donor's side of one line, `Line.desk`. All of it is called in the thread that trains and returns at once."""
+    """The donor's side of one line, `PeerGroup.desk`. All of it is called in the thread that trains and returns at once."""
 
     @property
     def wanted(self) -> bool:
@@ -247,7 +247,7 @@ class Desk(Protocol):
         """Take the snapshot of the mark that is held, and all that came since."""
         ...
 
-    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[Arrived]]) -> None:
+    def hand(self, snapshot: Snapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:
         """Take a snapshot.
 
         Args:
@@ -262,7 +262,7 @@ class Desk(Protocol):
 
 
 class Following(Protocol):
-    """The newcomer's side of one line, `Line.following`. What waits raises PeerLost if it will never come.
+    """The newcomer's side of one line, `PeerGroup.following`. What waits raises PeerLost if it will never come.
 
     While it follows, the line's `exchange` and `all_gather` send nothing and give what `arrived` gives.
     """
@@ -295,8 +295,8 @@ class Following(Protocol):
         """The donor's next step; None: not within so many seconds. Asked on the first rank of the island only."""
         ...
 
-    def arrived(self, expected: Expected) -> Arrived:
-        """The next message that the others have agreed on, of those sent within steps (`header.WITHIN`), waited for. In the courier's
+    def arrived(self, expected: Expected) -> ReceivedMessage:
+        """The next message that the others have agreed on, of those sent within steps (`header.WITHIN`), waited for. In the worker's
         thread.
 
         Raises:

@@ -11,10 +11,10 @@ from ..status import SAVED, leave, tell_launcher
 from . import newcomer
 from .change import ChangeDesk
 from .driver import Driver
+from .elastic_peers import ElasticPeerGroup
 from .epochs import Member, Record, first_record
 from .guests import Guests
 from .link import Link
-from .member_line import MemberLine
 from .membership import entered
 from .signs import Signs
 from .store_client import Asker
@@ -50,9 +50,9 @@ class Place:
         return f"island {slot} ({self.names.get(slot, f'island{slot}')})"
 
 
-def member_line(
+def elastic_peers(
     meeting: Meeting, place: Place, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
-) -> MemberLine:
+) -> ElasticPeerGroup:
     """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
 
     Args:
@@ -73,28 +73,28 @@ def member_line(
         transport = ZeroMQ(at_line, hub)
         notes, lanes = (_by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(hub, meeting, place, members[place.slot])
-        line = MemberLine(members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share)
-        start = Starter(hub, meeting, place, members[place.slot], siblings, open_store, dead, min_continue, line)
+        peers = ElasticPeerGroup(members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share)
+        start = Starter(hub, meeting, place, members[place.slot], siblings, open_store, dead, min_continue, peers)
         start.member(first_record(members.values()), notes, {m: [wire] for m, wire in lanes.items()})
     except BaseException:
         hub.close(0)
         raise
     try:
-        line.widen(lambda k: _by_member(transport.open(k), members))
+        peers.widen(lambda k: _by_member(transport.open(k), members))
         start.open_door()  # not before: who comes in has as many connections as the others
     except BaseException:
-        line.release()
+        peers.release()
         raise
-    return line
+    return peers
 
 
 def newcomer_line(
     meeting: Meeting, place: Place, life: int, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
-) -> MemberLine:
+) -> ElasticPeerGroup:
     """Join a run under way: the line of a newcomer, which follows its donor until it takes part.
 
     Args:
-        meeting: as for `member_line`. life: how often the slot was started before.
+        meeting: as for `elastic_peers`. life: how often the slot was started before.
 
     Raises:
         PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a member refuses this island for good.
@@ -108,19 +108,19 @@ def newcomer_line(
         siblings = _siblings(hub, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
         reached = newcomer.reach(hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout)
-        line = MemberLine(me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share)
-        start = Starter(hub, meeting, place, me, siblings, open_store, dead, min_continue, line)
+        peers = ElasticPeerGroup(me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share)
+        start = Starter(hub, meeting, place, me, siblings, open_store, dead, min_continue, peers)
 
         def become(record: Record) -> None:
             start.member(record, {r.member: r.wires["notes"] for r in reached}, {r.member: r.lanes for r in reached})
             start.open_door()
 
         donor = reached[0]
-        line.follow(newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become))
+        peers.follow(newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become))
     except BaseException:
         hub.close(0)
         raise
-    return line
+    return peers
 
 
 def _siblings(hub: Any, meeting: Meeting, place: Place, me: Member) -> dict[int, Any]:
@@ -148,10 +148,10 @@ class Starter:
         open_store: Callable[[], Asker],
         dead: float,
         min_continue: int,
-        line: MemberLine,
+        peers: ElasticPeerGroup,
     ):
         self._hub, self._meeting, self._place, self._me, self._siblings = hub, meeting, place, me, siblings
-        self._open_store, self._dead, self._min, self._line = open_store, dead, min_continue, line
+        self._open_store, self._dead, self._min, self._peers = open_store, dead, min_continue, peers
         self._guests: Guests | None = None
 
     def member(self, record: Record, notes: Mapping[Member, Any], lanes: Mapping[Member, Sequence[Any]]) -> None:
@@ -185,7 +185,7 @@ class Starter:
                 guests,
             )
         )
-        self._line.drive(driver[0], max((len(w) for w in lanes.values()), default=1))
+        self._peers.drive(driver[0], max((len(w) for w in lanes.values()), default=1))
 
     def open_door(self) -> None:
         """Others may knock at this member's door, where it can be reached."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import PeerLost, WireError
 from . import spool
-from .collectives import Arrived
+from .collectives import ReceivedMessage
 from .coming import Coming
 from .epochs import Member, Record
 from .frames import LONGEST
@@ -250,13 +250,13 @@ class Follow:
         """Whether this island takes part in the next message."""
         return self.base is not None and self.next >= self.base
 
-    def arrived(self, expected: Expected) -> Arrived:
+    def arrived(self, expected: Expected) -> ReceivedMessage:
         """See `Following`."""
         found = self.followed(expected)
         assert found is not None, "what was under way before this island came does not wait for it"
         return found
 
-    def followed(self, expected: Expected) -> Arrived | None:
+    def followed(self, expected: Expected) -> ReceivedMessage | None:
         """The same; None where this island takes part in the message, which may come out only while it waits."""
         while True:
             found = None

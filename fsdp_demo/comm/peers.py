@@ -1,11 +1,11 @@
 """Moving bytes between the ranks that hold the same shard on every island.
 
-A `Line` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in
+A `PeerGroup` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in
 pieces, so that the timeout measures silence and not size. A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not
-used: among 8 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On long links a line has
+used: among 8 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On long links a peer group has
 several connections, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does not fill them. Two transports
-are built on it: `Line.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank order by the channel), and
-`collectives.reduce`. Both run in the thread of `worker.py`.
+are built on it: `PeerGroup.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank order by the channel),
+and `collectives.reduce`. Both run in the thread of `worker.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost, WireError
-from .collectives import Arrived, reduce
+from .collectives import ReceivedMessage, reduce
 from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
 from .joining import Desk, Following
 from .link import Link
@@ -42,7 +42,7 @@ STREAM_RTT = 0.0125
 TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
 
 
-class Line:
+class PeerGroup:
     """The ranks that hold the same shard on every island, one per island.
 
     Args:
@@ -55,7 +55,7 @@ class Line:
 
     Attributes:
         more: further groups of the same ranks, each with connections of its own (`widen`).
-        elastic: islands may come and go (`member_line.py`). begun: islands have come together.
+        elastic: islands may come and go (`elastic_peers.py`). begun: islands have come together.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
         desk, following: where islands may join a run under way, this one as a donor or as a newcomer (`joining.py`).
     """
@@ -196,7 +196,7 @@ class Line:
         message[HEADER.size :] = data
         return self.swap(header, [message] * self.size, sizes, setup=True)[1]
 
-    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> Arrived:
+    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> ReceivedMessage:
         """What all replicas send in one message: a body (uint8, equal length everywhere), and vectors of which each gets the mean.
 
         Args:
@@ -207,7 +207,7 @@ class Line:
         headers, bodies = self.gather(header, body)
         weights = weigh(headers)
         means = reduce(self, header, vectors, weights, compare) if vectors else []
-        return Arrived(headers, bodies, means, slots=tuple(range(self.size)))
+        return ReceivedMessage(headers, bodies, means, slots=tuple(range(self.size)))
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
         """The plain mean over the replicas of each (fp32 [n] on the CPU, code)."""
@@ -225,7 +225,7 @@ class Line:
         return self.swap(header, outgoing, sizes, setup=True)[1][donor]
 
     def round_trip(self) -> float:
-        """Seconds of a round trip, the longest that a rank of the line has seen; five short messages."""
+        """Seconds of a round trip, the longest that a rank of the peer group has seen; five short messages."""
         seen = []
         for _ in range(4):
             start = time.perf_counter()
@@ -237,7 +237,7 @@ class Line:
     def widen(self, connect: Callable[[int], Any]) -> None:
         """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
 
-        The round trip is measured, and all ranks of the line take the longest that one of them has seen.
+        The round trip is measured, and all ranks of the peer group take the longest that one of them has seen.
 
         Raises:
             PeerLost: see `swap`.

@@ -61,7 +61,7 @@ class Presence:
             return
         self._pulse = attempts.join(self._topology)
         self._keys = self._topology.meeting().removeprefix(self._pulse.prefix).lstrip("/")
-        if not self._topology.elastic:  # else the line says it, and nothing is asked of the store
+        if not self._topology.elastic:  # else the peer group says it, and nothing is asked of the store
             self._pulse.every(self._look)
 
     def fence(self, missing: Callable[[], bool], begun_anew: Callable[[str], None]) -> None:

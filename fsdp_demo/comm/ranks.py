@@ -40,11 +40,11 @@ class Ranks:
 
     # ---- numbers -------------------------------------------------------------------------------------------------------
 
-    def largest(self, *values: float) -> list[float]:
+    def max(self, *values: float) -> list[float]:
         """Element-wise maximum over the ranks. Exact up to 2^53, on devices that lack fp64 up to 2^24."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def total(self, *values: float) -> list[float]:
+    def sum(self, *values: float) -> list[float]:
         """Element-wise sum over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
@@ -58,11 +58,11 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
-        return bool(self.largest(float(flag))[0])
+        return bool(self.max(float(flag))[0])
 
     def same(self, number: int) -> bool:
         """Whether all ranks say the same, less than 2^53."""
-        most, least = self.largest(number, -number)
+        most, least = self.max(number, -number)
         return most == -least
 
     # ---- values --------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Ranks:
         """
         error = error and as_disk_error(error)
         mine = 0 if error is None else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
-        worst = int(self.largest(mine)[0])
+        worst = int(self.max(mine)[0])
         if not worst:
             return
         if error is not None and mine == worst:

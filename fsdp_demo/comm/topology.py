@@ -1,11 +1,12 @@
 """Who holds my shard elsewhere, and how to reach them.
 
 A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of the ranks of its island that hold this
-very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a line. Islands may have different
-numbers of copies; the smallest number is the number of lanes, and a shard's blocks are dealt to its lanes, so it is sent once.
+very part: unsharded islands, HSDP inside a site). Ranks with equal shard and copy on all islands form a peer group. Islands may have
+different numbers of copies; the smallest number is the number of active copies, and a shard's blocks are dealt to its active copies, so it
+is sent once.
 
-* `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; lines meet through a store at ISLAND_ENDPOINT and
-  connect by a transport (`transport.py`; gloo: a bare group) that no framework inside the island can see.
+* `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; peer groups meet through a store at ISLAND_ENDPOINT
+  and connect by a transport (`transport.py`; gloo: a bare group) that no framework inside the island can see.
 * `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
 """
 
@@ -27,7 +28,7 @@ from ..errors import PeerLost, StoreSilent
 from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
-from .peers import Line
+from .peers import PeerGroup
 from .store_client import Asker, connect
 from .transport import TRANSPORTS, Meeting, opener
 
@@ -39,7 +40,7 @@ _epochs: Counter[tuple[str, str]] = Counter()  # how often this process joined a
 
 
 @dataclass(frozen=True)
-class Position:
+class ShardPosition:
     """A rank's place inside its island: shard of `shards`, copy of `copies`."""
 
     shards: int = 1
@@ -50,7 +51,7 @@ class Position:
 
 @dataclass
 class Topology:
-    """Where this rank stands and how its line is reached.
+    """Where this rank stands and how its peer group is reached.
 
     Attributes:
         kind: "islands", "mesh" or "single".
@@ -62,8 +63,8 @@ class Topology:
         dead, least: where islands may come and go, seconds of silence after which one is lost, and how many must be left to train on.
         count, suffice: islands that are expected at the start, default `islands`; where they may come and go, how many suffice to begin
             when `timeout` is over (0: all).
-        transport: what carries the line between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores that
-            know one. password: of a redis at `endpoint`.
+        transport: what carries the peer group between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores
+            that know one. password: of a redis at `endpoint`.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -84,7 +85,7 @@ class Topology:
     rank: int = 0
     world: int = 1
     group: Any = None
-    line_group: Any = None
+    peer_group: Any = None
     stop_timeout: float = 10.0
     dead: float = 10.0
     least: int = 1
@@ -140,20 +141,20 @@ class Topology:
             wanted = f"the replicate axis {replicate!r}" if replicate else "the replicate axis first"
             raise ValueError(f"mesh with axes {names or mesh.ndim} does not fit: expected a 1-D or 2-D mesh with {wanted}")
         axis = next((names.index(n) for n in (replicate, "dp_replicate", "replicate") if n in names), 0)
-        line, inner = mesh.get_group(axis), mesh.get_group(1 - axis) if mesh.ndim == 2 else None
+        peers, inner = mesh.get_group(axis), mesh.get_group(1 - axis) if mesh.ndim == 2 else None
         rank, world = (dist.get_rank(inner), dist.get_world_size(inner)) if inner is not None else (0, 1)
-        line = _gloo_lines(mesh, axis) if dist.get_backend(line) != "gloo" else line
+        peers = _gloo_groups(mesh, axis) if dist.get_backend(peers) != "gloo" else peers
         island = mesh.get_local_rank(axis)
-        place = {"rank": rank, "world": world, "group": inner, "line_group": line}
+        place = {"rank": rank, "world": world, "group": inner, "peer_group": peers}
         return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
 
     @classmethod
     def from_group(cls, group: Any, timeout: float = 600.0) -> Topology:
         """One gloo process group that joins the ranks with the same shard, one per replica; each rank counts as a whole island."""
-        return cls("mesh", group.rank(), group.size(), f"island{group.rank()}", timeout=timeout, line_group=group)
+        return cls("mesh", group.rank(), group.size(), f"island{group.rank()}", timeout=timeout, peer_group=group)
 
-    def join(self, position: Position) -> tuple[Line | None, int]:
-        """Meet the other islands: the line of this rank (None for a copy beyond the lanes) and the number of lanes.
+    def join(self, position: ShardPosition) -> tuple[PeerGroup | None, int]:
+        """Meet the other islands: the peers of this rank (None for a copy that is not active) and the number of active copies.
 
         Raises:
             ValueError: a used run id, or islands whose shards do not agree.
@@ -161,11 +162,11 @@ class Topology:
         """
         if self.kind == "single":
             environment.say_single(self._meant, self.rank)
-            return Line(None, 0, 1, [self.name], self.timeout), position.copies
+            return PeerGroup(None, 0, 1, [self.name], self.timeout), position.copies
         link = Link.from_env()
         if self.kind == "mesh":
             names = [f"island{i}" for i in range(self.islands)]
-            return Line(self.line_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
+            return PeerGroup(self.peer_group, self.island, self.islands, names, self.timeout, link, self.world), position.copies
         try:
             store = self._connect()
             if self._late:
@@ -174,26 +175,26 @@ class Topology:
         except StoreSilent as error:
             raise self._cured(error) from None
         store.deadline = self.question
-        lanes = min(info["copies"] for info in infos.values())
-        if position.copy >= lanes:
-            return None, lanes
+        active_copies = min(info["copies"] for info in infos.values())
+        if position.copy >= active_copies:
+            return None, active_copies
         names = self._names(infos)
         if self.elastic:
-            from .meet import member_line
+            from .meet import elastic_peers
 
-            meeting, place = self._place(store, position, lanes, names)
-            met = member_line(meeting, place, self._own_store, link, self.dead, self.least)
+            meeting, place = self._place(store, position, active_copies, names)
+            met = elastic_peers(meeting, place, self._own_store, link, self.dead, self.least)
             store.under(self.prefix()).set("begun", self._prefix.rpartition("/")[2])
             attempts.join(self).quiet()
-            return met, lanes
+            return met, active_copies
         open_group = self._connector(f"{self._prefix}/line/{position.shard}.{position.copy}", store, names)
-        line = Line(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * lanes)
+        peers = PeerGroup(open_group(0), self.island, self.islands, names, self.timeout, link, position.shards * active_copies)
         try:
-            line.widen(open_group)
+            peers.widen(open_group)
         except BaseException:
-            line.release()  # a live group at interpreter exit can abort the process
+            peers.release()  # a live group at interpreter exit can abort the process
             raise
-        return line, lanes
+        return peers, active_copies
 
     @property
     def elastic(self) -> bool:
@@ -201,8 +202,8 @@ class Topology:
         return self.kind == "islands" and self.transport == "zeromq"
 
     def under_way(self) -> bool:
-        """Whether this island comes to a run that the others are training already, and so joins it as a newcomer (`Line.following`). What
-        islands ask each other before `attach` is not asked then: nobody would answer.
+        """Whether this island comes to a run that the others are training already, and so joins it as a newcomer (`PeerGroup.following`).
+        What islands ask each other before `attach` is not asked then: nobody would answer.
 
         Raises:
             ValueError, PeerLost: see `prefix`.
@@ -218,7 +219,7 @@ class Topology:
         """
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
 
-    def _come_later(self, store: Asker, position: Position, link: Link | None) -> tuple[Line | None, int]:
+    def _come_later(self, store: Asker, position: ShardPosition, link: Link | None) -> tuple[PeerGroup | None, int]:
         """`join` of an island that comes when the run is under way."""
         from .meet import newcomer_line
 
@@ -229,31 +230,33 @@ class Topology:
             if store.check([first := f"{self._prefix}/join/{i}/0.0"]):
                 infos[i] = store.note(first, f"island {i}", {name: type(value) for name, value in mine.items()})
         self._compare({i: info for i, info in infos.items() if i != self.island}, position)
-        lanes = min(info["copies"] for info in infos.values())
-        if position.copies < lanes:
-            raise ValueError(f"{self.name} holds the model in {position.copies} copies, the run goes on in {lanes}: start it with as many")
+        active_copies = min(info["copies"] for info in infos.values())
+        if position.copies < active_copies:
+            raise ValueError(
+                f"{self.name} holds the model in {position.copies} copies, the run goes on in {active_copies}: start it with as many"
+            )
         store.set(key.format(self.island), json.dumps(mine))
         store.deadline = self.question
-        if position.copy >= lanes:
-            return None, lanes
-        meeting, place = self._place(store, position, lanes, self._names({**infos, self.island: mine}))
+        if position.copy >= active_copies:
+            return None, active_copies
+        meeting, place = self._place(store, position, active_copies, self._names({**infos, self.island: mine}))
         pulse = attempts.join(self)
         met = newcomer_line(meeting, place, pulse.taken.life, self._own_store, link, self.dead, self.least)
         pulse.quiet()
-        return met, lanes
+        return met, active_copies
 
     def _own_store(self) -> Asker:
         """A connection of its own, below the keys of this meeting."""
         return self.open_store(self.question).under(self._prefix)
 
-    def _place(self, store: Asker, position: Position, lanes: int, names: Sequence[str]) -> tuple[Meeting, Any]:
+    def _place(self, store: Asker, position: ShardPosition, active_copies: int, names: Sequence[str]) -> tuple[Meeting, Any]:
         from .meet import Place
 
-        where, ranks = self.address or route_to(self.endpoint), position.shards * lanes
+        where, ranks = self.address or route_to(self.endpoint), position.shards * active_copies
         meeting = Meeting(
             store, self._prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token, among=self.starters
         )
-        return meeting, Place(self.island, position.shard * lanes + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
+        return meeting, Place(self.island, position.shard * active_copies + position.copy, ranks, dict(enumerate(names)), ranks, self.rank)
 
     def _cured(self, error: StoreSilent) -> StoreSilent:
         """The same for who has not met the others yet, where it is an error."""
@@ -265,7 +268,7 @@ class Topology:
         )
 
     def _connector(self, prefix: str, store: Asker, names: Sequence[str]) -> Callable[[int], Any]:
-        """open(k): connections k = 0, 1, ... of this line, by the transport that was chosen."""
+        """open(k): connections k = 0, 1, ... of this peer group, by the transport that was chosen."""
         where = self.address or route_to(self.endpoint)
         meeting = Meeting(store, prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token)
         transport = opener(self.transport, meeting)
@@ -330,7 +333,7 @@ class Topology:
         """Of all islands; of those that have not come, the one that is likely."""
         return [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
 
-    def _meet(self, store: Asker, position: Position) -> dict[int, dict[str, Any]]:
+    def _meet(self, store: Asker, position: ShardPosition) -> dict[int, dict[str, Any]]:
         """Announce this rank, wait for one rank of every island that begins and compare layouts; returns each one's announcement."""
         mine = self._announcement(position)
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
@@ -339,11 +342,11 @@ class Topology:
         self._compare(infos, position)
         return infos
 
-    def _announcement(self, position: Position) -> dict[str, Any]:
+    def _announcement(self, position: ShardPosition) -> dict[str, Any]:
         layout = {"count": self.count, "shards": position.shards, "copies": position.copies}
         return {"name": self.name, "host": socket.gethostname(), **layout, "transport": self.transport}
 
-    def _compare(self, infos: Mapping[int, dict[str, Any]], position: Position) -> None:
+    def _compare(self, infos: Mapping[int, dict[str, Any]], position: ShardPosition) -> None:
         """Raise ValueError where other islands do not fit this one."""
         same = sorted({i for i, other in infos.items() if other["name"] == self.name} | {self.island})
         if len(same) > 1:
@@ -394,10 +397,10 @@ class Topology:
         self._store = None
 
 
-def _gloo_lines(mesh: Any, axis: int) -> Any:
+def _gloo_groups(mesh: Any, axis: int) -> Any:
     """A gloo group along the replicate axis of a mesh on another backend (every rank makes all of them, in one order)."""
     mine, ranks = None, mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-    for line in ranks:
-        group = dist.new_group(line, backend="gloo")
-        mine = group if dist.get_rank() in line else mine
+    for row in ranks:
+        group = dist.new_group(row, backend="gloo")
+        mine = group if dist.get_rank() in row else mine
     return mine

@@ -1,8 +1,8 @@
-"""What a `Line` needs of a transport between islands, and the choice among them (ISLAND_TRANSPORT).
+"""What a `PeerGroup` needs of a transport between islands, and the choice among them (ISLAND_TRANSPORT).
 
-A transport is one module with a class that has `open(k)`: connections k = 0, 1, ... from this rank to all others of its line. What it
-returns moves pieces of messages between two ranks, in the order in which they were handed over under one number. `Line.swap` cuts messages
-into pieces, deals them to the connections, and writes and checks their headers; none of this is a transport's matter.
+A transport is one module with a class that has `open(k)`: connections k = 0, 1, ... from this rank to all others of its peer group. What it
+returns moves pieces of messages between two ranks, in the order in which they were handed over under one number. `PeerGroup.swap` cuts
+messages into pieces, deals them to the connections, and writes and checks their headers; none of this is a transport's matter.
 
 `torch.distributed.ProcessGroupGloo` has this form by itself, so that a group that a user made serves as well (`Topology.from_group`).
 """
@@ -40,7 +40,7 @@ class Moving(Protocol):
 
 
 class Pieces(Protocol):
-    """Connections to the other ranks of a line. No call waits."""
+    """Connections to the other ranks of a peer group. No call waits."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Moving:
         """Send tensors[0] (uint8, on the CPU, contiguous, at most `frames.LARGEST` bytes) to `rank` as the next piece of message `tag`.
@@ -80,10 +80,10 @@ class Transport(ABC):
 
 @dataclass(frozen=True)
 class Meeting:
-    """How a rank finds the others of its line.
+    """How a rank finds the others of its peer group.
 
     Attributes:
-        store: where addresses are told, with a deadline for each question; `prefix` stands before the keys of this line.
+        store: where addresses are told, with a deadline for each question; `prefix` stands before the keys of this peer group.
         rank, size: this one, and how many there are. names: how errors call them.
         address: where the others reach this rank; "" if nobody can: then the others must be reachable.
         timeout: seconds to wait for the others, and of silence after which one counts as lost.
@@ -130,7 +130,7 @@ class Opener(Protocol):
 
 
 def opener(name: str, meeting: Meeting) -> Opener:
-    """The transport of that name for a line.
+    """The transport of that name for a peer group.
 
     Raises:
         ValueError: a library is missing; says what to install.

@@ -11,17 +11,17 @@ from concurrent.futures import TimeoutError as Late
 from typing import Any
 
 from ..errors import PeerLost
-from .peers import Line
+from .peers import PeerGroup
 
 
-class Courier:
+class CommWorker:
     """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited.
 
     A daemon thread: an executor's would hold an interpreter that wants to end until a lost peer times out.
     """
 
-    def __init__(self, line: Line):
-        self.line = line
+    def __init__(self, peers: PeerGroup):
+        self.peers = peers
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
@@ -34,7 +34,7 @@ class Courier:
                 result = job()
             except BaseException as error:  # handed to the thread that waits
                 failure = error
-            self.line.meter.seconds_exchanging += time.perf_counter() - start
+            self.peers.meter.seconds_exchanging += time.perf_counter() - start
             del job  # and what it holds, before the thread that waits goes on
             if failure is None:
                 future.set_result(result)
@@ -68,11 +68,11 @@ class Courier:
                     if reason := gone():
                         raise PeerLost(f"{reason}: what is waited for will not come") from None
         finally:
-            self.line.meter.seconds_waiting += time.perf_counter() - start
+            self.peers.meter.seconds_waiting += time.perf_counter() - start
 
     def close(self) -> bool:
         """Let what was submitted end, then drop thread and process group; False if the thread hangs on a silent peer and is left behind."""
         self._jobs.put(None)
         self._thread.join(5.0)
-        self.line.release()
+        self.peers.release()
         return not self._thread.is_alive()

@@ -39,7 +39,7 @@ LOOK = 0.02  # seconds between two looks for the others' addresses
 
 
 class Connections(Transport):
-    """One connection to each of the other ranks. Closing one of a line's `Connections` closes all of them."""
+    """One connection to each of the other ranks. Closing one of a peer group's `Connections` closes all of them."""
 
     def __init__(self, hub: Hub, wires: dict[int, Wire]):
         self._hub, self.wires, self._highest = hub, wires, 0
@@ -78,7 +78,7 @@ class Connections(Transport):
 
 
 class ZeroMQ:
-    """Connects the ranks of a line. Of two ranks the lower one listens, or the other if that has no address.
+    """Connects the ranks of a peer group. Of two ranks the lower one listens, or the other if that has no address.
 
     Every call of `open` binds one port for each peer, tells them in the store, connects to those that listen, and closes the ports that it
     does not need. A port serves one connection; a second one is sent away.

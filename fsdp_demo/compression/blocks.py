@@ -8,8 +8,8 @@ Which tensor goes where depends on names and local shapes only, so that the same
 * else flat blocks of 4096 consecutive elements seen as 64 x 64; the tail is one (m // 64) x 64 edge block, the last m % 64 elements dense.
 * tensors under 4096 elements, and those named in `dense`, are dense: sent whole, no transform.
 
-Where several ranks of an island hold the same tensors, `lanes` deals the blocks to them: lane l of L holds every group's blocks
-[n l / L, n (l + 1) / L) and the same share of the dense elements.
+Where several ranks of an island hold the same tensors, the blocks are dealt to `active_copies` of them: copy l of L holds every group's
+blocks [n l / L, n (l + 1) / L) and the same share of the dense elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
-from .windows import EDGE, Box, Contiguous, Group, Window
+from .windows import EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1
 WINDOW, WINDOW_GPU = 512, 2048  # blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 4
@@ -130,10 +130,10 @@ class Layout:
     Args:
         shapes: local shape of each tensor.
         blocked: per tensor: "transform" (blocks, transformed), "plain" (flat blocks of 4096, not transformed) or "dense".
-        lane, lanes: which share of the blocks this is.
+        active_copy, active_copies: which share of the blocks this is.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], blocked: Sequence[str], lane: int = 0, lanes: int = 1):
+    def __init__(self, shapes: Sequence[Sequence[int]], blocked: Sequence[str], active_copy: int = 0, active_copies: int = 1):
         groups: dict[tuple[bool, int, int], list[Region]] = {}
         dense: list[tuple[int, int, int]] = []
         for i, (shape, kind) in enumerate(zip(shapes, blocked, strict=True)):
@@ -148,15 +148,15 @@ class Layout:
         slot = 0
         for number, ((transform, r, s), regions) in enumerate(sorted(groups.items(), reverse=True)):
             first = slot
-            turn = lanes - 1 - lane if number % 2 else lane  # else the last lane gets every group's remainder
-            for region, lo, hi in _share(regions, [g.count for g in regions], turn, lanes):
+            turn = active_copies - 1 - active_copy if number % 2 else active_copy  # else the last active copy gets every group's remainder
+            for region, lo, hi in _share(regions, [g.count for g in regions], turn, active_copies):
                 self.pieces.append(Piece(region, lo, hi, slot))
                 slot += hi - lo
             if slot > first:
                 self.groups.append(Group(r, s, transform, first, slot - first))
         self.dense: list[DensePiece] = []
         at = 0
-        for (i, begin, _), lo, hi in _share(dense, [end - begin for _, begin, end in dense], lane, lanes):
+        for (i, begin, _), lo, hi in _share(dense, [end - begin for _, begin, end in dense], active_copy, active_copies):
             self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
             at += hi - lo
         self.num_tensors, self.num_blocks, self.num_dense = len(shapes), slot, at
@@ -233,16 +233,16 @@ class Layout:
         return Window(group, lo * BLOCK, hi * BLOCK, tuple(boxes))
 
     def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
-        """Copy this lane's share of `tensors` (any float dtype; None counts as zeros) into the fp32 workspace `out`."""
-        with Contiguous(tensors) as memory:
+        """Copy this copy's share of `tensors` (any float dtype; None counts as zeros) into the fp32 workspace `out`."""
+        with ContiguousViews(tensors) as memory:
             for w in self.windows(out.device):
                 for part in w.inner:
                     part.pack(memory, part.of(out))
         return out
 
     def unpack(self, work: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Write this lane's share of workspace `work` into `tensors` in place (None is left out), casting to their dtype."""
-        with Contiguous(tensors, back=True) as memory:
+        """Write this copy's share of workspace `work` into `tensors` in place (None is left out), casting to their dtype."""
+        with ContiguousViews(tensors, back=True) as memory:
             for w in self.windows(work.device):
                 for part in w.inner:
                     part.unpack(part.of(work), memory)
@@ -260,10 +260,10 @@ def _end(piece: Piece | DensePiece) -> int:
     return piece.start + piece.hi - piece.lo
 
 
-def _share(items: Sequence[T], sizes: Sequence[int], lane: int, lanes: int) -> Iterator[tuple[T, int, int]]:
-    """Yield (item, lo, hi) for the part of each item that falls into lane's share of the concatenation of all."""
+def _share(items: Sequence[T], sizes: Sequence[int], active_copy: int, active_copies: int) -> Iterator[tuple[T, int, int]]:
+    """Yield (item, lo, hi) for the part of each item that falls into the share of `active_copy` of the concatenation of all."""
     total = sum(sizes)
-    begin, end, at = total * lane // lanes, total * (lane + 1) // lanes, 0
+    begin, end, at = total * active_copy // active_copies, total * (active_copy + 1) // active_copies, 0
     for item, size in zip(items, sizes, strict=True):
         lo, hi = max(begin - at, 0), min(end - at, size)
         if lo < hi:

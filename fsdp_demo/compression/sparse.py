@@ -40,7 +40,7 @@ def unpack12(data: Tensor, n: int) -> Tensor:
 
 def dense_code(codec: Codec) -> str:
     """How a sparse channel codes the tensors it sends whole: a scale shared by small tensors would hurt, so bf16 unless it is fp32."""
-    return "fp32" if codec.code == "fp32" else "bf16"
+    return "fp32" if codec.value_dtype == "fp32" else "bf16"
 
 
 def sparse_bytes(layout: Layout, codec: Codec) -> int:
@@ -48,7 +48,7 @@ def sparse_bytes(layout: Layout, codec: Codec) -> int:
     total = values.num_bytes(dense_code(codec), 1, layout.num_dense)
     for g in layout.groups:
         k = g.k(codec.topk)
-        total += values.num_bytes(codec.code, g.count, k) + (3 * g.count * k + 1) // 2
+        total += values.num_bytes(codec.value_dtype, g.count, k) + (3 * g.count * k + 1) // 2
     return total
 
 
@@ -57,7 +57,7 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
     out, at = [], 0
     for g in layout.groups:
         k = g.k(codec.topk)
-        size = values.num_bytes(codec.code, g.count, k)
+        size = values.num_bytes(codec.value_dtype, g.count, k)
         out.append((at, at + size, at + size + (3 * g.count * k + 1) // 2))
         at = out[-1][2]
     return out
@@ -69,7 +69,7 @@ def encode_stretch(stretch: Window, span: tuple[int, int, int], codec: Codec, wo
     assert g is not None
     picked = [_select(w, codec, w.of(work)) for w in stretch.parts]
     index, chosen = picked[0] if len(picked) == 1 else map(torch.cat, zip(*picked, strict=True))
-    values.encode_rows(codec.code, chosen, data[span[0] : span[1]], g.count, stretch.first)
+    values.encode_rows(codec.value_dtype, chosen, data[span[0] : span[1]], g.count, stretch.first)
     packed, at = pack12(index if g.s == EDGE else index // g.s * EDGE + index % g.s), span[1] + 3 * stretch.first * index.shape[1] // 2
     data[at : at + packed.numel()] = packed
 
@@ -96,7 +96,7 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
     """Cut sections into their groups (views)."""
     out = {}
     for g, (begin, middle, end) in zip(layout.groups, spans(layout, codec), strict=True):
-        found = [values.split_bytes(codec.code, d[begin:middle], g.count, g.k(codec.topk)) for d in datas]
+        found = [values.split_bytes(codec.value_dtype, d[begin:middle], g.count, g.k(codec.topk)) for d in datas]
         out[g] = Coded(g, found, [d[middle:end] for d in datas])
     return out
 
@@ -104,7 +104,7 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
 def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, Tensor]:
     """What R sections hold for a window of n blocks: places in the block (int64 [R, n, k], distinct in each), values (fp32 [R, n, k])."""
     k, n, size = coded.group.k(codec.topk), window.count, len(coded.positions)
-    found = values.decode_rows(codec.code, coded.values, coded.group.count, k, window.first, n)
+    found = values.decode_rows(codec.value_dtype, coded.values, coded.group.count, k, window.first, n)
     at, length = 3 * window.first * k // 2, (3 * n * k + 1) // 2
     parts = [p[at : at + length] for p in coded.positions]
     slot = torch.stack([unpack12(p, n * k) for p in parts]) if n * k % 2 else unpack12(torch.cat(parts), size * n * k)

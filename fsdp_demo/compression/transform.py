@@ -5,7 +5,7 @@ blocks use their own r and s, so the padding of their slot stays exactly zero. O
 A new transform is a function that gives its matrices, in a file of its own, a line in `config/names.py` and a line here.
 
 Two products per block, of all rows of all blocks at once and then of each block; the second adds to the accumulator as it goes. With
-`products="bf16"` (`Codec.products`) their factors are rounded to bf16 and added in fp32, twice as fast or more where a CPU has
+`transform_precision="bf16"` (of the codec) their factors are rounded to bf16 and added in fp32, twice as fast or more where a CPU has
 instructions for that; on CUDA they are TF32. What is sent is then selected among coefficients that are off by about 0.3 % of their
 root mean square; it is still subtracted exactly.
 """
@@ -170,7 +170,7 @@ class Transform:
 
 def make_transform(codec: Codec, device: torch.device | str) -> Transform:
     """The transform of a codec on a device. Under "none" no block is one to be transformed, so every method leaves it as it is."""
-    return Transform(codec.transform, device, codec.products)
+    return Transform(codec.transform, device, codec.transform_precision)
 
 
 def transform(codec: Codec, layout: Layout, work: Tensor, inverse: bool = False) -> Tensor:

@@ -102,7 +102,7 @@ class Window:
         """Its elements of a workspace, a view."""
         return work[self.begin : self.end]
 
-    def pack(self, tensors: Contiguous, out: Tensor) -> Tensor:
+    def pack(self, tensors: ContiguousViews, out: Tensor) -> Tensor:
         """Copy its elements of the tensors (any float dtype; None counts as zeros) into `out` [numel]."""
         for tensor, lo, hi, at in self.rows:
             _copy(out[at : at + hi - lo], tensors.flat(tensor, lo, hi))
@@ -121,7 +121,7 @@ class Window:
             box.slots(out).mul_(factors[box.tensor])
         return out
 
-    def unpack(self, work: Tensor, tensors: Contiguous) -> None:
+    def unpack(self, work: Tensor, tensors: ContiguousViews) -> None:
         """Write `work` [numel] into the tensors in place (None is left out), casting to their dtype."""
         for tensor, lo, hi, at in self.rows:
             target = tensors.flat(tensor, lo, hi)
@@ -133,7 +133,7 @@ class Window:
                 box.view(target).copy_(box.slots(work))
 
 
-class Contiguous:
+class ContiguousViews:
     """Tensors, each as contiguous memory: itself, or the latest one that is not as a copy, which goes back when another is asked for or
     the context ends (`back`)."""
 
@@ -163,7 +163,7 @@ class Contiguous:
             target.copy_(copied)
         self._copied = None
 
-    def __enter__(self) -> Contiguous:
+    def __enter__(self) -> ContiguousViews:
         return self
 
     def __exit__(self, *_: object) -> None:

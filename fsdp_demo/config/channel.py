@@ -13,47 +13,51 @@ from .parsing import in_range, one_of
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
 
 CODES = tuple(FORMATS)
-PRODUCTS = ("fp32", "bf16")
-RESIDUALS = ("keep", "subtract", "put_back")
-REDUCERS = ("replicas", "senders")
+PRECISIONS = ("fp32", "bf16")
+FEEDBACKS = ("none", "subtract", "put_back")
+MEANS_OVER = ("replicas", "senders")
 WEIGHTS = ("equal", "tokens")
 REDUCER_CLIPS = ("none", "median_norm")
-PHIS = ("identity", "sign")
 SOURCES = ("gradient", "delta", "parameter")
 ORDERS = ("strided", "sequential")
 
 
 @dataclass(frozen=True)
-class Clock:
-    """When a channel acts, in optimizer steps; a pure function of the job's step t = 0, 1, 2, ...
+class SyncSchedule:
+    """When a channel acts: a pure function of the job's step t = 0, 1, 2, ...
+
+    Attributes:
+        sync_every: optimizer steps from one exchange to the next (DiLoCo's H, torchft's sync_every).
+        offset: steps by which the first exchange is late (torchft's fragment_sync_offset).
+        delay: steps between the start of an exchange and its effect (torchft's fragment_sync_delay).
 
     Example:
-        >>> from fsdp_demo import Clock
-        >>> [t for t in range(10) if Clock(period=4).due(t)]
+        >>> from fsdp_demo import SyncSchedule
+        >>> [t for t in range(10) if SyncSchedule(sync_every=4).due(t)]
         [3, 7]
     """
 
-    period: int = 1
+    sync_every: int = 1
     offset: int = 0
     delay: int = 0
 
     def __post_init__(self) -> None:
-        in_range("clock.period", self.period, 1)
-        in_range("clock.offset", self.offset, 0, self.period - 1)
-        in_range("clock.delay", self.delay, 0)
+        in_range("schedule.sync_every", self.sync_every, 1)
+        in_range("schedule.offset", self.offset, 0, self.sync_every - 1)
+        in_range("schedule.delay", self.delay, 0)
 
     def due(self, step: int) -> bool:
         """Whether an exchange starts at `step`; it is applied at `step + delay`."""
-        return step + 1 > self.offset and (step + 1 - self.offset) % self.period == 0
+        return step + 1 > self.offset and (step + 1 - self.offset) % self.sync_every == 0
 
     def round(self, step: int) -> int:
         """Number, from 1, of the exchange that starts at `step` (0 before the first)."""
-        return max(step + 1 - self.offset, 0) // self.period
+        return max(step + 1 - self.offset, 0) // self.sync_every
 
     @property
     def in_flight(self) -> int:
         """The largest number of payloads that are under way at once."""
-        return self.delay // self.period + 1
+        return self.delay // self.sync_every + 1
 
 
 @dataclass(frozen=True)
@@ -82,44 +86,47 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, code of the values.
+    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, number format of the values
+    (`value_dtype`).
 
     select "topk" takes the largest, whose positions travel with them; "random" and "stride" (FlexDeMo) take `topk` of each block at
     positions that all replicas compute from the step (`compression/seeded.py`), so only values travel and they can be summed on the way.
-    products "bf16" lets the transform multiply in bf16 (CUDA: TF32): faster, nearly the same choice, and what is sent is exactly what is
-    subtracted.
+    select "dense" sends everything. transform_precision "bf16" lets the transform multiply in bf16 (CUDA: TF32): faster, nearly the same
+    choice. What is sent is still exactly what is subtracted.
 
     Example:
         >>> from fsdp_demo import Codec
-        >>> Codec(transform="dct", select="topk", topk=16, code="int8").sparse
+        >>> Codec(transform="dct", select="topk", topk=16, value_dtype="int8").sparse
         True
     """
 
     transform: str = "none"
-    select: str = "all"
+    select: str = "dense"
     topk: int = 32
-    code: str = "fp32"
-    products: str = "fp32"
+    value_dtype: str = "fp32"
+    transform_precision: str = "fp32"
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
         one_of("codec.select", self.select, tuple(SELECTIONS))
-        one_of("codec.code", self.code, tuple(FORMATS))
-        one_of("codec.products", self.products, PRODUCTS)
-        if self.products != "fp32" and self.transform == "none":
-            raise ValueError(f"codec.products={self.products!r} is about the transform, which is 'none': leave it 'fp32'")
+        one_of("codec.value_dtype", self.value_dtype, tuple(FORMATS))
+        one_of("codec.transform_precision", self.transform_precision, PRECISIONS)
+        if self.transform_precision != "fp32" and self.transform == "none":
+            raise ValueError(
+                f"codec.transform_precision={self.transform_precision!r} is about the transform, which is 'none': leave it 'fp32'"
+            )
         if not 1 <= self.topk <= BLOCK:
             raise ValueError(f"codec.topk={self.topk} is out of range: a block has {BLOCK} elements, allowed is 1 <= topk <= {BLOCK}")
-        if self.transform != "none" and self.select == "all":
+        if self.transform != "none" and self.select == "dense":
             raise ValueError(
-                f"codec.transform={self.transform!r} with codec.select='all' has no effect, since nothing is dropped: "
+                f"codec.transform={self.transform!r} with codec.select='dense' has no effect, since nothing is dropped: "
                 "use transform='none', or select='topk'"
             )
 
     @property
     def format(self) -> Format:
         """Bits, groups and scales of the values."""
-        return FORMATS[self.code]
+        return FORMATS[self.value_dtype]
 
     @property
     def selection(self) -> Selection:
@@ -146,7 +153,7 @@ class Codec:
 class Reducer:
     """How R decoded payloads become one: the mean over all replicas, or over those that sent a position.
 
-    weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.note(tokens=...)`). clip "median_norm"
+    weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.report(tokens=...)`). clip "median_norm"
     scales what a replica sent for a block down to the median over the replicas of the norms of that block (SparseLoCo's code).
 
     Example:
@@ -155,12 +162,12 @@ class Reducer:
         'tokens'
     """
 
-    kind: str = "replicas"
+    mean_over: str = "replicas"
     weight: str = "equal"
     clip: str = "none"
 
     def __post_init__(self) -> None:
-        one_of("reducer.kind", self.kind, REDUCERS)
+        one_of("reducer.mean_over", self.mean_over, MEANS_OVER)
         one_of("reducer.weight", self.weight, WEIGHTS)
         one_of("reducer.clip", self.clip, REDUCER_CLIPS)
 
@@ -169,32 +176,31 @@ class Reducer:
 class Applier:
     """How the decoded mean acts.
 
-    gradient: becomes the gradient of the base optimizer, through `phi` (identity or sign).
-    outer: a step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse channel use
+    gradient: becomes the gradient of the base optimizer; with `sign` its sign does.
+    outer_step: a step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse channel use
         `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the accumulator of the exchange
-        (the released rule of 2510.03371); `mix` keeps that share of the local parameters (Streaming DiLoCo's alpha);
-        `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
+        (the released rule of 2510.03371); `mix` keeps that share of the local parameters (alpha of Streaming DiLoCo, torchft's
+        fragment_update_alpha); `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
     replace: the source becomes the mean.
 
     Example:
         >>> from fsdp_demo import Applier
-        >>> Applier("outer", lr=0.7, momentum=0.9, nesterov=True).kind
-        'outer'
+        >>> Applier("outer_step", lr=0.7, momentum=0.9, nesterov=True).acts_as
+        'outer_step'
     """
 
-    kind: str = "gradient"
+    acts_as: str = "gradient"
     lr: float = 1.0
     dense_lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
     local_delta: bool = False
     mix: float = 0.0
-    phi: str = "identity"
+    sign: bool = False
     momentum_warmup: int = 0
 
     def __post_init__(self) -> None:
-        one_of("applier.kind", self.kind, tuple(APPLIERS))
-        one_of("applier.phi", self.phi, PHIS)
+        one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
         in_range("applier.lr", self.lr, 0.0)
         in_range("applier.dense_lr", self.dense_lr, 0.0)
         in_range("applier.mix", self.mix, 0.0, 1.0)
@@ -206,8 +212,8 @@ class Applier:
 
     @property
     def acts(self) -> Acts:
-        """What the kind is for."""
-        return APPLIERS[self.kind]
+        """What `acts_as` is for."""
+        return APPLIERS[self.acts_as]
 
     def momentum_in(self, round: int) -> float:
         """The momentum of round 1, 2, ...: the first of a warm-up has none."""
@@ -237,39 +243,40 @@ class Fragments:
 
 @dataclass(frozen=True)
 class Channel:
-    """One thing that is exchanged, on its own clock, with its own codec and its own way of being applied.
+    """One thing that is exchanged, on its own schedule, with its own codec and its own way of being applied.
 
-    `include`, `exclude`, `dense` and `plain` are shell patterns over parameter names: what the channel covers, what is
+    `include`, `exclude`, `uncompressed` and `no_transform` are shell patterns over parameter names: what the channel covers, what is
     never exchanged, what a sparse channel sends whole, and what it sends without the transform (embeddings, heads).
-    `after` names a channel that is applied first on the steps where both act. Here each field is checked for itself; what has no meaning
-    together is refused when the channel enters an `ExchangeConfig`.
+    `feedback` says what becomes of the rest in the accumulator: "subtract" takes what was sent out of it (error feedback), "put_back" also
+    adds the mean, "none" leaves it. `after` names a channel that is applied first on the steps where both act. Here each field is checked
+    for itself; what has no meaning together is refused when the channel enters an `ExchangeConfig`.
 
     Example: plain averaging of the parameters every 10 steps, as `local_sgd` does.
-        >>> from fsdp_demo import Applier, Channel, Clock, ExchangeConfig
-        >>> average = Channel("average", "parameter", Clock(period=10), applier=Applier("replace"))
-        >>> ExchangeConfig("local_sgd", (average,)).consensus
+        >>> from fsdp_demo import Applier, Channel, SyncSchedule, ExchangeConfig
+        >>> average = Channel("average", "parameter", SyncSchedule(sync_every=10), applier=Applier("replace"))
+        >>> ExchangeConfig("local_sgd", (average,)).equal_after_exchange
         True
     """
 
     name: str
     source: str
-    clock: Clock = field(default_factory=Clock)
+    schedule: SyncSchedule = field(default_factory=SyncSchedule)
     accumulator: Accumulator | None = None
     codec: Codec = field(default_factory=Codec)
-    residual: str = "keep"
+    feedback: str = "none"
     reducer: Reducer = field(default_factory=Reducer)
     applier: Applier = field(default_factory=Applier)
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
-    dense: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
+    uncompressed: tuple[str, ...] = ()
+    no_transform: tuple[str, ...] = ()
     fragments: Fragments | None = None
     after: str = ""
 
     def __post_init__(self) -> None:
         if not self.state_name:
             one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
-        one_of(f"channel {self.name!r}: residual", self.residual, RESIDUALS)
+        one_of(f"channel {self.name!r}: feedback", self.feedback, FEEDBACKS)
 
     # ---- what follows from the fields: derived here and nowhere else, never set ------------------------------------------------------
 
@@ -296,17 +303,17 @@ class Channel:
     @property
     def sums_steps(self) -> bool:
         """Whether what is sent is the sum of the steps of a round: of a delta, or of gradients that are accumulated."""
-        return self.source in ("delta", "gradient") and self.clock.period > 1
+        return self.source in ("delta", "gradient") and self.schedule.sync_every > 1
 
     @property
     def queues(self) -> bool:
         """Whether a delta is sent while earlier ones are under way: those stay in the parameters until they arrive."""
-        return self.source == "delta" and self.clock.delay >= self.clock.period
+        return self.source == "delta" and self.schedule.delay >= self.schedule.sync_every
 
     @property
     def corrects(self) -> bool:
         """Whether a mean of parameters corrects what was sent, so that steps taken while it was under way are kept."""
-        return self.source == "parameter" and self.clock.delay > 0
+        return self.source == "parameter" and self.schedule.delay > 0
 
     @property
     def needs_own(self) -> bool:
@@ -316,16 +323,16 @@ class Channel:
     @property
     def taken(self) -> float:
         """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or there is none."""
-        if self.accumulator is None or self.residual == "keep":
+        if self.accumulator is None or self.feedback == "none":
             return 0.0
-        return 1.0 if self.residual == "put_back" else self.accumulator.alpha
+        return 1.0 if self.feedback == "put_back" else self.accumulator.alpha
 
     @property
-    def consensus(self) -> bool:
+    def equal_after_exchange(self) -> bool:
         """Whether the parameters it covers are equal on all replicas after an exchange of this channel; fragments are not, all at once."""
-        return self.shared and self.fragments is None and not (self.applier.mix > 0.0 or self.corrects or self.queues)
+        return self.equal_at_end and self.fragments is None and not (self.applier.mix > 0.0 or self.corrects or self.queues)
 
     @property
-    def shared(self) -> bool:
+    def equal_at_end(self) -> bool:
         """Whether a last exchange leaves all replicas equal: not if each applies its own delta."""
         return not self.state_name and not self.applier.local_delta

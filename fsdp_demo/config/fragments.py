@@ -83,7 +83,7 @@ def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
             include=tuple(literal(n) for n in part),
             exclude=(),
             fragments=None,
-            clock=replace(channel.clock, offset=p * channel.clock.period // len(parts)),
+            schedule=replace(channel.schedule, offset=p * channel.schedule.sync_every // len(parts)),
         )
         for p, part in enumerate(parts)
     ]

@@ -9,11 +9,12 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from . import renamed
 from .parsing import nearest, one_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
 
-TOP = ("clip", "clip_over", "inner", "lr", "max_in_flight", "norm_limit", "outer_state", "seed")
+TOP = ("clip", "clip_scope", "inner_optimizers", "lr", "max_in_flight", "norm_limit", "offload_outer_state", "seed")
 
 
 def preset(name: str, **changes: Any) -> ExchangeConfig:
@@ -21,15 +22,17 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Args:
         name: one of `presets()`.
-        changes: keywords of the preset's function, top-level fields (`clip`, `clip_over`, `inner`, `max_in_flight`, `norm_limit`,
-            `outer_state`, `seed`, and `lr`, the inner rate, where the function has no `lr` of its own), or dotted paths.
+        changes: keywords of the preset's function, where `sync_every` is the same as `period`; top-level fields (`clip`, `clip_scope`,
+            `inner_optimizers`, `max_in_flight`, `norm_limit`, `offload_outer_state`, `seed`, and `lr`, the inner rate, where the function
+            has no `lr` of its own); or dotted paths.
 
     Raises:
-        ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name.
+        ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name. For one that was renamed it
+            says the new name (`renamed.py`).
 
     Example:
         >>> from fsdp_demo import preset
-        >>> preset("diloco", period=100).channels[0].clock.period
+        >>> preset("diloco", period=100).channels[0].schedule.sync_every
         100
         >>> preset("demo", **{"codec.topk": 16}).channels[0].codec.topk
         16
@@ -38,13 +41,18 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     one_of("preset", name, tuple(known))
     takes = inspect.signature(known[name]).parameters
     hints = get_type_hints(known[name])
-    # `inner` as a list is the field of the configuration, as a word it is the form of the method (FlexDeMo's AdamW form).
-    own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes and not (k == "inner" and not isinstance(v, str))}
+    for key, value in changes.items():
+        renamed.refuse_keyword(key, value, takes)
+    if "sync_every" in changes and "period" in takes:
+        if "period" in changes:
+            raise ValueError("period and sync_every are the same: give one of them")
+        changes["period"] = changes.pop("sync_every")
+    own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes}
     rest = {k: v for k, v in changes.items() if k not in own}
     for key in rest:
         if "." not in key and key not in TOP:
             options = [*takes, *(name for name in TOP if name not in takes)]
-            allowed = f"{', '.join(options)}, or a dotted path such as clock.period"
+            allowed = f"{', '.join(options)}, or a dotted path such as schedule.sync_every"
             raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed})")
     return known[name](**own).changed(rest)
 
@@ -69,7 +77,7 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     for text in () if isinstance(overrides, Mapping) else overrides:
         path, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"override {text!r} must read path=value, as in clock.period=50")
+            raise ValueError(f"override {text!r} must read path=value, as in schedule.sync_every=50")
         changes[path.strip()] = yaml.safe_load(value)
     if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
         return preset(source, **changes)

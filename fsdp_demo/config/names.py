@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """How many bits a value takes (`codec.code`).
+    """How many bits a value takes (`codec.value_dtype`).
 
     Attributes:
         bits: of one value: 2, 4 or 8, or those of a dtype where there are no scales.
@@ -61,7 +61,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Acts:
-    """What a way of applying the mean is for (`applier.kind`).
+    """What a way of applying the mean is for (`applier.acts_as`).
 
     Attributes:
         sources: of the channels that it can apply; "state" is any state of the optimizer.
@@ -83,13 +83,13 @@ FORMATS = {
 }
 TRANSFORMS = ("none", "dct")
 SELECTIONS = {
-    "all": Selection("nobody"),
+    "dense": Selection("nobody"),
     "topk": Selection("data"),
     "random": Selection("step"),
     "stride": Selection("step", alike=True),
 }
 APPLIERS = {
     "gradient": Acts(("gradient",)),
-    "outer": Acts(("delta",)),
+    "outer_step": Acts(("delta",)),
     "replace": Acts(("parameter", "state"), whole=True),
 }

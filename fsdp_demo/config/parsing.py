@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from . import renamed
+
 
 def nearest(found: Any, known: Sequence[str], cutoff: float = 0.4) -> str:
     """`; did you mean ...?` if one of `known` is like what was found, else nothing."""
@@ -38,12 +40,13 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
     """
     head, _, rest = path.partition(".")
     by_name = {c["name"]: c for c in data["channels"]}
+    targets, within = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
+    renamed.refuse(within, value)
     if head in top and not rest:
-        data[head] = [value] if head == "inner" and isinstance(value, str) else value
+        data[head] = [value] if head == "inner_optimizers" and isinstance(value, str) else value
         return
-    targets, inner = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
     for target in targets:
-        *parents, leaf = inner.split(".")
+        *parents, leaf = within.split(".")
         node: Any = target
         for key in parents:
             if isinstance(node, dict) and key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
@@ -73,7 +76,8 @@ def build(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'the configuration'}={data!r} must be a mapping with keys {', '.join(f.name for f in fields(cls))}")
     known, hints = [f.name for f in fields(cls)], _hints(cls)
-    for key in data:
+    for key, value in data.items():
+        renamed.refuse(f"{where}.{key}" if where else str(key), value)
         if key not in known:
             raise ValueError(f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)} (allowed: {', '.join(known)})")
     required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]

@@ -28,9 +28,9 @@ def covers(channel: Channel, name: str) -> bool:
 
 def kind(channel: Channel, name: str) -> str:
     """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks, not transformed) or "transform"."""
-    if not channel.codec.sparse or matches(name, channel.dense):
+    if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
-    return "plain" if channel.codec.transform == "none" or matches(name, channel.plain) else "transform"
+    return "plain" if channel.codec.transform == "none" or matches(name, channel.no_transform) else "transform"
 
 
 def literal(name: str) -> str:

@@ -1,7 +1,7 @@
 """Published methods, each a short function that returns an `ExchangeConfig`. A new paper is a new function here.
 
 Keywords of a function are the numbers its paper talks about; everything else is reached by dotted paths, as in
-`preset("demo", **{"codec.code": "bf16"})`, `--set codec.code=bf16` or a yaml file with `preset: demo`.
+`preset("demo", **{"codec.value_dtype": "bf16"})`, `--set codec.value_dtype=bf16` or a yaml file with `preset: demo`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from .channel import Accumulator, Applier, Channel, Clock, Codec, Fragments, Reducer
+from .channel import Accumulator, Applier, Channel, Codec, Fragments, Reducer, SyncSchedule
 from .parsing import one_of
 from .patterns import EMBEDDINGS
 from .schema import ExchangeConfig
@@ -26,52 +26,54 @@ runs were not measured, nor whether rounds, steps or the share of the run decide
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 
 
-def full(code: str = "fp32") -> ExchangeConfig:
+def full(value_dtype: str = "fp32") -> ExchangeConfig:
     """Mean gradient of all replicas at every step (what HSDP does): the baseline, and the oracle of the rest.
 
-    Any inner optimizer; its learning rate is the one of the global batch. `code` "bf16" sends what HSDP does with a bf16 reduce dtype
-    (the sum is in fp32 here).
+    Any inner optimizer; its learning rate is the one of the global batch. `value_dtype` "bf16" sends what HSDP does with a bf16 reduce
+    dtype (the sum is in fp32 here).
     """
-    return ExchangeConfig("full", (Channel("gradient", "gradient", codec=Codec(code=code)),))
+    return ExchangeConfig("full", (Channel("gradient", "gradient", codec=Codec(value_dtype=value_dtype)),))
 
 
-def local_sgd(period: int = 16, code: str = "fp32") -> ExchangeConfig:
+def local_sgd(period: int = 16, value_dtype: str = "fp32") -> ExchangeConfig:
     """Local SGD, FedAvg (Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629): parameters are averaged every `period` steps.
 
     Any inner optimizer; its state stays local. Published: periods of 2 to 64 steps with SGD, and the learning rate of a single worker;
     Post-local SGD (1808.07217) uses 16. In bf16 the mean itself is rounded: keep fp32 for parameters.
     """
-    return ExchangeConfig("local_sgd", (_averaged("parameter", "parameter", period, code),), clip=1.0)
+    return ExchangeConfig("local_sgd", (_averaged("parameter", "parameter", period, value_dtype),), clip=1.0)
 
 
-def local_adam(period: int = 256, code: str = "fp32") -> ExchangeConfig:
+def local_adam(period: int = 256, value_dtype: str = "fp32") -> ExchangeConfig:
     """Local Adam (the baseline of DES-LOC, arXiv 2505.22549): parameters and both moments are averaged every `period` steps.
 
     Inner AdamW (or Adam), 4e-4 in this family. Three times the bytes of averaging parameters alone, for moments that fit them.
     """
     states = {"exp_avg": 1, "exp_avg_sq": 1}
-    return ExchangeConfig("local_adam", _with_states(period, states, code), inner=("adamw", "adam"), lr=4e-4, clip=1.0)
+    return ExchangeConfig("local_adam", _with_states(period, states, value_dtype), inner_optimizers=("adamw", "adam"), lr=4e-4, clip=1.0)
 
 
-def desloc(period: int = 256, states: dict[str, int] | None = None, code: str = "fp32", embeddings: bool = False) -> ExchangeConfig:
-    """DES-LOC (Iacob et al., arXiv 2505.22549): parameters and each optimizer state are averaged, every one on a clock of its own.
+def desloc(period: int = 256, states: dict[str, int] | None = None, value_dtype: str = "fp32", embeddings: bool = False) -> ExchangeConfig:
+    """DES-LOC (Iacob et al., arXiv 2505.22549): parameters and each optimizer state are averaged, every one on a schedule of its own.
 
     `states`: name of a state of the optimizer -> its period as a multiple of `period`; the default {exp_avg: 3, exp_avg_sq: 6} is the
-    published 1 : 3 : 6 for AdamW (change `period`: `clock.period` would set all to one). For another optimizer name its states (SGD with
-    momentum and Muon: {momentum_buffer: 3}); `half_life_multiples` derives multiples from decay rates. Published: period 256 (170 times
-    fewer bytes than all-reduce), ADOPT or AdamW.
+    published 1 : 3 : 6 for AdamW (change `period`: `schedule.sync_every` would set all to one). For another optimizer name its states (SGD
+    with momentum and Muon: {momentum_buffer: 3}); `half_life_multiples` derives multiples from decay rates. Published: period 256 (170
+    times fewer bytes than all-reduce), ADOPT or AdamW.
 
     Ours: the states of embeddings and heads stay local, unless `embeddings`. A row of a token that one replica has not seen has no second
     moment there; a first moment averaged more often than the second makes it step by lr * m / eps (entries of 700 after 8 steps, seen).
     """
     chosen = states if states is not None else {"exp_avg": 3, "exp_avg_sq": 6}
-    channels = _with_states(period, chosen, code)
+    channels = _with_states(period, chosen, value_dtype)
     if not embeddings:
         channels = tuple(replace(c, exclude=EMBEDDINGS) if c.state_name else c for c in channels)
     return ExchangeConfig("desloc", channels, lr=4e-4, clip=1.0)
 
 
-def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str = "fp32", momentum_warmup: int = WARMUP) -> ExchangeConfig:
+def diloco(
+    period: int = 500, lr: float = 0.7, momentum: float = 0.9, value_dtype: str = "fp32", momentum_warmup: int = WARMUP
+) -> ExchangeConfig:
     """DiLoCo (Douillard et al., arXiv 2311.08105): every `period` steps a Nesterov step on the mean pseudo-gradient.
 
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and fp16 or int8 without loss in later work
@@ -79,9 +81,9 @@ def diloco(period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str 
     a constant one did harm in runs of few rounds, perhaps by its gain lr (1 + momentum / (1 - momentum)) = 7; see `WARMUP`. To compare
     with a paper set it to 0: at period 500 the rise takes 10 000 steps.
     """
-    outer = Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup)
-    channel = Channel("delta", "delta", Clock(period), codec=Codec(code=code), applier=outer)
-    return ExchangeConfig("diloco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+    outer = Applier("outer_step", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=momentum_warmup)
+    channel = Channel("delta", "delta", SyncSchedule(period), codec=Codec(value_dtype=value_dtype), applier=outer)
+    return ExchangeConfig("diloco", (channel,), inner_optimizers=ADAPTIVE, lr=4e-4, clip=1.0)
 
 
 def streaming_diloco(
@@ -92,7 +94,7 @@ def streaming_diloco(
     order: str = "strided",
     delay: int = 5,
     mix: float = 0.5,
-    code: str = "fp4_e3m0",
+    value_dtype: str = "fp4_e3m0",
     momentum_warmup: int = WARMUP,
 ) -> ExchangeConfig:
     """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): DiLoCo by fragments of layers, in 4 bits, while training goes on.
@@ -108,23 +110,23 @@ def streaming_diloco(
     channel = Channel(
         "delta",
         "delta",
-        Clock(period, delay=delay),
-        codec=Codec(code=code),
-        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, mix=mix, momentum_warmup=momentum_warmup),
+        SyncSchedule(period, delay=delay),
+        codec=Codec(value_dtype=value_dtype),
+        applier=Applier("outer_step", lr=lr, momentum=momentum, nesterov=momentum > 0, mix=mix, momentum_warmup=momentum_warmup),
         fragments=Fragments(layers, order) if layers else None,
     )
-    return ExchangeConfig("streaming_diloco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+    return ExchangeConfig("streaming_diloco", (channel,), inner_optimizers=ADAPTIVE, lr=4e-4, clip=1.0)
 
 
 def demo(
     topk: int = 32,
     beta: float = 0.999,
-    code: str = "int8",
+    value_dtype: str = "int8",
     sign: bool | None = None,
     transform: bool = True,
     version: int = 1,
     alpha: float | None = None,
-    inner: str = "sgd",
+    inner_optimizer: str = "sgd",
     lr_inside: bool = False,
 ) -> ExchangeConfig:
     """DeMo, "Decoupled Momentum Optimization" (Peng, Quesnelle, Kingma; arXiv 2411.19870), with FlexDeMo's sharding.
@@ -132,7 +134,7 @@ def demo(
     Every step the gradient joins a momentum of decay `beta`; the `topk` largest DCT coefficients of each 64 x 64 block are
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
     beta 0.999, k = 32, no weight decay, warm-up and cosine. The paper transforms all tensors; here embeddings and heads are left out
-    by default (`momentum.plain`), see recipes/README.md for both.
+    by default (`momentum.no_transform`), see recipes/README.md for both.
 
     lr_inside True is the released form: the momentum sums the learning rate (of that step, of the parameter's group) times the gradient.
     Ours, False, sums the gradient. With sign and a constant rate both are the same. Under a schedule they part: in the released form
@@ -140,10 +142,11 @@ def demo(
 
     version 2 (the paper's second version): momentum normalised by 1 - beta, only `alpha` = 0.2 of what was sent leaves it, no sign; the
     learning rate is then one of SGD with momentum, for which none is published.
-    inner "adamw" is FlexDeMo's AdamW form (arXiv 2502.06728): the decoded mean, without sign unless asked for, is AdamW's gradient.
+    inner_optimizer "adamw" is FlexDeMo's AdamW form (arXiv 2502.06728): the decoded mean, without sign unless asked for, is AdamW's
+    gradient.
     """
     if version not in (1, 2):
-        raise ValueError(f"version={version} is not known: allowed are 1 (sign, as released) and 2 (normalised, alpha, identity)")
+        raise ValueError(f"version={version} is not known: allowed are 1 (sign, as released) and 2 (normalised, alpha, no sign)")
     second = version == 2
     kept = Accumulator(
         beta=beta,
@@ -151,31 +154,41 @@ def demo(
         alpha=alpha if alpha is not None else 0.2 if second else 1.0,
         rate=lr_inside,
     )
-    codec = Codec("dct" if transform else "none", "topk", topk, code)
-    signed = sign if sign is not None else inner != "adamw" and not second
-    return _gradient_method("demo", kept, codec, "senders", signed, inner)
+    codec = Codec("dct" if transform else "none", "topk", topk, value_dtype)
+    signed = sign if sign is not None else inner_optimizer != "adamw" and not second
+    return _gradient_method("demo", kept, codec, "senders", signed, inner_optimizer)
 
 
 def random(
-    topk: int = 128, beta: float = 0.999, code: str = "fp32", sign: bool | None = None, transform: bool = False, inner: str = "sgd"
+    topk: int = 128,
+    beta: float = 0.999,
+    value_dtype: str = "fp32",
+    sign: bool | None = None,
+    transform: bool = False,
+    inner_optimizer: str = "sgd",
 ) -> ExchangeConfig:
     """FlexDeMo's Random replicator (From et al., arXiv 2502.06728): as DeMo, but `topk` of 4096 at positions drawn from a shared seed.
 
     No indices travel, and the values are reduced: bytes do not grow with the number of islands. Every coefficient is sent once in a pass
     of 4096 / topk steps. Published: rates 1/2 to 1/32 (`topk` 128 is 1/32), beta 0.999, sign, fp32 values.
     """
-    return _seeded("random", topk, beta, code, sign, transform, inner)
+    return _seeded("random", topk, beta, value_dtype, sign, transform, inner_optimizer)
 
 
 def stride(
-    topk: int = 128, beta: float = 0.999, code: str = "fp32", sign: bool | None = None, transform: bool = False, inner: str = "sgd"
+    topk: int = 128,
+    beta: float = 0.999,
+    value_dtype: str = "fp32",
+    sign: bool | None = None,
+    transform: bool = False,
+    inner_optimizer: str = "sgd",
 ) -> ExchangeConfig:
     """FlexDeMo's Striding replicator (arXiv 2502.06728): as `random`, at every (4096 / topk)-th position, moving on by one each step.
 
     The released code never moves on where the stride divides the size and so sends the same coefficients for ever; here a pass
     visits all.
     """
-    return _seeded("stride", topk, beta, code, sign, transform, inner)
+    return _seeded("stride", topk, beta, value_dtype, sign, transform, inner_optimizer)
 
 
 def decoupled_momentum(
@@ -185,7 +198,7 @@ def decoupled_momentum(
     beta: float = 0.95,
     lr: float | None = None,
     reducer: str | None = None,
-    code: str = "int8",
+    value_dtype: str = "int8",
     transform: bool = False,
     average_every: int = 0,
 ) -> ExchangeConfig:
@@ -210,20 +223,20 @@ def decoupled_momentum(
     channel = Channel(
         "delta",
         "delta",
-        Clock(period),
+        SyncSchedule(period),
         Accumulator(beta=beta),
-        Codec("dct" if transform else "none", "topk", topk, code),
-        residual="put_back" if released else "subtract",
+        Codec("dct" if transform else "none", "topk", topk, value_dtype),
+        feedback="put_back" if released else "subtract",
         reducer=Reducer(reducer or ("replicas" if released else "senders")),
-        applier=Applier("outer", lr=rate, dense_lr=rate, local_delta=released),
-        plain=EMBEDDINGS,
+        applier=Applier("outer_step", lr=rate, dense_lr=rate, local_delta=released),
+        no_transform=EMBEDDINGS,
     )
     average = (_averaged("average", "parameter", period * average_every, "fp32", after="delta"),) if average_every else ()
-    return ExchangeConfig("decoupled_momentum", (channel, *average), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+    return ExchangeConfig("decoupled_momentum", (channel, *average), inner_optimizers=ADAPTIVE, lr=4e-4, clip=1.0)
 
 
 def sparse_loco(
-    period: int = 30, topk: int = 64, beta: float = 0.95, lr: float = 1.0, code: str = "2bit", median_clip: bool = True
+    period: int = 30, topk: int = 64, beta: float = 0.95, lr: float = 1.0, value_dtype: str = "2bit", median_clip: bool = True
 ) -> ExchangeConfig:
     """SparseLoCo (Sarfi et al., arXiv 2508.15706): error feedback on the pseudo-gradient, its largest values in 2 bits.
 
@@ -233,20 +246,20 @@ def sparse_loco(
     `median_clip` guards against outliers: it scales down what a replica sent to the median norm of all. Ours does so per block of 4096,
     with the mean of the middle two norms of an even number; the released code per tensor, with the lower of the two (of two replicas
     it cuts the larger to the smaller). The mean divides by the replicas that sent a value, as the released code; Covenant's text
-    divides by all: `reducer.kind="replicas"`. Further apart from it: blocks are 4096 values in a row (released: 64 x 64), the 2-bit
+    divides by all: `reducer.mean_over="replicas"`. Further apart from it: blocks are 4096 values in a row (released: 64 x 64), the 2-bit
     code is ours (`muloco` says how), and the outer rate is not inside the feedback (released: lr times lr, the same at 1.0).
     """
     channel = Channel(
         "delta",
         "delta",
-        Clock(period),
+        SyncSchedule(period),
         Accumulator(beta=beta),
-        Codec("none", "topk", topk, code),
-        residual="subtract",
+        Codec("none", "topk", topk, value_dtype),
+        feedback="subtract",
         reducer=Reducer("senders", clip="median_norm" if median_clip else "none"),
-        applier=Applier("outer", lr=lr),
+        applier=Applier("outer_step", lr=lr),
     )
-    return ExchangeConfig("sparse_loco", (channel,), inner=ADAPTIVE, lr=4e-4, clip=1.0)
+    return ExchangeConfig("sparse_loco", (channel,), inner_optimizers=ADAPTIVE, lr=4e-4, clip=1.0)
 
 
 def muloco(
@@ -254,7 +267,7 @@ def muloco(
     lr: float = 0.8,
     momentum: float = 0.9,
     beta: float = 0.9,
-    code: str = "2bit",
+    value_dtype: str = "2bit",
     momentum_warmup: int | None = None,
     released: bool = False,
 ) -> ExchangeConfig:
@@ -262,7 +275,7 @@ def muloco(
 
     Inner Muon for matrices, AdamW for embeddings, heads and vectors: `base_optimizer(config, model.named_parameters())` makes one
     combined optimizer, `attach([muon, adamw], ...)` takes two. Published numbers: Muon lr 0.0224, momentum 0.9, weight decay 1e-4; outer
-    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; 2 or 4 bits, or no feedback in full precision (`code` "fp32").
+    Nesterov 0.8 / 0.9, period 30, feedback decay `beta` 0.9; 2 or 4 bits, or no feedback in full precision (`value_dtype` "fp32").
 
     released True is what the authors' code does with these numbers: its feedback sums `lr` times the pseudo-gradient and the outer step
     multiplies by `lr` again, so that 0.8 steps by 0.64 (without feedback by 0.8); and the outer momentum is constant. Its inner
@@ -273,19 +286,19 @@ def muloco(
     In both "2bit" is a code of ours: a sign and two levels for each 256 values. The released one has four bins over mean +- 3 sigma of a
     tensor or row, with a table of the bins' means. What either loses stays in the feedback.
     """
-    codec = Codec(code=code)
+    codec = Codec(value_dtype=value_dtype)
     feedback = not codec.format.exact
     warmup = momentum_warmup if momentum_warmup is not None else 0 if released else WARMUP
     channel = Channel(
         "delta",
         "delta",
-        Clock(period),
+        SyncSchedule(period),
         Accumulator(beta=beta, gain=lr if released else 1.0) if feedback else None,
         codec,
-        residual="subtract" if feedback else "keep",
-        applier=Applier("outer", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=warmup),
+        feedback="subtract" if feedback else "none",
+        applier=Applier("outer_step", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=warmup),
     )
-    return ExchangeConfig("muloco", (channel,), inner=("muonadamw", "muon", "adamw"), lr=0.0224, clip=1.0)
+    return ExchangeConfig("muloco", (channel,), inner_optimizers=("muonadamw", "muon", "adamw"), lr=0.0224, clip=1.0)
 
 
 def half_life_multiples(betas: dict[str, float], fastest: int = 3) -> dict[str, int]:
@@ -307,38 +320,42 @@ def half_life_multiples(betas: dict[str, float], fastest: int = 3) -> dict[str, 
     return {name: max(1, round(fastest * life / shortest)) for name, life in lives.items()}
 
 
-def _averaged(name: str, source: str, period: int, code: str, after: str = "") -> Channel:
-    return Channel(name, source, Clock(period), codec=Codec(code=code), applier=Applier("replace"), after=after)
+def _averaged(name: str, source: str, period: int, value_dtype: str, after: str = "") -> Channel:
+    return Channel(name, source, SyncSchedule(period), codec=Codec(value_dtype=value_dtype), applier=Applier("replace"), after=after)
 
 
-def _with_states(period: int, states: dict[str, int], code: str) -> tuple[Channel, ...]:
+def _with_states(period: int, states: dict[str, int], value_dtype: str) -> tuple[Channel, ...]:
     for name, multiple in states.items():
         if multiple < 1:
             raise ValueError(f"states[{name!r}]={multiple}: a state's period is a multiple, 1 or more, of period={period}")
-    moments = [_averaged(name, f"state:{name}", multiple * period, code) for name, multiple in states.items()]
-    return (_averaged("parameter", "parameter", period, code), *moments)
+    moments = [_averaged(name, f"state:{name}", multiple * period, value_dtype) for name, multiple in states.items()]
+    return (_averaged("parameter", "parameter", period, value_dtype), *moments)
 
 
-def _seeded(select: str, topk: int, beta: float, code: str, sign: bool | None, transform: bool, inner: str) -> ExchangeConfig:
-    codec = Codec("dct" if transform else "none", select, topk, code)
-    return _gradient_method(select, Accumulator(beta=beta), codec, "replicas", sign if sign is not None else inner != "adamw", inner)
+def _seeded(
+    select: str, topk: int, beta: float, value_dtype: str, sign: bool | None, transform: bool, inner_optimizer: str
+) -> ExchangeConfig:
+    codec = Codec("dct" if transform else "none", select, topk, value_dtype)
+    return _gradient_method(
+        select, Accumulator(beta=beta), codec, "replicas", sign if sign is not None else inner_optimizer != "adamw", inner_optimizer
+    )
 
 
-def _gradient_method(name: str, kept: Accumulator, codec: Codec, reducer: str, sign: bool, inner: str) -> ExchangeConfig:
+def _gradient_method(name: str, kept: Accumulator, codec: Codec, reducer: str, sign: bool, inner_optimizer: str) -> ExchangeConfig:
     """DeMo and its relatives: a momentum of gradients, a part of which is exchanged at every step and leaves it."""
-    one_of("inner", inner, ("sgd", "adamw", "as_is"))
+    one_of("inner_optimizer", inner_optimizer, ("sgd", "adamw", "as_is"))
     channel = Channel(
         "momentum",
         "gradient",
         accumulator=kept,
         codec=codec,
-        residual="subtract",
+        feedback="subtract",
         reducer=Reducer(reducer),
-        applier=Applier("gradient", phi="sign" if sign else "identity"),
-        plain=EMBEDDINGS,
+        applier=Applier("gradient", sign=sign),
+        no_transform=EMBEDDINGS,
     )
-    lr = 1e-3 if inner == "adamw" else 4e-4 if sign else None  # without a sign SGD's step has the scale of the gradient
-    return ExchangeConfig(name, (channel,), inner=(inner,), lr=lr, clip=1.0)
+    lr = 1e-3 if inner_optimizer == "adamw" else 4e-4 if sign else None  # without a sign SGD's step has the scale of the gradient
+    return ExchangeConfig(name, (channel,), inner_optimizers=(inner_optimizer,), lr=lr, clip=1.0)
 
 
 _PRESETS: tuple[Callable[..., ExchangeConfig], ...] = (

@@ -21,11 +21,11 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
     return [
         (
             c.applier.acts.whole and not whole,
-            f"source {c.source!r} is replaced by the mean, so it travels whole: select='all', code {exact}, no accumulator",
+            f"source {c.source!r} is replaced by the mean, so it travels whole: select='dense', value_dtype {exact}, no accumulator",
         ),
         (
-            c.residual != "keep" and c.accumulator is None,
-            f"residual={c.residual!r} needs an accumulator to act on, found none: add accumulator.beta, or residual='keep'",
+            c.feedback != "none" and c.accumulator is None,
+            f"feedback={c.feedback!r} needs an accumulator to act on, found none: add accumulator.beta, or feedback='none'",
         ),
         (
             c.accumulator is not None and c.accumulator.rate and not c.before_step,
@@ -33,16 +33,16 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
             "accumulator.gain",
         ),
         (
-            c.residual == "put_back" and not c.codec.sparse,
-            "residual='put_back' on a channel that sends everything (codec.select='all') would count the mean twice: use 'keep'",
+            c.feedback == "put_back" and not c.codec.sparse,
+            "feedback='put_back' on a channel that sends everything (codec.select='dense') would count the mean twice: use 'none'",
         ),
         (
-            c.residual == "put_back" and c.source != "delta",
-            f"residual='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'",
+            c.feedback == "put_back" and c.source != "delta",
+            f"feedback='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'",
         ),
         (
-            c.reducer.kind == "senders" and not c.codec.indexed,
-            f"reducer.kind='senders' needs a selection by the data (codec.select='topk'), with select={select!r} everybody sends: "
+            c.reducer.mean_over == "senders" and not c.codec.indexed,
+            f"reducer.mean_over='senders' needs a selection by the data (codec.select='topk'), with select={select!r} everybody sends: "
             "use 'replicas'",
         ),
         (
@@ -50,25 +50,25 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
             f"reducer.clip='median_norm' is for what replicas choose to send (codec.select='topk'), found select={select!r}: use 'none'",
         ),
         (
-            c.before_step and c.clock.period > 1 and c.accumulator is None,
-            f"clock.period={c.clock.period} on a gradient channel needs an accumulator, else the gradients between exchanges are lost: "
-            "set accumulator.beta, or clock.period=1",
+            c.before_step and c.schedule.sync_every > 1 and c.accumulator is None,
+            f"schedule.sync_every={c.schedule.sync_every} on a gradient channel needs an accumulator, else the gradients between exchanges "
+            "are lost: set accumulator.beta, or schedule.sync_every=1",
         ),
     ]
 
 
 def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
     a, source = c.applier, "state" if c.state_name else c.source
-    wanted = " or ".join(repr(kind) for kind, acts in APPLIERS.items() if source in acts.sources)
+    wanted = " or ".join(repr(name) for name, acts in APPLIERS.items() if source in acts.sources)
     return [
-        (source not in a.acts.sources, f"applier.kind={a.kind!r} cannot apply source {c.source!r}: use applier.kind={wanted}"),
+        (source not in a.acts.sources, f"applier.acts_as={a.acts_as!r} cannot apply source {c.source!r}: use applier.acts_as={wanted}"),
         (
-            a.phi == "sign" and not c.before_step,
-            f"applier.phi='sign' is for gradient channels, found source {c.source!r}: a sign is no parameter; use phi='identity'",
+            a.sign and not c.before_step,
+            f"applier.sign=True is for gradient channels, found source {c.source!r}: a sign is no parameter; leave it False",
         ),
         (
-            a.local_delta and c.residual != "put_back",
-            f"applier.local_delta=True is the released rule and needs residual='put_back', found {c.residual!r}",
+            a.local_delta and c.feedback != "put_back",
+            f"applier.local_delta=True is the released rule and needs feedback='put_back', found {c.feedback!r}",
         ),
         (
             a.mix > 0 and not c.writes_parameters,
@@ -89,8 +89,10 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
         )
     if c.before_step or first.before_step:
         found.append(f"after={c.after!r}: gradient channels act before the base step and need no order, leave after empty")
-    if c.clock.delay:
-        found.append(f"after={c.after!r} with clock.delay={c.clock.delay}: what it brings would be older than what came first; use delay=0")
+    if c.schedule.delay:
+        found.append(
+            f"after={c.after!r} with schedule.delay={c.schedule.delay}: what it brings would be older than what came first; use delay=0"
+        )
     return found
 
 
@@ -109,14 +111,14 @@ def conflict(a: Channel, b: Channel) -> str | None:
         return None
     if a.source == b.source:
         return f"channels {a.name!r} and {b.name!r} both exchange {a.source!r} of it: each would undo the other; use include and exclude"
-    apart = math.gcd(a.clock.period, b.clock.period)
-    delayed = next((x for x in (a, b) if x.source == "delta" and x.clock.delay and x.name in (a.after, b.after)), None)
+    apart = math.gcd(a.schedule.sync_every, b.schedule.sync_every)
+    delayed = next((x for x in (a, b) if x.source == "delta" and x.schedule.delay and x.name in (a.after, b.after)), None)
     if delayed is not None:
-        return f"channel {delayed.name!r} has a delay, so no anchor can be set after it while it is in flight: set its clock.delay=0"
-    meet = (a.clock.offset + a.clock.delay - b.clock.offset - b.clock.delay) % apart == 0
+        return f"channel {delayed.name!r} has a delay, so no anchor can be set after it while it is in flight: set its schedule.delay=0"
+    meet = (a.schedule.offset + a.schedule.delay - b.schedule.offset - b.schedule.delay) % apart == 0
     if meet and a.name != b.after and b.name != a.after:
         return (
             f"channels {a.name!r} and {b.name!r} both write it on the same step: say which is first (after={a.name!r} in {b.name!r}), or "
-            "give one clock.offset so that they never meet"
+            "give one schedule.offset so that they never meet"
         )
     return None

@@ -19,8 +19,7 @@ from . import rules
 from .channel import BLOCK, Channel
 from .parsing import build, in_range, nearest, one_of, set_path
 
-CLIP_OVER = ("replica", "islands")
-OUTER_STATE = ("device", "host")
+CLIP_SCOPES = ("replica", "islands")
 
 NORM_LIMIT = 100.0
 """By default. In healthy training no island is so far from the others; a wrong gradient or a flipped bit is."""
@@ -33,16 +32,15 @@ class ExchangeConfig:
     Args:
         preset: name of the preset this came from, for logs.
         channels: what is exchanged.
-        inner: names of the inner optimizers the preset is defined for (lower-case class names such as "adamw");
+        inner_optimizers: names of the inner optimizers the preset is defined for (lower-case class names such as "adamw");
             "any" allows all, "as_is" switches the check off.
         lr: published learning rate of the inner optimizer, None if there is none.
         clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the mean is clipped;
             otherwise each replica clips its own gradient before the step.
         max_in_flight: most payloads of one channel that may be under way at once.
-        clip_over: "replica": each replica's own norm is clipped; "islands": one norm, the root mean square of the replicas' norms, at
+        clip_scope: "replica": each replica's own norm is clipped; "islands": one norm, the root mean square of the replicas' norms, at
             the cost of a message of 8 bytes and a round trip at every step, behind what is in flight.
-        outer_state: where anchors and outer momentum are kept: on the "device", or in (pinned) "host" memory, from which the channel
-            that is due fetches its own.
+        offload_outer_state: keep anchors and outer momentum in (pinned) host memory, from which the channel that is due fetches its own.
         seed: of the positions of seeded selections.
         norm_limit: a contribution whose norm is more than so many times that of the others is left out of its message (`exchange/norms.py`
             says which norms; to about a fifth); null: none is.
@@ -56,12 +54,12 @@ class ExchangeConfig:
 
     preset: str
     channels: tuple[Channel, ...]
-    inner: tuple[str, ...] = ("any",)
+    inner_optimizers: tuple[str, ...] = ("any",)
     lr: float | None = None
     clip: float | None = None
     max_in_flight: int = 16
-    clip_over: str = "replica"
-    outer_state: str = "device"
+    clip_scope: str = "replica"
+    offload_outer_state: bool = False
     seed: int = 0
     norm_limit: float | None = NORM_LIMIT
 
@@ -71,17 +69,16 @@ class ExchangeConfig:
                 raise ValueError(f"channel {c.name!r}: {problem}")
         in_range("max_in_flight", self.max_in_flight, 1)
         in_range("seed", self.seed, 0)
-        one_of("clip_over", self.clip_over, CLIP_OVER)
-        one_of("outer_state", self.outer_state, OUTER_STATE)
+        one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping")
         if self.norm_limit is not None and not self.norm_limit >= 2:
             raise ValueError(f"norm_limit={self.norm_limit} is out of range: allowed is norm_limit >= 2, or null for no limit")
-        if not self.inner:
-            raise ValueError("inner=() names no optimizer: name those the method is defined for, or 'any'")
+        if not self.inner_optimizers:
+            raise ValueError("inner_optimizers=() names no optimizer: name those the method is defined for, or 'any'")
         names = [c.name for c in self.channels]
         if any("." in name for name in names):
-            raise ValueError(f"channel names are {names}: a name may hold no dot, which would end it in NAME.codec.code")
+            raise ValueError(f"channel names are {names}: a name may hold no dot, which would end it in NAME.codec.value_dtype")
         if not names or len(set(names)) != len(names):
             raise ValueError(f"channels must be at least one, with distinct names; found {names}")
         for i, c in enumerate(self.channels):
@@ -94,21 +91,22 @@ class ExchangeConfig:
                 pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
                 if pattern and reason:
                     raise ValueError(f"parameters like {pattern!r}: {reason}")
-            if c.clock.in_flight > self.max_in_flight:
+            if c.schedule.in_flight > self.max_in_flight:
                 raise ValueError(
-                    f"channel {c.name!r}: clock.delay={c.clock.delay} with clock.period={c.clock.period} keeps {c.clock.in_flight} "
-                    f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay or lengthen the period"
+                    f"channel {c.name!r}: schedule.delay={c.schedule.delay} with schedule.sync_every={c.schedule.sync_every} keeps "
+                    f"{c.schedule.in_flight} payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay or "
+                    "exchange less often"
                 )
 
     @property
-    def consensus(self) -> bool:
+    def equal_after_exchange(self) -> bool:
         """Whether all replicas hold equal parameters right after an exchange of the slowest parameter channel."""
-        return bool(self._training) and all(c.consensus for c in self._training)
+        return bool(self._training) and all(c.equal_after_exchange for c in self._training)
 
     @property
-    def shared(self) -> bool:
+    def equal_at_end(self) -> bool:
         """Whether a last exchange leaves all replicas with equal parameters."""
-        return bool(self._training) and all(c.shared for c in self._training)
+        return bool(self._training) and all(c.equal_at_end for c in self._training)
 
     @property
     def _training(self) -> list[Channel]:
@@ -121,12 +119,12 @@ class ExchangeConfig:
         moving = [c for c in self.channels if c.writes_parameters]
         if not moving or (islands == 1 and not any(c.source == "delta" for c in moving)):
             return "parameters"
-        return "anchor" if all(c.source == "delta" and c.shared for c in moving) else "mean"
+        return "anchor" if all(c.source == "delta" and c.equal_at_end for c in moving) else "mean"
 
     @property
     def clips_mean(self) -> bool:
         """Whether `clip` acts on the mean gradient over the islands; else, and always before an accumulator, on each replica's own."""
-        return any(c.before_step and c.accumulator is None and c.applier.phi == "identity" for c in self.channels)
+        return any(c.before_step and c.accumulator is None and not c.applier.sign for c in self.channels)
 
     @property
     def needs_gradients(self) -> bool:
@@ -164,10 +162,10 @@ class ExchangeConfig:
         parts = []
         for c in self.channels:
             select = f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
-            how = f"{c.codec.transform}+{select}/{BLOCK} {c.codec.code}" if c.codec.sparse else c.codec.code
-            late = f", applied {c.clock.delay} steps later" if c.clock.delay else ""
+            how = f"{c.codec.transform}+{select}/{BLOCK} {c.codec.value_dtype}" if c.codec.sparse else c.codec.value_dtype
+            late = f", applied {c.schedule.delay} steps later" if c.schedule.delay else ""
             cut = f", in fragments of {c.fragments.layers} layers" if c.fragments else ""
-            parts.append(f"{c.source} every {c.clock.period}{cut} ({how}, mean over {c.reducer.kind}{late})")
+            parts.append(f"{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over {c.reducer.mean_over}{late})")
         return parts
 
     def describe(self) -> str:

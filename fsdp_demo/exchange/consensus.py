@@ -1,6 +1,6 @@
 """Small questions that the islands settle among themselves at one step: a mean, whether all or any two say the same.
 
-Every rank of every island asks the same question at the same step; each line talks for itself, then the ranks of an island take one
+Every rank of every island asks the same question at the same step; each peer group talks for itself, then the ranks of an island take one
 answer. JSON and numbers only: nothing a peer sends is executed.
 """
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from ..comm import agreement
 from ..comm.header import QUESTION
-from ..comm.island import Island
-from .in_flight import Mailbox
+from ..comm.island import IslandGroup
+from .in_flight import InFlightQueue
 
 
-class Council:
-    """What `Exchange.council` is.
+class IslandConsensus:
+    """What `Exchange.across_islands` is.
 
     Example:
         >>> import torch, fsdp_demo
         >>> exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
-        >>> exchange.council.mean([1.0, 2.0]), exchange.council.same({"eval_steps": 100})
+        >>> exchange.across_islands.mean([1.0, 2.0]), exchange.across_islands.all_equal({"eval_steps": 100})
         ([1.0, 2.0], True)
     """
 
-    def __init__(self, mailbox: Mailbox, island: Island, step: Callable[[], int]):
-        self._mailbox, self._island, self._step = mailbox, island, step
+    def __init__(self, queue: InFlightQueue, island: IslandGroup, step: Callable[[], int]):
+        self._queue, self._island, self._step = queue, island, step
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Means over the islands, number by number; an island's number that is not finite makes the mean NaN.
@@ -41,21 +41,21 @@ class Council:
         if self._island.any(any(n != len(values) for n in found)):
             raise ValueError(f"a mean over the islands of {found} values: all must bring the same ones, in the same order")
         means = [sum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
-        lost = self._island.largest(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
-        shared = self._island.largest(*(m if math.isfinite(m) else -math.inf for m in means))
+        lost = self._island.max(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
+        shared = self._island.max(*(m if math.isfinite(m) else -math.inf for m in means))
         return [math.nan if gone else m for gone, m in zip(lost, shared, strict=True)]
 
-    def same(self, value: Any) -> bool:
-        """Whether all islands say the same (compared as JSON, rank by rank along the lines)."""
+    def all_equal(self, value: Any) -> bool:
+        """Whether all islands say the same (compared as JSON, rank by rank along the peer groups)."""
         texts = {json.dumps(v, sort_keys=True) for v in self._ask(value)}
         return not self._island.any(len(texts) > 1)
 
-    def repeated(self, value: Any) -> bool:
-        """Whether any two islands say the same on any line."""
+    def any_equal(self, value: Any) -> bool:
+        """Whether any two islands say the same on any peer group."""
         everyone = [json.dumps(v, sort_keys=True) for v in self._ask(value)]
         return self._island.any(len(set(everyone)) < len(everyone))
 
     def _ask(self, value: Any) -> list[Any]:
-        """What every island says; nothing on a copy without a line, which follows its island."""
+        """What every island says; nothing on a copy without peers, which follows its island."""
         step = self._step()
-        return self._mailbox.ask(lambda line: agreement.gather_json(line, value, QUESTION, step)) or []
+        return self._queue.ask(lambda peers: agreement.gather_json(peers, value, QUESTION, step)) or []

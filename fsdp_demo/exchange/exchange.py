@@ -26,17 +26,17 @@ from ..comm.topology import Topology
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
-from ..hosts.base import Shards
+from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
 from ..status import leave
 from . import farewell, finish, replay, result, resume, returning, snapshot, startup, summary
 from .connections import Connections
-from .consensus import Council
+from .consensus import IslandConsensus
 from .first_step import FirstStep
-from .in_flight import Flown, Mailbox
+from .in_flight import ExchangeRecord, InFlightQueue
 from .readings import Readings
 from .refusals import refuse, warn_of_outside
-from .runtime import Flow
+from .runtime import StepRuntime
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -53,7 +53,7 @@ class Exchange(Readings):
     Attributes:
         config, topology, shards: what was agreed, and what the engine offers.
         step: optimizer steps of the job done so far (ticks).
-        channels: the channels at work (`channel.ActiveChannel`).
+        channels: the channels at work (`channel.ChannelRunner`).
         drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
             rule); None where replicas are equal by construction.
         stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
@@ -76,60 +76,60 @@ class Exchange(Readings):
     """
 
     def __init__(
-        self, shards: Shards, config: ExchangeConfig, model: torch.nn.Module | None, topology: Topology, start: Start | None = None
+        self, shards: TrainingHost, config: ExchangeConfig, model: torch.nn.Module | None, topology: Topology, start: Start | None = None
     ):
         self.config, self.topology, self.shards, start = config, topology, shards, start or Start()
         refuse(shards, config.needs_gradients)
         check_inner(config, shards.optimizer_names, shards.optimizers)
         shards.materialise()
-        channels = expand(config, [s.name for s in shards.shards if not s.frozen])
+        channels = expand(config, [s.name for s in shards.params if not s.frozen])
         self.showing = self.newcomer = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self._follow)
         self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
         self._island, self._meter = self._connections.island, self._connections.meter
         try:
-            bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.outer_state == "host" else None), model)
+            bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.offload_outer_state else None), model)
             self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
-            # The hooks hold the flow, the flow this queue, and that, by `_gone`, the exchange: `attach` finds it again on the optimizer.
-            self._mailbox = Mailbox(
+            # The hooks hold the runtime, the runtime this queue, and that, by `_gone`, the exchange: so `attach` finds it on the optimizer.
+            self._queue = InFlightQueue(
                 every, self._connections, shards.device, topology.rank == 0, self._gone, config.norm_limit, topology.islands
             )
-            self._flow = Flow(config, topology, shards, bound, self._mailbox, start.step)
-            self._flow.handing = partial(snapshot.hand, self._flow, model, start.facts)
-            self._keep = partial(returning.keep, self._flow, model, start.facts)
-            self._ticks, self._first = self._flow.ticks, FirstStep(self._flow)
-            farewell.allow(self._flow)
+            self._runtime = StepRuntime(config, topology, shards, bound, self._queue, start.step)
+            self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
+            self._keep = partial(returning.keep, self._runtime, model, start.facts)
+            self._hooks, self._first = self._runtime.hooks, FirstStep(self._runtime)
+            farewell.allow(self._runtime)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
                     self.catch_up()
-            summary.announce(self._flow, start.batch, summary.total_steps(start.facts))
+            summary.announce(self._runtime, start.batch, summary.total_steps(start.facts))
             if topology.rank == 0:
                 warn_of_outside(shards, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
         self._presence.start()
-        if topology.elastic and topology.rank == 0 and (line := self._line) is not None:
-            self._presence.fence(lambda: len(line.alive) < topology.count, line.expel)
+        if topology.elastic and topology.rank == 0 and (peers := self._peers) is not None:
+            self._presence.fence(lambda: len(peers.alive) < topology.count, peers.expel)
         atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
-        self._ticks.start()
+        self._hooks.start()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state. Where the run is under way, take it over."""
-        self.newcomer = replay.newcomer(self._flow)
+        self.newcomer = replay.newcomer(self._runtime)
         if self.newcomer:
             own = start.state if isinstance(start.state, OwnCheckpoint) else None
-            replay.join(self._flow, model, start.facts, None if own is None else (own.mark, partial(own.load, self)))
+            replay.join(self._runtime, model, start.facts, None if own is None else (own.mark, partial(own.load, self)))
             self._first.joined(later=True)
             return
-        donor, goes_on = startup.come_together(self._flow, start, model)
+        donor, goes_on = startup.come_together(self._runtime, start, model)
         if (saved := start.saved) is not None:
             self.load_state_dict(saved if isinstance(saved, dict) else saved.state_for(self))
-        startup.take_over(self._flow, donor, goes_on)
-        if self._line is not None:
-            self._line.begun = True
+        startup.take_over(self._runtime, donor, goes_on)
+        if self._peers is not None:
+            self._peers.begun = True
         self._first.joined()
 
     @torch.no_grad()
@@ -146,9 +146,9 @@ class Exchange(Readings):
         Raises:
             ValueError: the state does not belong to this run.
         """
-        self._flow.check_usable()
-        resume.forget(self._flow)
-        self._flow.step, self._equal = step, None
+        self._runtime.check_usable()
+        resume.forget(self._runtime)
+        self._runtime.step, self._equal = step, None
         with self.paused():
             self._join(Start(step, state), model)
             self.catch_up()
@@ -168,14 +168,14 @@ class Exchange(Readings):
         them. Elsewhere parameters that were changed between attach and the first step are refused there."""
         self._first.accept_parameters()
 
-    def note(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
+    def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
         """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss: the mean of those since the last
         message travels in the next header (a tensor is read only then), NaN left out."""
-        self._flow.notes.add(tokens, loss)
+        self._runtime.status.add(tokens, loss)
 
     def rows_compared(self) -> None:
         """A host that has compared the islands' rows by itself says so: their first payloads need not be compared as well."""
-        self._mailbox.watch.compares = False
+        self._queue.watch.compares = False
 
     def request_stop(self, together: bool = False) -> None:
         """Ask to stop. Safe in a signal handler.
@@ -186,7 +186,7 @@ class Exchange(Readings):
             together: wait for that, however long the period. False: where no payload leaves in the next step, this island stops after
                 it, and the others find it gone at their next exchange.
         """
-        self._flow.notes.request_stop(together)
+        self._runtime.status.request_stop(together)
 
     def leave(self, stopped: bool) -> None:
         """Tell the other islands that this one goes on no more, before it saves (`guard` and the Trainer call it). Nothing is applied.
@@ -197,12 +197,12 @@ class Exchange(Readings):
             stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds. Where islands come
                 and go all ranks of the island call it together, and for as long try to send ahead what it has done since its last exchange.
         """
-        line = self._line
+        peers = self._peers
         if stopped and self.topology.elastic and self.stopped_alone:
-            farewell.say(self._flow, self.topology.stop_timeout)
-        if line is not None and line.elastic:
-            alone = len(line.alive) == 1
-            line.leave()
+            farewell.say(self._runtime, self.topology.stop_timeout)
+        if peers is not None and peers.elastic:
+            alone = len(peers.alive) == 1
+            peers.leave()
             if alone and self.topology.rank == 0:
                 self._presence.end("left")
             return
@@ -214,12 +214,12 @@ class Exchange(Readings):
 
     def _follow(self) -> None:
         """Another island stops. Where islands come and go the others train on."""
-        if self._line is None or not self._line.elastic:
+        if self._peers is None or not self._peers.elastic:
             self.request_stop()
 
     def _gone(self, step: float) -> str:
         """Why the messages of a step will not come, as far as other islands have told; empty if they will."""
-        if self._line is not None and self._line.elastic:
+        if self._peers is not None and self._peers.elastic:
             return ""
         told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
         return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
@@ -227,7 +227,7 @@ class Exchange(Readings):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within this context the attached optimizers' steps do not count and nothing is exchanged."""
-        with self._ticks.paused():
+        with self._hooks.paused():
             yield
 
     def skip(self) -> None:
@@ -236,13 +236,13 @@ class Exchange(Readings):
         All ranks of the island call it together instead of `optimizer.step()`. A plain gradient channel leaves this replica out of the
         mean and still applies the mean of the others; with an accumulator nothing is added to it.
         """
-        self._flow.skip()
+        self._runtime.skip()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Wait for what is in flight and apply it, in order of its steps."""
-        self._flow.check_usable()
-        finish.flush(self._flow)
+        self._runtime.check_usable()
+        finish.flush(self._runtime)
         self.accept_parameters()
 
     @torch.no_grad()
@@ -254,32 +254,32 @@ class Exchange(Readings):
         Afterwards the connections are closed; calling it again does nothing. All replicas call it at the same step.
 
         Args:
-            close: False keeps the connections for questions to the `council`, until `finish()` is called again.
+            close: False keeps the connections for questions to the `across_islands`, until `finish()` is called again.
         """
         if self.closed:
             return
-        if not self._flow.ended:
-            self._flow.check_usable()
+        if not self._runtime.ended:
+            self._runtime.check_usable()
             self.catch_up()
             self._first.check()
-            self._equal = finish.conclude(self._flow)
-            self._flow.ended = True
-            summary.ended(self._flow, self.totals(), self._equal)
+            self._equal = finish.conclude(self._runtime)
+            self._runtime.ended = True
+            summary.ended(self._runtime, self.totals(), self._equal)
         if close:
-            if (line := self._line) is not None:  # none closes while another still reads
-                line.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
-                line.wait_stable(line.timeout)
+            if (peers := self._peers) is not None:  # none closes while another still reads
+                peers.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
+                peers.wait_stable(peers.timeout)
             if self.topology.rank == 0:
                 self._presence.end("finished")
             self._close()
 
     @property
-    def council(self) -> Council:
-        """Small questions to all islands at one step (`consensus.Council`), while they are connected."""
-        if self._mailbox.broken or self.closed:
+    def across_islands(self) -> IslandConsensus:
+        """Small questions to all islands at one step (`consensus.IslandConsensus`), while they are connected."""
+        if self._queue.broken or self.closed:
             raise RuntimeError("the islands are connected no more: ask before finish()")
         # islands that resume at unlike steps between the same exchanges ask each other before they go on
-        return Council(self._mailbox, self._island, lambda: 0 if self.step == self._first.joined_at else self.step)
+        return IslandConsensus(self._queue, self._island, lambda: 0 if self.step == self._first.joined_at else self.step)
 
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
@@ -287,7 +287,7 @@ class Exchange(Readings):
         All ranks of all islands call it at the same step."""
         if self.finished and self._equal is not None or self.closed:
             return self._equal
-        return result.equal(self._flow)
+        return result.equal(self._runtime)
 
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
@@ -296,21 +296,21 @@ class Exchange(Readings):
         Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step, since they communicate here. Gradient
         presets hold them anyway. Local parameters come back at the end; a step taken here is a RuntimeError.
         """
-        shows = "parameters" if self.finished or self._mailbox.broken else self.shows
-        with self._ticks.paused(_SHOWN), result.shown(self._flow, model, shows):
+        shows = "parameters" if self.finished or self._queue.broken else self.shows
+        with self._hooks.paused(_SHOWN), result.shown(self._runtime, model, shows):
             before, self.showing = self.showing, self.showing or shows != "parameters"
             try:
                 yield
             finally:
                 self.showing = before
 
-    def timeline(self) -> list[Flown]:
-        """The exchanges that have ended (the last 10 000): step of launch, step of application, when they were on the line."""
-        return list(self._mailbox.flown)
+    def timeline(self) -> list[ExchangeRecord]:
+        """The exchanges that have ended (the last 10 000): step of launch, step of application, when they were on the wire."""
+        return list(self._queue.flown)
 
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
-        seen = self._mailbox.watch
+        seen = self._queue.watch
         loss = None if math.isnan(seen.loss) else seen.loss
         found = {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
         found["far"] = seen.far
@@ -318,10 +318,10 @@ class Exchange(Readings):
 
     def _members(self) -> dict[str, int]:
         """Where islands come and go: how many are members, how many took part in the last message, how often members have changed."""
-        line = self._line
-        if line is None or not line.elastic:
+        peers = self._peers
+        if peers is None or not peers.elastic:
             return {}
-        return {"alive": len(line.alive), "participating": line.size, "epoch": line.epoch}
+        return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
@@ -329,10 +329,10 @@ class Exchange(Readings):
         islands come and go how many there are.
 
         All ranks of the island call it together."""
-        meter, seen = self._meter, self._mailbox.watch
+        meter, seen = self._meter, self._queue.watch
         known = not math.isnan(seen.loss)
-        sent, received, losses, ranks = self._island.total(meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known)
-        waited, count, left_out, far = self._island.largest(meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far)
+        sent, received, losses, ranks = self._island.sum(meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known)
+        waited, count, left_out, far = self._island.max(meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far)
         out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
         out["seconds_waiting"] = waited
         out |= {"loss": losses / ranks} if ranks else {}
@@ -350,9 +350,9 @@ class Exchange(Readings):
         Raises:
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
-        state = resume.state(self._flow).to_tree()
-        if (line := self._line) is not None and not line.wait_stable(line.timeout):
-            raise PeerLost(f"not all islands have what this one would save at step {self.step}, after {line.timeout:g} s: not saved")
+        state = resume.state(self._runtime).to_tree()
+        if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
+            raise PeerLost(f"not all islands have what this one would save at step {self.step}, after {peers.timeout:g} s: not saved")
         return state
 
     def keep_since(self, folder: Path) -> str:
@@ -372,11 +372,11 @@ class Exchange(Readings):
         Raises:
             ValueError: it was saved with other channels, or with another number of islands or ranks.
         """
-        resume.load(self._flow, ExchangeState.from_tree(state))
+        resume.load(self._runtime, ExchangeState.from_tree(state))
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""
-        self._ticks.stop()
+        self._hooks.stop()
         self._close()
 
     def _close(self) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..comm import agreement
-from ..comm.peers import Line
-from ..hosts.base import Shard, Shards
+from ..comm.peers import PeerGroup
+from ..hosts.base import LocalParam, TrainingHost
 
 NUMBERS = (
     "initial_lr weight_decay decoupled_weight_decay betas momentum dampening nesterov eps amsgrad maximize alpha centered rho lambd t0 "
@@ -25,7 +25,7 @@ MOVED = ("betas", "momentum")
 """Those that torch's cyclic schedules move with the step, as they do the learning rate."""
 
 
-def optimizers(shards: Shards) -> dict[str, Any]:
+def optimizers(shards: TrainingHost) -> dict[str, Any]:
     """Kind, number of groups and numbers of each group, whatever the step."""
     out: dict[str, Any] = {}
     for i, (name, optimizer) in enumerate(zip(shards.optimizer_names, shards.optimizers, strict=True)):
@@ -36,7 +36,7 @@ def optimizers(shards: Shards) -> dict[str, Any]:
     return out
 
 
-def rates(shards: Shards) -> dict[str, Any]:
+def rates(shards: TrainingHost) -> dict[str, Any]:
     """What is equal at equal steps only: learning rates, and what cyclic schedules move."""
     return {
         f"optimizer{i}.group{g}.{k}": _plain(group[k])
@@ -58,12 +58,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str)) or value is None else str(value)
 
 
-def marks(shards: Sequence[Shard]) -> list[str]:
+def marks(shards: Sequence[LocalParam]) -> list[str]:
     """8 hexadecimal digits of each tensor's name, shape, local shape, dtype, and whether it is frozen."""
     return [hashlib.sha256(json.dumps(described(s)).encode()).hexdigest()[:8] for s in shards]
 
 
-def described(shard: Shard) -> list[Any]:
+def described(shard: LocalParam) -> list[Any]:
     """What must be equal of a tensor, as JSON."""
     dtype = str(shard.dtype).removeprefix("torch.")
     return [shard.name, list(shard.global_shape), list(shard.shape), dtype, "frozen" if shard.frozen else "trained"]
@@ -77,25 +77,25 @@ def sentence(described: Sequence[Any] | None) -> str:
     return f"{name} {shape} {dtype}{'' if shape == local else f' (here in shards of {local})'}, {state}"
 
 
-def agree_on_tensors(line: Line, shards: Sequence[Shard]) -> None:
+def agree_on_tensors(peers: PeerGroup, shards: Sequence[LocalParam]) -> None:
     """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those of all replicas.
 
     Raises:
         ValueError: on every replica, naming the first one that differs.
     """
     mine = marks(shards)
-    if agreement.all_equal(line, hashlib.sha256(json.dumps(mine).encode()).digest()):
+    if agreement.all_equal(peers, hashlib.sha256(json.dumps(mine).encode()).digest()):
         return
-    everyone = agreement.gather_json(line, mine)
+    everyone = agreement.gather_json(peers, mine)
     # The first place where each island parts from island 0; two that part at one place from it may part from each other there as well.
     places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
-    tensors = agreement.gather_json(line, [described(shards[i]) if i < len(shards) else None for i in places])
+    tensors = agreement.gather_json(peers, [described(shards[i]) if i < len(shards) else None for i in places])
     j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
-    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[line.rank][n]), 0)
-    raise ValueError(agreement.unequal(line, j, _apart(mine, everyone[j], places[at], tensors[line.rank][at], tensors[j][at])))
+    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[peers.rank][n]), 0)
+    raise ValueError(agreement.unequal(peers, j, _apart(mine, everyone[j], places[at], tensors[peers.rank][at], tensors[j][at])))
 
 
-def tensors_apart(shards: Sequence[Shard], theirs: Sequence[Sequence[Any]]) -> str:
+def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
     """How the parameters here differ from those that are `described` by another island; empty where they do not."""
     mine = [described(s) for s in shards]
     if mine == (there := [list(t) for t in theirs]):
@@ -134,6 +134,6 @@ def machine(device: torch.device) -> dict[str, str]:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+            return next(peers.split(":", 1)[1].strip() for peers in file if peers.startswith("model name"))
     except (OSError, StopIteration):  # not Linux, or a processor that gives no name there
         return platform.processor() or platform.machine()

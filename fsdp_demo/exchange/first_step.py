@@ -10,32 +10,32 @@ import logging
 import torch
 
 from ..comm.digests import total
-from ..comm.island import Island
-from ..hosts.base import Shards
+from ..comm.island import IslandGroup
+from ..hosts.base import TrainingHost
 from .refusals import refuse_sparse
-from .runtime import Flow
+from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
 
 
 class FirstStep:
-    """What is to be done once, ahead of the first step: `Flow.ahead` until then.
+    """What is to be done once, ahead of the first step: `StepRuntime.ahead` until then.
 
     Attributes:
         joined_at: the step from which this replica goes on with the others; -1 where it has joined them later.
     """
 
-    def __init__(self, flow: Flow):
-        self._flow, self._untouched = flow, Untouched(flow.shards, flow.island)
+    def __init__(self, runtime: StepRuntime):
+        self._runtime, self._untouched = runtime, Untouched(runtime.shards, runtime.island)
         self._behind = False
-        self.joined_at = flow.step
+        self.joined_at = runtime.step
 
     def joined(self, later: bool = False) -> None:
         """The islands have come together: all of it is to be done. later: this one has joined the others, who were under way."""
-        self.joined_at, self._behind = -1 if later else self._flow.step, True
+        self.joined_at, self._behind = -1 if later else self._runtime.step, True
         self._untouched.note()
-        self._flow.ticks.aside = False
-        self._flow.ahead = self._run if self._untouched.pending else None
+        self._runtime.hooks.aside = False
+        self._runtime.ahead = self._run if self._untouched.pending else None
 
     def _run(self) -> None:
         """Do what is left, again as long as it fails.
@@ -45,13 +45,13 @@ class FirstStep:
         """
         self.catch_up()
         self.check()
-        self._flow.ahead = None
-        if self._flow.config.needs_gradients:
-            refuse_sparse(self._flow.shards)
+        self._runtime.ahead = None
+        if self._runtime.config.needs_gradients:
+            refuse_sparse(self._runtime.shards)
 
     def check(self) -> None:
         """Refuse parameters that were changed since attach, but by steps inside `paused()`."""
-        if self._flow.ticks.aside:
+        if self._runtime.hooks.aside:
             self._untouched.forget()
         self._untouched.check()
 
@@ -69,22 +69,24 @@ class FirstStep:
 
     def _send_again(self) -> None:
         """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
-        flow = self._flow
-        flow.mailbox.send_again()
-        late = flow.after_step
-        cut = [c for c in late if flow.mailbox.overdue(c, flow.step)]
+        runtime = self._runtime
+        runtime.queue.send_again()
+        late = runtime.after_step
+        cut = [c for c in late if runtime.queue.overdue(c, runtime.step)]
         if not cut:
             return
-        log.info("%s: the exchange of step %d was cut off: made up for when all islands have come so far", flow.topology.name, flow.step)
-        flow.step -= 1
+        log.info(
+            "%s: the exchange of step %d was cut off: made up for when all islands have come so far", runtime.topology.name, runtime.step
+        )
+        runtime.step -= 1
         try:
             stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
-            flow.land(stages[0], flow.step)
+            runtime.land(stages[0], runtime.step)
             if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
-                flow.send([c for c in stages[1] if c.channel.clock.due(flow.step)])
-            flow.land(stages[1], flow.step)
+                runtime.send([c for c in stages[1] if c.channel.schedule.due(runtime.step)])
+            runtime.land(stages[1], runtime.step)
         finally:
-            flow.step += 1
+            runtime.step += 1
 
 
 class Untouched:
@@ -97,7 +99,7 @@ class Untouched:
         pending: there is something to compare with.
     """
 
-    def __init__(self, shards: Shards, island: Island):
+    def __init__(self, shards: TrainingHost, island: IslandGroup):
         self._shards, self._island = shards, island
         self._sums: list[int] | None = None
 
@@ -122,7 +124,7 @@ class Untouched:
         """
         if self._sums is None:
             return
-        other = [s.name for s, now, then in zip(self._shards.shards, self._now(), self._sums, strict=True) if now != then]
+        other = [s.name for s, now, then in zip(self._shards.params, self._now(), self._sums, strict=True) if now != then]
         if self._island.any(bool(other)):
             what = f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}" if other else "those of another rank"
             raise ValueError(

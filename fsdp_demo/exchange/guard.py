@@ -29,11 +29,11 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
 
     Example:
         >>> import tempfile, fsdp_demo
-        >>> from fsdp_demo.checkpoint import Checkpoints
+        >>> from fsdp_demo.checkpoint import CheckpointManager
         >>> topology = fsdp_demo.Topology.from_env({})
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     try:
-        ...         step = Checkpoints(folder, topology).agreed(resume=True)
+        ...         step = CheckpointManager(folder, topology).resolve_resume_step(resume=True)
         ...     except fsdp_demo.NeedsDecision as error:
         ...         fsdp_demo.undecided(error, topology.rank)
         >>> step is None  # nothing is held

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from ..channels.channel import ActiveChannel, Incoming, Outgoing, Received
-from ..comm.collectives import Arrived
+from ..channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
+from ..comm.collectives import ReceivedMessage
 from ..comm.header import FAR, LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header, norm_code, norm_of
-from ..comm.peers import Line
+from ..comm.peers import PeerGroup
 from ..compression.staging import Staging
 from ..errors import PeerLost
 from .connections import Connections
@@ -37,33 +38,33 @@ log = logging.getLogger("fsdp_demo")
 
 
 @dataclass
-class Flight:
+class PendingExchange:
     """One message under way: the channels that share it, what each sent that is not applied yet, and the future of what comes back
-    (None on a copy without a line).
+    (None on a copy without peers).
 
     `layout` says what lies where in it; `header` is what was said with it, once that is known on the host: a message whose answer was lost
     is sent again as it was."""
 
     step: int
     members: list[str]
-    parts: dict[str, Outgoing]
-    future: Future[Arrived] | None
-    seconds: list[float] = field(default_factory=list)  # when it began and ended on the line
+    parts: dict[str, ChannelPayload]
+    future: Future[ReceivedMessage] | None
+    seconds: list[float] = field(default_factory=list)  # when it began and ended on the wire
     header: Header | None = None
     counted: bool = False
     layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
 
     @property
-    def arrived(self) -> Arrived | None:
+    def arrived(self) -> ReceivedMessage | None:
         """What came back, if it is here; None while it is under way, and where it was lost."""
         done = self.future is not None and self.future.done() and self.future.exception() is None
         return self.future.result() if done and self.future is not None else None
 
 
 @dataclass(frozen=True)
-class Flown:
+class ExchangeRecord:
     """One exchange that has ended: launched in step `step` and applied in step `applied`, the channels in it, and the seconds
-    (`time.perf_counter`) between which it was on the line; None for a copy without a line, and for what a resumed run had in flight."""
+    (`time.perf_counter`) between which it was on the wire; None for a copy without peers, and for what a resumed run had in flight."""
 
     step: int
     applied: int
@@ -72,14 +73,14 @@ class Flown:
     ended: float | None
 
 
-class Mailbox:
+class InFlightQueue:
     """The messages of one rank, in the order in which they were sent.
 
     Args:
         channels: all channels, in the order of the configuration.
-        connections: whose courier sends, and whose island votes; a copy beyond the lanes has no courier.
+        connections: whose worker sends, and whose island votes; a copy that is not active has no worker.
         device: of what is sent.
-        speaks: this rank logs what it sees in the messages of its line.
+        speaks: this rank logs what it sees in the messages of its peer group.
         gone: why what others send at a step will not come, empty if it will.
         norm_limit: of the configuration.
         islands: of the run.
@@ -91,13 +92,13 @@ class Mailbox:
         broken: a message was lost.
         unsent: of `flights`, what a resumed run has to send once more.
         replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not mixed into what arrives.
-        watch: what this rank sees in the messages of its line. norms: what it remembers of them. history: whose contributions those had
-            that were applied here.
+        watch: what this rank sees in the messages of its peer group. norms: what it remembers of them. history: whose contributions those
+            had that were applied here.
     """
 
     def __init__(
         self,
-        channels: Sequence[ActiveChannel],
+        channels: Sequence[ChannelRunner],
         connections: Connections,
         device: torch.device,
         speaks: bool = False,
@@ -106,31 +107,31 @@ class Mailbox:
         islands: int = 1,
     ):
         self.channels, self.device, self.connections, self._gone = list(channels), device, connections, gone
-        self.watch, self.history = Watch(connections.line, speaks), History(islands)
-        self.norms = Norms(norm_limit, max((c.channel.clock.in_flight for c in channels), default=0))
+        self.watch, self.history = Watch(connections.peers, speaks), History(islands)
+        self.norms = Norms(norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0))
         self._staging = Staging(device)
-        self.flights: list[Flight] = []
-        self.flown: deque[Flown] = deque(maxlen=10_000)
+        self.flights: list[PendingExchange] = []
+        self.flown: deque[ExchangeRecord] = deque(maxlen=10_000)
         self.last: dict[str, int] = {}
         self.applied: dict[str, int] = {}
         self.broken = self.replays = False
-        self.unsent: list[Flight] = []
+        self.unsent: list[PendingExchange] = []
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
-    def launch(self, outgoing: dict[str, Outgoing], step: int, said: Said) -> None:
-        """Put what the channels send at this step into one message per transport and hand it to the courier."""
-        flight = Flight(step, list(outgoing), outgoing, None, layout=self.layout(outgoing))
+    def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
+        """Put what the channels send at this step into one message per transport and hand it to the worker."""
+        flight = PendingExchange(step, list(outgoing), outgoing, None, layout=self.layout(outgoing))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self._submit(flight, said)
 
-    def _submit(self, flight: Flight, said: Said) -> None:
-        if (courier := self.connections.courier) is not None:
-            flight.future = courier.submit(self._job(courier.line, flight, said))
-            courier.line.meter.exchanges += 1
+    def _submit(self, flight: PendingExchange, said: Said) -> None:
+        if (worker := self.connections.worker) is not None:
+            flight.future = worker.submit(self._job(worker.peers, flight, said))
+            worker.peers.meter.exchanges += 1
 
-    def _again(self, flight: Flight) -> None:
+    def _again(self, flight: PendingExchange) -> None:
         """Send a message once more, with the same bytes and the same share."""
         h = flight.header or Header(0, flight.step)
         loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self.device)
@@ -138,45 +139,46 @@ class Mailbox:
         flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
         self._submit(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
 
-    def _job(self, line: Line, flight: Flight, said: Said) -> Callable[[], Arrived]:
-        """Start copying a message to the host; returns what sends it and brings back the others', in the courier's thread, where the copy
+    def _job(self, peers: PeerGroup, flight: PendingExchange, said: Said) -> Callable[[], ReceivedMessage]:
+        """Start copying a message to the host; returns what sends it and brings back the others', in the worker's thread, where the copy
         is waited for and numbers are read.
 
         What is refused is refused there, before the island votes: a refusal after the vote would leave its other ranks waiting."""
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self.device)
-        header = line.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
+        header = peers.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
         staged, at = self._staging.to_host([*numbers, *bodies, *vectors]), (len(numbers), len(numbers) + len(bodies))
 
-        def job() -> Arrived:
+        def job() -> ReceivedMessage:
             flight.seconds.append(time.perf_counter())
             found = staged()
             sections, sent = found[at[0] : at[1]], list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
-            give_up(float(found[0][2]), line)
-            arrived = line.exchange(head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares)
-            self.watch.compare(line, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent))
+            give_up(float(found[0][2]), peers)
+            with record_function("fsdp_demo::send"):
+                arrived = peers.exchange(head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares)
+            self.watch.compare(peers, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
             return self.pinned(flight, lambda: arrived)
 
         def weigh(headers: Sequence[Header]) -> list[list[float]]:
-            self.watch.check(line, headers, message.before_step)
+            self.watch.check(peers, headers, message.before_step)
             return message.weights(self.norms.judged(flight.members, headers)) if message.vectors else []
 
         return job
 
-    def packed(self, parts: dict[str, Outgoing]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, str]]]:
+    def packed(self, parts: dict[str, ChannelPayload]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, str]]]:
         """Presence bits, sections and vectors of what channels would send, on the host; nothing is launched."""
         layout = self.layout(parts)
         presence, bodies, vectors = layout.pack(parts)
         found = self._staging.to_host([*bodies, *vectors])()
         return presence, found[: len(bodies)], list(zip(found[len(bodies) :], [code for _, code in layout.vectors], strict=True))
 
-    def pinned(self, flight: Flight, get: Callable[[], Arrived]) -> Arrived:
+    def pinned(self, flight: PendingExchange, get: Callable[[], ReceivedMessage]) -> ReceivedMessage:
         """What `get` brings for a flight, where the device can fetch it by itself, with what is far from the others marked.
 
-        In the courier's thread, message by message in the order of the line."""
+        In the worker's thread, message by message in the order of the peer group."""
         arrived = get()
         headers = self.norms.judged(flight.members, arrived.headers)
         self.norms.note(flight.members, flight.step, headers)
@@ -184,7 +186,7 @@ class Mailbox:
 
     # ---- what is under way -----------------------------------------------------------------------------------------
 
-    def under_way(self, channel: ActiveChannel) -> list[Outgoing]:
+    def under_way(self, channel: ChannelRunner) -> list[ChannelPayload]:
         """What a channel has in flight, oldest first."""
         return [f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts]
 
@@ -192,18 +194,18 @@ class Mailbox:
         """Whether a message of this step is under way."""
         return any(f.step == step for f in self.flights)
 
-    def overdue(self, channel: ActiveChannel, step: int) -> bool:
+    def overdue(self, channel: ChannelRunner, step: int) -> bool:
         """Whether something of a channel should have been applied before `step`."""
-        return any(out.step + channel.channel.clock.delay < step for out in self.under_way(channel))
+        return any(out.step + channel.channel.schedule.delay < step for out in self.under_way(channel))
 
-    def oldest(self) -> tuple[list[ActiveChannel], int] | None:
+    def oldest(self) -> tuple[list[ChannelRunner], int] | None:
         """The channels that have not applied the oldest message yet, and the step in which the last of them would; None where there is no
         message."""
         if not self.flights:
             return None
         first = self.flights[0]
         waiting = [c for c in self.channels if c.channel.name in first.parts]
-        return waiting, first.step + max(c.channel.clock.delay for c in waiting)
+        return waiting, first.step + max(c.channel.schedule.delay for c in waiting)
 
     @property
     def converted(self) -> bool:
@@ -213,15 +215,15 @@ class Mailbox:
     # ---- receiving -------------------------------------------------------------------------------------------------
 
     def receive(
-        self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
-    ) -> Iterator[tuple[ActiveChannel, Incoming]]:
+        self, channels: Sequence[ChannelRunner], step: float, now: int | None = None, last: bool = False
+    ) -> Iterator[tuple[ChannelRunner, Incoming]]:
         """Wait, in order, for what `channels` launched `delay` or more steps before `step`: each with what has come back to it, which it is
         to apply before the next is asked for. A collective of the island.
 
         now: the step after which this really happens, where it is earlier than `step` (a flush); last: see `Incoming`.
         """
         for flight in list(self.flights):
-            ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.clock.delay <= step]
+            ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.schedule.delay <= step]
             if not ready:
                 continue
             arrived = self._wait(flight)
@@ -235,16 +237,16 @@ class Mailbox:
             if not flight.parts:
                 self.flights.remove(flight)
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
-                self.flown.append(Flown(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
+                self.flown.append(ExchangeRecord(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
 
-    def _told(self, arrived: Arrived) -> int:
+    def _told(self, arrived: ReceivedMessage) -> int:
         """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out. Of a message from a run with other islands
         nobody's is known."""
-        line = self.connections.line
-        own = (h.flags for slot, h in zip(arrived.slots, arrived.headers, strict=False) if line is not None and slot == line.slot)
+        peers = self.connections.peers
+        own = (h.flags for slot, h in zip(arrived.slots, arrived.headers, strict=False) if peers is not None and slot == peers.slot)
         return next(own, 0)
 
-    def _incoming(self, flight: Flight, c: ActiveChannel, arrived: Arrived | None, last: bool) -> Incoming:
+    def _incoming(self, flight: PendingExchange, c: ChannelRunner, arrived: ReceivedMessage | None, last: bool) -> Incoming:
         """What one channel is to apply, which leaves the flight."""
         name, sent = c.channel.name, flight.parts[c.channel.name]
         sent.body, sent.vectors = None, []  # a copy of the model where all is sent; nobody undoes what has arrived
@@ -260,36 +262,37 @@ class Mailbox:
         return Incoming(sent, received, present, self.under_way(c), last)
 
     def _share(self, present: list[bool] | None) -> list[bool] | None:
-        """A copy beyond the lanes has not heard the other islands: where there are such copies, take the island's union."""
-        if present is None or self.connections.island.position.copies == self.connections.lanes:
+        """A copy that is not active has not heard the other islands: where there are such copies, take the island's union."""
+        if present is None or self.connections.island.position.copies == self.connections.active_copies:
             return present
-        return [bool(v) for v in self.connections.island.largest(*map(float, present))]
+        return [bool(v) for v in self.connections.island.max(*map(float, present))]
 
-    def ask(self, job: Callable[[Line], Any]) -> Any:
-        """Run `job` on the line after what is in flight, with the island's vote. None on a copy without a line."""
-        courier = self.connections.courier
-        return self._wait(Flight(-1, [], {}, None if courier is None else courier.submit(partial(job, courier.line))))
+    def ask(self, job: Callable[[PeerGroup], Any]) -> Any:
+        """Run `job` on the peer group after what is in flight, with the island's vote. None on a copy without peers."""
+        worker = self.connections.worker
+        return self._wait(PendingExchange(-1, [], {}, None if worker is None else worker.submit(partial(job, worker.peers))))
 
     def layout(self, members: Collection[str]) -> MessageLayout:
         """Of a message of the channels with these names."""
         return MessageLayout([c.section for c in self.channels if c.channel.name in members and c.section is not None])
 
-    def _wait(self, flight: Flight) -> Any:
+    def _wait(self, flight: PendingExchange) -> Any:
         """What arrived, after the island's vote; on failure an error on every rank. What is under way stays, to be saved and sent again."""
         error: Exception | None = None
         arrived: Any = None
         if flight.future is not None:
             try:
                 step = flight.step if flight.step >= 0 else math.inf
-                courier = self.connections.courier
-                arrived = courier.wait(flight.future, lambda: self._gone(step)) if courier else flight.future.result()
+                worker = self.connections.worker
+                with record_function("fsdp_demo::wait"):
+                    arrived = worker.wait(flight.future, lambda: self._gone(step)) if worker else flight.future.result()
             except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
-        headers = arrived.headers if isinstance(arrived, Arrived) else []
+        headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
         if headers and not flight.counted:
-            flight.counted, error = True, self.watch.count(self.connections.line, headers, arrived.slots, flight.step)
+            flight.counted, error = True, self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop = self.connections.island.largest(float(error is not None), float(asked))
+        failed, stop = self.connections.island.max(float(error is not None), float(asked))
         if failed:
             self.broken = True
             raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
@@ -306,13 +309,13 @@ class Mailbox:
 
     def clear(self) -> None:
         """Wait for what is under way, and forget it."""
-        self.ask(lambda line: None)
+        self.ask(lambda peers: None)
         self.flights.clear()
         self.applied.clear()
         self.norms.load({})
 
     def send_again(self) -> None:
-        """Send what is `unsent`. The line is the courier's from here on."""
+        """Send what is `unsent`. The peer group is the worker's from here on."""
         while self.unsent:
             flight = self.unsent.pop(0)
             log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
@@ -346,7 +349,7 @@ class Mailbox:
             parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
             if not parts:  # nobody here is to apply any of it
                 continue
-            flight = Flight(s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members))
+            flight = PendingExchange(s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members))
             if s.arrived is not None:
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened
                 flight.future = Future()
@@ -356,16 +359,16 @@ class Mailbox:
 
     def _same_slots(self, headers: Sequence[Header]) -> tuple[int, ...]:
         """Whose saved headers these are, where as many islands go on."""
-        line = self.connections.line
-        return tuple(range(line.size)) if line is not None and len(headers) == line.size else ()
+        peers = self.connections.peers
+        return tuple(range(peers.size)) if peers is not None and len(headers) == peers.size else ()
 
 
-def _saved(f: Flight) -> InFlightState:
-    """As it is saved: bodies are views of larger buffers, and the line whose messages were numbered will not be there any more."""
+def _saved(f: PendingExchange) -> InFlightState:
+    """As it is saved: bodies are views of larger buffers, and the peer group whose messages were numbered will not be there any more."""
     got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
     if got is not None:
         headers, bodies = [replace(h, number=0) for h in got.headers], [b.clone() for b in got.bodies]
-        got = Arrived(headers, bodies, got.means, dict(got.decoded))
+        got = ReceivedMessage(headers, bodies, got.means, dict(got.decoded))
     return InFlightState(f.step, f.members, f.parts, got, said)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..comm.header import COUNTED, LEAVING, SKIPPED, STOP
-from ..comm.island import Island
-from ..comm.peers import Line
+from ..comm.island import IslandGroup
+from ..comm.peers import PeerGroup
 from ..errors import NotFinite
 
 LIMIT = 10
@@ -46,8 +46,8 @@ class Said:
         return [torch.stack([p.float() for p in parts]), *([] if self.total is None else [self.total.view(1)])]
 
 
-class Notes:
-    """The notes of one rank, from `Exchange.note` and `Exchange.request_stop` to the next message.
+class LocalStatus:
+    """The notes of one rank, from `Exchange.report` and `Exchange.request_stop` to the next message.
 
     Args:
         alone: an island that is told to end leaves the others, who train on.
@@ -84,7 +84,7 @@ class Notes:
         """A tick begins: a wish that comes during it travels in the next one."""
         self._sent = self._wanted
 
-    def gradients(self, bad: float | Tensor, line: Line | None = None) -> None:
+    def gradients(self, bad: float | Tensor, peers: PeerGroup | None = None) -> None:
         """Whether this step's gradients are not finite on any rank of the island (1 or 0).
 
         Raises:
@@ -92,7 +92,7 @@ class Notes:
         """
         self.bad, self.run = bad, (self.run + 1.0) * bad
         if not isinstance(self.run, Tensor):
-            give_up(self.run, line)
+            give_up(self.run, peers)
 
     def leaves(self, islands: int) -> bool:
         """Whether this island stops, though the others may not, if nothing is under way after this tick."""
@@ -108,7 +108,7 @@ class Notes:
         """Whether this rank was asked to stop soon, not with the others however long that takes."""
         return self._wanted and not self._together
 
-    def header(self, names: Collection[str], by_tokens: bool, island: Island, device: torch.device) -> Said:
+    def header(self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device) -> Said:
         """What the header of a message of the channels `names` says. Losses are used up; their mean leaves out NaN.
 
         With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
@@ -123,9 +123,9 @@ class Notes:
         self._losses.clear()
         return Said(weight, flags, loss, self.bad, self.run)
 
-    def weight(self, names: Collection[str], island: Island) -> tuple[float, float]:
+    def weight(self, names: Collection[str], island: IslandGroup) -> tuple[float, float]:
         """Tokens of the island since the last exchange of the channels `names`, and in all. A collective inside the island."""
-        tokens = island.total(self.tokens)[0]
+        tokens = island.sum(self.tokens)[0]
         return tokens - min(self._weighed.get(name, 0.0) for name in names), tokens
 
     def clear(self) -> None:
@@ -144,21 +144,21 @@ class Notes:
         self._losses = [torch.tensor(v, device=device) for v in losses]
 
 
-def give_up(run: float, line: Line | None = None, what: str = "were not finite (NaN or Inf)") -> None:
+def give_up(run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)") -> None:
     """End this island if `run` contributions in a row were left out, and LIMIT are allowed.
 
     Args:
-        line: of this rank. Where islands come and go and others train, the process ends with status 75 and saves nothing: it comes back
+        peers: of this rank. Where islands come and go and others train, the process ends with status 75 and saves nothing: it comes back
             with their state.
 
     Raises:
-        NotFinite: on a line of fixed members, or with nobody else.
+        NotFinite: on a peer group of fixed members, or with nobody else.
     """
     if run < LIMIT:
         return
     text = f"gradients or parameters of this island {what} {run:.0f} times in a row"
-    if line is not None and line.elastic and line.following is None and len(line.alive) > 1:
-        line.expel(text)
+    if peers is not None and peers.elastic and peers.following is None and len(peers.alive) > 1:
+        peers.expel(text)
     raise NotFinite(
         f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. The other islands have taken nothing of "
         "it"

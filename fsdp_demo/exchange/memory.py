@@ -2,14 +2,14 @@
 
 Three parts, each on the device of the shards and on the host (the recipes' table: `recipes/benchmarks/memory.py`):
 
-* state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with `outer_state: host`, in pinned memory.
-* in flight: kept between steps while payloads are under way (`clock.delay`), at its largest.
+* state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with `offload_outer_state`, in pinned memory.
+* in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
 * workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse or gathered one is small; a vector
   that is reduced is a copy of what is sent, 4 bytes per element.
 
 What is worked on in windows (packing, transform, selection, decoding, the outer step: under 64 MB) and copies of single shards come on top
-of the workspace; a test compares all figures with a training. Where copies of a shard share the work (lanes), one more workspace holds
-what they gather. The inner optimizer's own state is apart (`inner_state`).
+of the workspace; a test compares all figures with a training. Where copies of a shard share the work (active copies), one more workspace
+holds what they gather. The inner optimizer's own state is apart (`inner_state`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import prod
 
 import torch
 
-from ..channels.codec import Section
+from ..channels.codec import ChannelCodec
 from ..comm.peers import PIECE
 from ..config.channel import Channel
 from ..config.schema import ExchangeConfig
@@ -107,12 +107,12 @@ def plan_memory(
         tensors: names and whole shapes of the trained parameters, ties once.
         islands: number of replicas.
         shards, shard: FSDP2 shards of the first dim, and which of them (the first is the largest).
-        staged: shards are on an accelerator, payloads are copied to the host; False: training on the CPU, where `outer_state` changes
-            nothing and both columns are of one memory.
+        staged: shards are on an accelerator, payloads are copied to the host; False: training on the CPU, where `offload_outer_state`
+            changes nothing and both columns are of one memory.
         low_precision: parameters are not fp32 (delta channels then keep what was written into them).
     """
     plan = plan_model(config, tensors, islands, shards)[shard]
-    place = _Place(staged and config.outer_state == "host", staged, low_precision, islands)
+    place = _Place(staged and config.offload_outer_state, staged, low_precision, islands)
     states = [_state(s, place) for s in plan.sections]
     device, host = (sum(column) for column in zip(*states, strict=True))
     idle, levels = _run(plan, place)
@@ -138,8 +138,8 @@ def inner_state(config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[in
 # ---- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def _state(section: Section, place: _Place) -> tuple[int, int]:
-    """Device and host bytes that `ActiveChannel` and `Section` keep."""
+def _state(section: ChannelCodec, place: _Place) -> tuple[int, int]:
+    """Device and host bytes that `ChannelRunner` and `ChannelCodec` keep."""
     channel, work, device, host = section.channel, 4 * section.layout.numel, 0, 0
     if channel.accumulator is not None:
         device += work
@@ -150,7 +150,7 @@ def _state(section: Section, place: _Place) -> tuple[int, int]:
     return device + section.known_bytes, host
 
 
-def _own(section: Section) -> int:
+def _own(section: ChannelCodec) -> int:
     """What a sender needs again when the mean arrives."""
     return 4 * section.layout.numel if section.channel.needs_own else 0
 
@@ -170,7 +170,7 @@ class _Flight:
 
 
 class _Cycle:
-    """Plays the steps of a plan: what `Exchange`, `Mailbox` and `ActiveChannel` hold, in their order."""
+    """Plays the steps of a plan: what `Exchange`, `InFlightQueue` and `ChannelRunner` hold, in their order."""
 
     def __init__(self, plan: Plan, place: _Place):
         self.sections, self.place = plan.sections, place
@@ -209,7 +209,7 @@ class _Cycle:
     def _land(self, step: int, stage: Sequence[int]) -> None:
         device = self.levels.device
         for flight in list(self.flights):
-            for i in [i for i in stage if i in flight.own and flight.step + self._channel(i).clock.delay <= step]:
+            for i in [i for i in stage if i in flight.own and flight.step + self._channel(i).schedule.delay <= step]:
                 device.take(-flight.payload[i])
                 device.touch(_landing(self.sections[i], self.place))
                 device.take(-flight.own.pop(i))
@@ -224,9 +224,9 @@ def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
     if plan.cycle > 10_000:
         cycle.step(0, numbers)
         return cycle.idle, cycle.levels
-    delay = max((s.channel.clock.delay for s in plan.sections), default=0)
+    delay = max((s.channel.schedule.delay for s in plan.sections), default=0)
     for step in range(plan.cycle, 2 * plan.cycle + delay):
-        due = [i for i in numbers if plan.sections[i].channel.clock.due(step)]
+        due = [i for i in numbers if plan.sections[i].channel.schedule.due(step)]
         if due or cycle.flights:
             cycle.step(step, due)
     return cycle.idle, cycle.levels
@@ -235,12 +235,12 @@ def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
 # ---- on the device -----------------------------------------------------------------------------------------------------
 
 
-def _payload(section: Section) -> int:
+def _payload(section: ChannelCodec) -> int:
     """What a message holds of a channel on the device: coded, or fp32 vectors."""
     return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
 
 
-def _encoding(section: Section) -> int:
+def _encoding(section: ChannelCodec) -> int:
     """The most that `accumulate` and `encode` hold at once, with what they hand out."""
     channel, work, own, payload = section.channel, 4 * section.layout.numel, _own(section), _payload(section)
     if channel.accumulator is None:  # the source is a workspace: that is the vector, or the body is made of it
@@ -249,7 +249,7 @@ def _encoding(section: Section) -> int:
     return own + payload + rounded
 
 
-def _landing(section: Section, place: _Place) -> int:
+def _landing(section: ChannelCodec, place: _Place) -> int:
     """The most that decoding and applying a mean hold: windows, but for the bodies on an accelerator and what is sent whole."""
     if not section.gathered:
         return 0

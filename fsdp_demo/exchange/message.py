@@ -16,9 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..channels.channel import Outgoing, Received
-from ..channels.codec import Section
-from ..comm.collectives import Arrived, legs
+from ..channels.channel import ChannelPayload, Received
+from ..channels.codec import ChannelCodec
+from ..comm.collectives import ReceivedMessage, legs
 from ..comm.header import COUNTED, EARLY, FAR, HEADER, NOT_FINITE, SKIPPED, Header
 from ..compression import dense
 from ..config.channel import Channel
@@ -36,16 +36,16 @@ class MessageLayout:
         vectors: length and code of each vector that is reduced.
 
     Example:
-        >>> from fsdp_demo.channels.codec import Section
+        >>> from fsdp_demo.channels.codec import ChannelCodec
         >>> from fsdp_demo.compression.blocks import Layout
         >>> from fsdp_demo.config.channel import Channel
         >>> from fsdp_demo.exchange.message import MessageLayout
-        >>> message = MessageLayout([Section(Layout([(3,), (5,)], ["dense", "dense"]), Channel("gradient", "gradient"), size=2)])
+        >>> message = MessageLayout([ChannelCodec(Layout([(3,), (5,)], ["dense", "dense"]), Channel("gradient", "gradient"), size=2)])
         >>> message.num_bytes, message.body_bytes, message.vectors
         (57, 1, [(8, 'fp32')])
     """
 
-    def __init__(self, sections: Sequence[Section]):
+    def __init__(self, sections: Sequence[ChannelCodec]):
         self.sections = {s.channel.name: s for s in sections}
         self._bits = _spans([s.layout.num_tensors if s.channel.before_step else 0 for s in sections])
         self._presence_bytes = (self._bits[-1].stop + 7) // 8 if sections else 0
@@ -63,7 +63,7 @@ class MessageLayout:
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
-    def pack(self, parts: Mapping[str, Outgoing]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def pack(self, parts: Mapping[str, ChannelPayload]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """What the channels send, by name, in its order: presence bits (uint8, on the CPU), sections of the body, vectors to be reduced."""
         mine = [parts[name] for name in self.sections]
         bits = pack_bits([p for part in mine for p in part.present or []])
@@ -85,7 +85,7 @@ class MessageLayout:
 
     # ---- what comes back -------------------------------------------------------------------------------------------
 
-    def split(self, name: str, arrived: Arrived) -> Received:
+    def split(self, name: str, arrived: ReceivedMessage) -> Received:
         """What has arrived for one channel. Raises as `replica_weights`."""
         i, section = list(self.sections).index(name), self.sections[name]
         bodies = [body[self._bytes[i]] for body in arrived.bodies] if section.gathered else []
@@ -118,7 +118,7 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     if tokens and not any(h.weight for h in headers):
         if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
             return [1.0] * len(headers)
-        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called note(tokens=...) since the last one")
+        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called report(tokens=...) since the last one")
     plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
     out = FAR | NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
     alone = all(h.weight < 0 for h in headers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..channels.codec import Section
+from ..channels.codec import ChannelCodec
 from ..comm.meter import Meter
 from ..compression.blocks import Layout
 from ..config.fragments import expand
@@ -26,25 +26,25 @@ class Plan:
         rank: which of them this is (parts of a reduce may differ by an element).
     """
 
-    def __init__(self, sections: Sequence[Section], size: int, rank: int = 0):
+    def __init__(self, sections: Sequence[ChannelCodec], size: int, rank: int = 0):
         self.sections, self.size, self.rank = list(sections), size, rank
 
     @property
     def cycle(self) -> int:
         """Steps after which the pattern of exchanges repeats: the least common multiple of the periods."""
-        return math.lcm(*(s.channel.clock.period for s in self.sections)) if self.sections else 1
+        return math.lcm(*(s.channel.schedule.sync_every for s in self.sections)) if self.sections else 1
 
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
         meter = Meter()
-        due = [s for s in self.sections if s.channel.clock.due(step)]
+        due = [s for s in self.sections if s.channel.schedule.due(step)]
         first = [s for s in due if not s.channel.after]
         self._count(meter, [s for s in first if s.channel.before_step])
         self._count(meter, [s for s in first if not s.channel.before_step])
         self._count(meter, [s for s in due if s.channel.after])
         return meter
 
-    def _count(self, meter: Meter, due: Sequence[Section]) -> None:
+    def _count(self, meter: Meter, due: Sequence[ChannelCodec]) -> None:
         """One message."""
         if not due:
             return
@@ -63,7 +63,7 @@ class Plan:
         """Sums of `message` over a range of steps."""
         total = Meter()
         for step in steps:
-            if any(s.channel.clock.due(step) for s in self.sections):
+            if any(s.channel.schedule.due(step) for s in self.sections):
                 total.add(self.message(step))
         return total
 
@@ -77,7 +77,7 @@ class Plan:
         if self.cycle <= 10_000:
             alone = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            alone = [(Plan([s], self.size, self.rank)._alone(), s.channel.clock.period) for s in self.sections]
+            alone = [(Plan([s], self.size, self.rank)._alone(), s.channel.schedule.sync_every) for s in self.sections]
         sent, received = (sum(getattr(m, name) / n for m, n in alone) for name in ("bytes_sent", "bytes_received"))
         return sent, received, sum(m.messages / n for m, n in alone)
 
@@ -109,7 +109,7 @@ def plan_model(
         for channel in channels:
             mine = [(n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)]
             layout = Layout([shape for _, shape in mine], [kind(channel, n) for n, _ in mine])
-            sections.append(Section(layout, channel, islands, config.seed))
+            sections.append(ChannelCodec(layout, channel, islands, config.seed))
         plans.append(Plan(sections, islands, rank))
     return plans
 

@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..hosts.base import Shards
+from ..hosts.base import TrainingHost
 
 MOVED = ("lr", "betas", "momentum")
 
 
-def read(shards: Shards) -> list[list[dict[str, Any]]]:
+def read(shards: TrainingHost) -> list[list[dict[str, Any]]]:
     """For each optimizer and each of its groups, name -> number or list of numbers (JSON)."""
     return [[{k: _plain(g[k]) for k in MOVED if k in g} for g in o.param_groups] for o in shards.optimizers]
 
 
-def write(shards: Shards, rates: list[list[dict[str, Any]]]) -> None:
+def write(shards: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
     """Set what `read` has given, in place.
 
     Raises:

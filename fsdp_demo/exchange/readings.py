@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..channels.channel import ActiveChannel
+from ..channels.channel import ChannelRunner
 from ..comm.meter import Meter
-from ..comm.peers import Line
+from ..comm.peers import PeerGroup
 from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
-from ..hosts.base import Shards
+from ..errors import renamed
+from ..hosts.base import TrainingHost
 from . import summary
 from .connections import Connections
-from .in_flight import Mailbox
-from .runtime import Flow
+from .in_flight import InFlightQueue
+from .runtime import StepRuntime
+
+OLD_NAMES = {"note": "report", "council": "across_islands", "consensus": "equal_after_exchange"}
 
 
 class Readings:
@@ -25,12 +28,17 @@ class Readings:
 
     config: ExchangeConfig
     topology: Topology
-    shards: Shards
-    channels: list[ActiveChannel]
+    shards: TrainingHost
+    channels: list[ChannelRunner]
     _connections: Connections
     _meter: Meter
-    _mailbox: Mailbox
-    _flow: Flow
+    _queue: InFlightQueue
+    _runtime: StepRuntime
+
+    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise renamed("Exchange", name, OLD_NAMES)
 
     def __repr__(self) -> str:
         t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
@@ -40,66 +48,66 @@ class Readings:
     @property
     def step(self) -> int:
         """Optimizer steps of the job done so far (ticks)."""
-        return self._flow.step
+        return self._runtime.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._flow.step = value
+        self._runtime.step = value
 
     @property
     def stopped(self) -> bool:
         """Whether all ranks of this island stop after this step."""
-        return self._flow.stopped
+        return self._runtime.stopped
 
     @property
     def stopped_alone(self) -> bool:
         """Whether this island stops and the others do not."""
-        return self._flow.stopped_alone
+        return self._runtime.stopped_alone
 
     @property
     def leaving(self) -> bool:
         """Whether it stops since an island was told to end."""
-        return self._flow.leaving
+        return self._runtime.leaving
 
     @property
     def raises_stopped(self) -> bool:
         """Whether a stop is raised as `Stopped`."""
-        return self._flow.raises_stopped
+        return self._runtime.raises_stopped
 
     @raises_stopped.setter
     def raises_stopped(self, value: bool) -> None:
-        self._flow.raises_stopped = value
+        self._runtime.raises_stopped = value
 
     @property
     def applied(self) -> dict[str, int]:
         """For each channel the step of the last message that was applied here, -1 where there was none."""
-        return self._flow.applied
+        return self._runtime.applied
 
     @property
     def history(self) -> str:
-        """Whose contributions the exchanges had that were applied here: a digest; empty where that is not known, as on a copy beyond the
-        lanes."""
-        return "" if self._line is None else self._mailbox.history.digest
+        """Whose contributions the exchanges had that were applied here: a digest; empty where that is not known, as on a copy that is
+        not active."""
+        return "" if self._peers is None else self._queue.history.digest
 
     @property
     def drift(self) -> float | None:
         """How far this replica was from the mean, as a fraction of it."""
-        return self._flow.drift
+        return self._runtime.drift
 
     @property
     def tells(self) -> Callable[[], dict[str, Any]]:
         """Gives what this island's host (a Trainer) tells the host of an island that joins later: JSON of at most a megabyte. Called at the
         end of the step whose state is handed on."""
-        return self._flow.tells
+        return self._runtime.tells
 
     @tells.setter
     def tells(self, value: Callable[[], dict[str, Any]]) -> None:
-        self._flow.tells = value
+        self._runtime.tells = value
 
     @property
     def told(self) -> dict[str, Any]:
         """What a donor's host has told this one, if this island has joined a run under way. As it came: not compared with anything."""
-        return self._flow.told
+        return self._runtime.told
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -109,17 +117,17 @@ class Readings:
     @property
     def finished(self) -> bool:
         """Whether the exchange has ended (`finish`, `detach`): optimizer steps count no more."""
-        return self._flow.finished
+        return self._runtime.finished
 
     @property
     def running(self) -> bool:
         """Whether the optimizers' steps still go through this exchange."""
-        return not (self.finished or self._mailbox.broken)
+        return not (self.finished or self._queue.broken)
 
     @property
     def waiting(self) -> float:
         """Seconds for which the message under way has been, where islands come and go; else 0."""
-        return 0.0 if self._line is None else self._line.waiting
+        return 0.0 if self._peers is None else self._peers.waiting
 
     @property
     def closed(self) -> bool:
@@ -132,14 +140,14 @@ class Readings:
         return summary.clips(self.config, self.shards)
 
     @property
-    def consensus(self) -> bool:
-        """Whether all replicas hold equal parameters after every exchange (`config.shared`: after `finish()`)."""
-        return self.config.consensus
+    def equal_after_exchange(self) -> bool:
+        """Whether all replicas hold equal parameters after every exchange (`config.equal_at_end`: after `finish()`)."""
+        return self.config.equal_after_exchange
 
     def next_exchange(self) -> int:
         """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
-        cycle = math.lcm(*(c.channel.clock.period for c in self.channels))
-        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.clock.due(s) for c in self.channels))
+        cycle = math.lcm(*(c.channel.schedule.sync_every for c in self.channels))
+        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.schedule.due(s) for c in self.channels))
 
     @property
     def shows(self) -> str:
@@ -148,5 +156,5 @@ class Readings:
         return self.config.result(self.topology.islands)
 
     @property
-    def _line(self) -> Line | None:
-        return self._connections.line
+    def _peers(self) -> PeerGroup | None:
+        return self._connections.peers

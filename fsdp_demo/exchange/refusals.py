@@ -6,20 +6,20 @@ import logging
 
 import torch
 
-from ..hosts.base import Shards
+from ..hosts.base import TrainingHost
 
 log = logging.getLogger("fsdp_demo")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def refuse(shards: Shards, gradients: bool) -> None:
+def refuse(shards: TrainingHost, gradients: bool) -> None:
     """Raise ValueError for parameters and optimizers that cannot be exchanged.
 
     Args:
         gradients: the exchange needs or changes gradients.
     """
-    trained = [s for s in shards.shards if not s.frozen]
+    trained = [s for s in shards.params if not s.frozen]
     if not trained:
         raise ValueError(
             "nothing to train: none of the optimizer's parameters has requires_grad; attach after what is trained has been switched on"
@@ -43,7 +43,7 @@ def refuse(shards: Shards, gradients: bool) -> None:
             )
 
 
-def warn_of_outside(shards: Shards, model: torch.nn.Module | None, name: str) -> None:
+def warn_of_outside(shards: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
     """Log the trainable parameters of the model that no attached optimizer steps. With several exchanges of one model (a GAN) each says so
     of the others' parameters."""
     outside = shards.outside(model) if model is not None else []
@@ -57,9 +57,9 @@ def warn_of_outside(shards: Shards, model: torch.nn.Module | None, name: str) ->
         )
 
 
-def refuse_sparse(shards: Shards) -> None:
+def refuse_sparse(shards: TrainingHost) -> None:
     """Raise ValueError if a gradient that is there now is sparse."""
-    sparse = [s.name for s, g in zip(shards.shards, shards.read("gradient"), strict=True) if g is not None and g.layout != torch.strided]
+    sparse = [s.name for s, g in zip(shards.params, shards.read("gradient"), strict=True) if g is not None and g.layout != torch.strided]
     if sparse:
         raise ValueError(
             f"sparse gradients: {_first(sparse)}; they are neither exchanged nor clipped: take nn.Embedding(sparse=False), or clip=None "

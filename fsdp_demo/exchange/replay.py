@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, opened, sizes
 from ..errors import Stopped, WireError
 from . import rates, returning, snapshot
-from .runtime import Flow
+from .runtime import StepRuntime
 from .snapshot_head import Stand
 
 log = logging.getLogger("fsdp_demo")
@@ -35,14 +35,14 @@ SLICE = 5.0
 """Seconds after which the ranks of an island say to each other that they still wait: their snapshots do not come at the same time."""
 
 
-def newcomer(flow: Flow) -> bool:
+def newcomer(runtime: StepRuntime) -> bool:
     """Whether this island joins a run under way. All of its ranks call it together."""
-    mine = _following(flow) is not None
-    lanes = flow.parameters.lanes
-    return flow.island.any(mine) if flow.island.position.copies > lanes else mine  # copies beyond the lanes have no line
+    mine = _following(runtime) is not None
+    active_copies = runtime.parameters.active_copies
+    return runtime.island.any(mine) if runtime.island.position.copies > active_copies else mine  # copies that are not active have no peers
 
 
-def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], own: Own | None = None) -> None:
+def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], own: Own | None = None) -> None:
     """Take a snapshot and make up for the steps since. All ranks of the island call it together, with the engine's clock paused.
 
     Args:
@@ -55,49 +55,51 @@ def join(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], own
         PeerLost: the donor is lost, or the run has ended: start this island again.
         Stopped: the others stopped meanwhile.
     """
-    flow.ahead, following = None, _following(flow)
-    if flow.line is not None:
-        flow.line.digest = flow.config.digest()
-    log.info("%s: the run is under way: what this island brings is replaced by the state of another", flow.topology.name)
-    own = None if flow.island.any(own is None) else own
-    stand = _take_snapshot(flow, model, told, following, own)
-    flow.since = NEVER
-    taken = _take_ticks(flow, following)
-    flow.since = flow.step
+    runtime.ahead, following = None, _following(runtime)
+    if runtime.peers is not None:
+        runtime.peers.digest = runtime.config.digest()
+    log.info("%s: the run is under way: what this island brings is replaced by the state of another", runtime.topology.name)
+    own = None if runtime.island.any(own is None) else own
+    stand = _take_snapshot(runtime, model, told, following, own)
+    runtime.since = NEVER
+    taken = _take_ticks(runtime, following)
+    runtime.since = runtime.step
     if following is not None:
-        following.caught_up(flow.step)
+        following.caught_up(runtime.step)
         mib, source = following.fetched / 2**20, "its own checkpoint" if stand.own else "a snapshot"
-        log.info("%s: step %d from %s, %d steps made up for, %.1f MiB fetched", flow.topology.name, stand.step, source, taken, mib)
-    log.info("%s goes on from step %d", flow.topology.name, flow.step)
+        log.info("%s: step %d from %s, %d steps made up for, %.1f MiB fetched", runtime.topology.name, stand.step, source, taken, mib)
+    log.info("%s goes on from step %d", runtime.topology.name, runtime.step)
 
 
-def _following(flow: Flow) -> Following | None:
-    return None if flow.line is None else flow.line.following
+def _following(runtime: StepRuntime) -> Following | None:
+    return None if runtime.peers is None else runtime.peers.following
 
 
 def _take_snapshot(
-    flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], following: Following | None, own: Own | None
+    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], following: Following | None, own: Own | None
 ) -> Stand:
     """Where the donor stood."""
-    island, what = flow.island, f"{flow.topology.name}: the snapshot of another island"
-    _materialise(flow)
-    brings = snapshot.brings(flow, model) | ({} if own is None else {OWN: own[0]})
-    data = _poll(flow, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings))
-    stand, listed = island.together(lambda: _compared(flow, model, told, data, brings.get(OWN, "")), what)
-    if island.position.copies > flow.parameters.lanes:  # copies beyond the lanes hear where it stands from the first rank
+    island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
+    _materialise(runtime)
+    brings = snapshot.brings(runtime, model) | ({} if own is None else {OWN: own[0]})
+    data = _poll(runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings))
+    stand, listed = island.together(lambda: _compared(runtime, model, told, data, brings.get(OWN, "")), what)
+    if island.position.copies > runtime.parameters.active_copies:  # copies that are not active hear where it stands from the first rank
         said = island.from_first(lambda: stand and stand.to_json())
         stand = stand or Stand.from_json(said)
     assert stand is not None, "a rank with a line has a snapshot, the others have heard of one"
     if not island.same(stand.step) or not island.same(bool(stand.own)):
         raise RuntimeError(f"{what}: the ranks of this island got snapshots of different steps: start it again")
-    parts = _poll(flow, what, None if following is None else _fetching(following, sizes(listed), flow.topology.name))
+    parts = _poll(runtime, what, None if following is None else _fetching(following, sizes(listed), runtime.topology.name))
     tensors = island.together(lambda: filled(parts or [], listed), what)
     if own is not None and stand.own:
-        _stand_on(flow, model, stand, own)
+        _stand_on(runtime, model, stand, own)
     else:
         if own is not None:
-            log.info("%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it is another's", flow.topology.name)
-        snapshot.give(flow, model, stand, tensors, following)
+            log.info(
+                "%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it is another's", runtime.topology.name
+            )
+        snapshot.give(runtime, model, stand, tensors, following)
     return stand
 
 
@@ -118,46 +120,46 @@ def _fetching(following: Following, wanted: Sequence[int], name: str) -> Callabl
     return ask
 
 
-def _stand_on(flow: Flow, model: torch.nn.Module | None, stand: Stand, own: Own) -> None:
+def _stand_on(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand, own: Own) -> None:
     """Stand where the checkpoint of this island was saved.
 
     Raises:
         ValueError: what was loaded is not what was saved.
     """
-    log.info("%s: the others keep what came since the checkpoint of step %d here: it is loaded", flow.topology.name, stand.step)
-    tensors, arrived = returning.taken(flow, own[1])
-    snapshot.give(flow, model, stand, tensors, None)
-    returning.arrive(flow, arrived)
-    copy = flow.line is None
-    if flow.island.any(not copy and returning.mark(flow, model) != stand.own):
+    log.info("%s: the others keep what came since the checkpoint of step %d here: it is loaded", runtime.topology.name, stand.step)
+    tensors, arrived = returning.taken(runtime, own[1])
+    snapshot.give(runtime, model, stand, tensors, None)
+    returning.arrive(runtime, arrived)
+    copy = runtime.peers is None
+    if runtime.island.any(not copy and returning.mark(runtime, model) != stand.own):
         raise ValueError(
             f"the checkpoint of step {stand.step} was loaded, and is not what was saved: remove its folder, and start this island again"
         )
 
 
 def _compared(
-    flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor | None, own: str
+    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor | None, own: str
 ) -> tuple[Stand | None, Listed]:
-    """Where the donor stands, and what is to come; nothing on a rank without a line."""
+    """Where the donor stands, and what is to come; nothing on a rank without peers."""
     if data is None:
         return None, ()
-    stand, listed = snapshot.expected(flow, model, told, opened(data))
+    stand, listed = snapshot.expected(runtime, model, told, opened(data))
     if stand.own not in ("", own):
         raise ValueError(f"the donor goes by a checkpoint with mark {stand.own!r:.40}, here is {own or 'none'}: start this island again")
     return stand, listed
 
 
-def _materialise(flow: Flow) -> None:
+def _materialise(runtime: StepRuntime) -> None:
     """Optimizers that make their state at their first step take one on gradients of zero: parameters and state are replaced after it."""
-    if not flow.before_step or snapshot.kept(flow):
+    if not runtime.before_step or snapshot.kept(runtime):
         return
-    trained = [None if s.frozen else True for s in flow.shards.shards]
-    flow.shards.gradients(trained)
-    flow.base_step()
-    flow.shards.gradients([want and False for want in trained])
+    trained = [None if s.frozen else True for s in runtime.shards.params]
+    runtime.shards.gradients(trained)
+    runtime.base_step()
+    runtime.shards.gradients([want and False for want in trained])
 
 
-def _poll(flow: Flow, what: str, ask: Callable[[], T | None] | None) -> T | None:
+def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -> T | None:
     """What `ask` gives, asked until it has come on all ranks; None on ranks that ask nothing."""
     come: list[T] = []
 
@@ -166,28 +168,30 @@ def _poll(flow: Flow, what: str, ask: Callable[[], T | None] | None) -> T | None
             come.append(found)
 
     while True:
-        flow.island.together(once, what)
-        if not flow.island.any(ask is not None and not come):
+        runtime.island.together(once, what)
+        if not runtime.island.any(ask is not None and not come):
             return come[0] if come else None
 
 
-def _take_ticks(flow: Flow, following: Following | None) -> int:
-    """How many steps were made up for. The first rank's line says which come; rates are those of before in the end."""
-    before, taken = rates.read(flow.shards), 0
-    flow.mailbox.replays = True
+def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
+    """How many steps were made up for. The first rank's peer group says which come; rates are those of before in the end."""
+    before, taken = rates.read(runtime.shards), 0
+    runtime.queue.replays = True
     try:
-        while (tick := _next(flow, following)) is not None:
-            _take(flow, tick)
+        while (tick := _next(runtime, following)) is not None:
+            _take(runtime, tick)
             taken += 1
     except Stopped:
-        raise Stopped(f"the other islands stopped after step {flow.step}, when this one was about to join them: nothing to join") from None
+        raise Stopped(
+            f"the other islands stopped after step {runtime.step}, when this one was about to join them: nothing to join"
+        ) from None
     finally:
-        flow.mailbox.replays = False
-        rates.write(flow.shards, before)
+        runtime.queue.replays = False
+        rates.write(runtime.shards, before)
     return taken
 
 
-def _next(flow: Flow, following: Following | None) -> Tick | None:
+def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
     """The donor's next step; None when there is none and this island goes on by itself."""
 
     def ask() -> list[Any]:
@@ -197,26 +201,26 @@ def _next(flow: Flow, following: Following | None) -> Tick | None:
         return [planned, None if tick is None else [tick.step, tick.rates]]
 
     while True:
-        planned, found = flow.island.from_first(ask)
+        planned, found = runtime.island.from_first(ask)
         if found is not None:
             return Tick(*found)
         if planned:
             return None
 
 
-def _take(flow: Flow, tick: Tick) -> None:
+def _take(runtime: StepRuntime, tick: Tick) -> None:
     """One step without a gradient of this replica."""
-    if tick.step != flow.step:
-        raise WireError(f"step {tick.step} came to be made up for, here comes {flow.step}: start this island again")
-    rates.write(flow.shards, tick.rates)
-    flow.notes.skipping = True
+    if tick.step != runtime.step:
+        raise WireError(f"step {tick.step} came to be made up for, here comes {runtime.step}: start this island again")
+    rates.write(runtime.shards, tick.rates)
+    runtime.status.skipping = True
     try:
-        if flow.before_step:
-            flow.shards.gradients([False] * len(flow.shards.shards))
-        flow.before()
-        if flow.before_step:
-            flow.base_step()  # an engine that keeps buffers for its gradients has them back after it
-        flow.after()
-        snapshot.count_step(flow)
+        if runtime.before_step:
+            runtime.shards.gradients([False] * len(runtime.shards.params))
+        runtime.before()
+        if runtime.before_step:
+            runtime.base_step()  # an engine that keeps buffers for its gradients has them back after it
+        runtime.after()
+        snapshot.count_step(runtime)
     finally:
-        flow.notes.skipping = False
+        runtime.status.skipping = False

@@ -23,60 +23,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Arrived
+from ..comm.collectives import ReceivedMessage
 from ..comm.digests import total
 from . import snapshot
-from .runtime import Flow
+from .runtime import StepRuntime
 from .saved_state import ExchangeState
 
 # ---- a save ------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def keep(flow: Flow, model: torch.nn.Module | None, told: Any, folder: Path) -> str:
+def keep(runtime: StepRuntime, model: torch.nn.Module | None, told: Any, folder: Path) -> str:
     """See `Exchange.keep_since`. `told`: further facts of the run (`Start.facts`)."""
-    line = flow.line
-    if not flow.topology.elastic or (line is not None and (line.desk is None or line.following is not None)) or not _whole(flow):
+    peers = runtime.peers
+    if not runtime.topology.elastic or (peers is not None and (peers.desk is None or peers.following is not None)) or not _whole(runtime):
         return ""
-    found = mark(flow, model)
-    if line is not None and line.desk is not None:
-        line.desk.mark(found, snapshot.without_tensors(flow, told, found), folder, snapshot.size(flow, model))
+    found = mark(runtime, model)
+    if peers is not None and peers.desk is not None:
+        peers.desk.mark(found, snapshot.without_tensors(runtime, told, found), folder, snapshot.size(runtime, model))
     return found
 
 
-def mark(flow: Flow, model: torch.nn.Module | None) -> str:
+def mark(runtime: StepRuntime, model: torch.nn.Module | None) -> str:
     """The digest of this rank, in hexadecimal digits; see above. No collective."""
-    mailbox = flow.mailbox
-    arrived = [f.future.result() for f in mailbox.flights if f.future is not None]
-    groups = [*snapshot.shared(flow, model), *([*a.bodies, *a.means] for a in arrived)]
+    queue = runtime.queue
+    arrived = [f.future.result() for f in queue.flights if f.future is not None]
+    groups = [*snapshot.shared(runtime, model), *([*a.bodies, *a.means] for a in arrived)]
     sums = [int(total([t.detach() for t in tensors], torch.device("cpu")).item()) for tensors in groups]
     said = {
-        "step": flow.step,
-        "applied": dict(sorted(mailbox.applied.items())),
-        "last": dict(sorted(mailbox.last.items())),
-        "flights": [[f.step, f.members, sorted(f.parts)] for f in mailbox.flights],
+        "step": runtime.step,
+        "applied": dict(sorted(queue.applied.items())),
+        "last": dict(sorted(queue.last.items())),
+        "flights": [[f.step, f.members, sorted(f.parts)] for f in queue.flights],
         "weights": [[h.weight for h in a.headers] for a in arrived],
-        "counts": snapshot.counts(flow),
+        "counts": snapshot.counts(runtime),
         "sums": sums,
     }
     return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
 
 
-def _whole(flow: Flow) -> bool:
+def _whole(runtime: StepRuntime) -> bool:
     """Whether all that is under way has come, as it was sent."""
-    futures = [f.future for f in flow.mailbox.flights]
-    here = all(f is None or (f.done() and f.exception() is None) for f in futures) and not flow.mailbox.broken
-    return here and not flow.mailbox.converted and not flow.mailbox.unsent
+    futures = [f.future for f in runtime.queue.flights]
+    here = all(f is None or (f.done() and f.exception() is None) for f in futures) and not runtime.queue.broken
+    return here and not runtime.queue.converted and not runtime.queue.unsent
 
 
 # ---- coming back -------------------------------------------------------------------------------------------------------------
 
 
-def taken(flow: Flow, load: Callable[[], dict[str, Any]]) -> tuple[dict[str, Tensor], list[Arrived | None]]:
+def taken(runtime: StepRuntime, load: Callable[[], dict[str, Any]]) -> tuple[dict[str, Tensor], list[ReceivedMessage | None]]:
     """Load the checkpoint: what of it a snapshot would have brought by name, and what the messages under way have brought."""
     state = ExchangeState.from_tree(load())
     tensors = {f"{name}.{key}": t for name, kept in state.channels.items() for key, t in kept.workspaces.items() if key in KEPT}
-    corrects = {c.channel.name for c in flow.channels if c.channel.corrects}  # a delta that has not come back is not its own any more
+    corrects = {c.channel.name for c in runtime.channels if c.channel.corrects}  # a delta that has not come back is not its own any more
     for i, f in enumerate(state.in_flight):
         tensors |= {snapshot.own_name(i, name): out.own for name, out in f.parts.items() if out.own is not None and name in corrects}
     return tensors, [f.arrived for f in state.in_flight]
@@ -86,11 +86,11 @@ KEPT = ("anchor", "momentum")
 """Of what a channel keeps. Its accumulator is zero: what it had not sent is what is lost with an island."""
 
 
-def arrive(flow: Flow, arrived: Sequence[Arrived | None]) -> None:
+def arrive(runtime: StepRuntime, arrived: Sequence[ReceivedMessage | None]) -> None:
     """What has come back to the messages under way is what the checkpoint holds."""
-    line = flow.line
-    for flight, found in zip(flow.mailbox.flights, arrived, strict=True):
+    peers = runtime.peers
+    for flight, found in zip(runtime.queue.flights, arrived, strict=True):
         if found is not None:
-            slots = tuple(range(line.size)) if line is not None and line.size == len(found.headers) else ()
+            slots = tuple(range(peers.size)) if peers is not None and peers.size == len(found.headers) else ()
             flight.future = Future()
             flight.future.set_result(replace(found, slots=slots))

@@ -1,4 +1,4 @@
-"""The flow of one step: what an exchange does around the step of the base optimizers, in its order.
+"""The order of one step: what an exchange does around the step of the base optimizers, in its order.
 
     backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels] -> next forward
 
@@ -11,8 +11,8 @@ A channel with a source g (a gradient, a delta, parameters) and an accumulator m
     g = sign(mean q)    or the mean itself, an outer step on the anchor, or new parameters
 
 The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is the queue's (`in_flight.py`). Then what
-has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`Shards.ticks`), which calls `before` and
-`after` here: nothing stands between it and the step.
+has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`TrainingHost.hooks`), which calls
+`before` and `after` here: nothing stands between it and the step.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..channels.bind import Bound
-from ..channels.channel import ActiveChannel, Outgoing
+from ..channels.channel import ChannelPayload, ChannelRunner
 from ..comm import agreement
 from ..comm.digests import EVERY, total
 from ..comm.header import LEAVING
-from ..comm.island import Island
+from ..comm.island import IslandGroup
 from ..comm.joining import Tick
-from ..comm.peers import Line
+from ..comm.peers import PeerGroup
 from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost, Stopped
-from ..hosts.base import Shards
+from ..hosts.base import TrainingHost
 from . import rates
-from .in_flight import Mailbox
-from .local_status import Notes
+from .in_flight import InFlightQueue
+from .local_status import LocalStatus
 
 log = logging.getLogger("fsdp_demo")
 
 
-class Flow:
+class StepRuntime:
     """The parts of an exchange on one rank, and the order in which they act.
 
     Args:
         config, topology: what was agreed.
         shards: what the engine offers.
         bound: the channels at work on this rank.
-        mailbox: the messages under way.
+        queue: the messages under way.
         step: of the job, to start from.
 
     Attributes:
         channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels and buffers that act there.
         island: the other ranks of this replica.
-        ticks: the engine's clock, which calls `before`, `after` and `skip`.
+        hooks: the engine's clock, which calls `before`, `after` and `skip`.
         notes: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
@@ -77,18 +78,18 @@ class Flow:
         self,
         config: ExchangeConfig,
         topology: Topology,
-        shards: Shards,
+        shards: TrainingHost,
         bound: Bound,
-        mailbox: Mailbox,
+        queue: InFlightQueue,
         step: int,
     ):
-        self.config, self.topology, self.shards, self.mailbox, self.step = config, topology, shards, mailbox, step
-        self.connections, self.island = mailbox.connections, mailbox.connections.island
+        self.config, self.topology, self.shards, self.queue, self.step = config, topology, shards, queue, step
+        self.connections, self.island = queue.connections, queue.connections.island
         self.channels, self.buffers, self.parameters = bound.channels, bound.buffers, bound.parameters
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
-        self.ticks = shards.ticks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
-        self.notes = Notes(topology.elastic)
+        self.hooks = shards.hooks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
+        self.status = LocalStatus(topology.elastic)
         for c in bound.channels:
             c.measures = config.norm_limit is not None and topology.islands > 1
         self.drift: float | None = None
@@ -102,9 +103,9 @@ class Flow:
         self._rates: list[list[dict[str, Any]]] | None = None  # of the step under way, where an island follows
 
     @property
-    def line(self) -> Line | None:
+    def peers(self) -> PeerGroup | None:
         """See `Connections`."""
-        return self.connections.line
+        return self.connections.peers
 
     @property
     def finished(self) -> bool:
@@ -115,7 +116,7 @@ class Flow:
     def applied(self) -> dict[str, int]:
         """For each channel the step of the last message that was applied here, -1 where there was none. Replicas for which these are equal
         stand between the same exchanges: what consensus presets share (anchors, outer momenta) is equal there."""
-        return {c.channel.name: self.mailbox.applied.get(c.channel.name, -1) for c in self.channels}
+        return {c.channel.name: self.queue.applied.get(c.channel.name, -1) for c in self.channels}
 
     @property
     def gradients_only(self) -> bool:
@@ -123,7 +124,7 @@ class Flow:
         return len(self.before_step) == len(self.channels)
 
     @property
-    def moving(self) -> list[ActiveChannel]:
+    def moving(self) -> list[ChannelRunner]:
         """The channels that set parameters."""
         return [c for c in self.channels if c.channel.writes_parameters]
 
@@ -136,25 +137,28 @@ class Flow:
         if self.ahead is not None:
             self.ahead()
         self.shards.check()
-        self.notes.begin()
-        desk = None if self.line is None else self.line.desk
+        self.status.begin()
+        desk = None if self.peers is None else self.peers.desk
         if desk is not None and desk.follows:
             self._rates = rates.read(self.shards)
         mine = self.before_step
         self._look_at_gradients(bool(mine))
         outgoing, applied = {}, []
-        for c in mine if not self.mailbox.sent(self.step) else []:  # else it was, before this step was cut off
+        for c in mine if not self.queue.sent(self.step) else []:  # else it was, before this step was cut off
             g = None
             if self.begun != self.step or c.accumulator is None:
-                g = c.accumulate()  # m = beta m + DCT g; what is in flight has left m already
-            if c.channel.clock.due(self.step):
-                q = outgoing[c.channel.name] = c.encode(self.step, g)  # q = topk m
-                c.subtract(q)  # m -= q, as the others will decode it
+                with record_function("fsdp_demo::accumulate"):
+                    g = c.accumulate()  # m = beta m + DCT g; what is in flight has left m already
+            if c.channel.schedule.due(self.step):
+                with record_function("fsdp_demo::encode"):
+                    q = outgoing[c.channel.name] = c.encode(self.step, g)  # q = topk m
+                    c.subtract(q)  # m -= q, as the others will decode it
             del g  # as large as the shards: it must not outlive the message
         self.begun = self.step
-        self._launch(outgoing, self.notes.bad)  # q goes to the other islands
-        for c, arrived in self.mailbox.receive(mine, self.step):  # theirs are here: those of this step, or of `delay` steps ago
-            c.apply(arrived)  # g = sign(mean q)
+        self._launch(outgoing, self.status.bad)  # q goes to the other islands
+        for c, arrived in self.queue.receive(mine, self.step):  # theirs are here: those of this step, or of `delay` steps ago
+            with record_function("fsdp_demo::apply"):
+                c.apply(arrived)  # g = sign(mean q)
             applied.append(c)
             del arrived
         for c in mine:
@@ -172,7 +176,7 @@ class Flow:
         """
         mine = self.after_step
         try:
-            self.exchange(mine, [c for c in mine if c.channel.clock.due(self.step)], self.step)
+            self.exchange(mine, [c for c in mine if c.channel.schedule.due(self.step)], self.step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
         asked = self._settle_stop()
@@ -184,39 +188,40 @@ class Flow:
     def skip(self) -> None:
         """See `Exchange.skip`."""
         self.check_usable()
-        if self.ticks.partial:
+        if self.hooks.partial:
             of = len(self.shards.optimizers)
-            raise RuntimeError(f"skip() in step {self.step}, when {self.ticks.partial} of {of} optimizers have stepped")
-        self.notes.skipping = True
+            raise RuntimeError(f"skip() in step {self.step}, when {self.hooks.partial} of {of} optimizers have stepped")
+        self.status.skipping = True
         try:
-            self.shards.gradients([False] * len(self.shards.shards))
-            self.ticks.skip(self.base_step if self.before_step else None)
+            self.shards.gradients([False] * len(self.shards.params))
+            self.hooks.skip(self.base_step if self.before_step else None)
         finally:
-            self.notes.skipping = False
+            self.status.skipping = False
 
     def check_usable(self) -> None:
         """Raise PeerLost if a message was lost, RuntimeError if the exchange has ended."""
-        if self.mailbox.broken:
+        if self.queue.broken:
             raise PeerLost("the exchange has failed before: save, and start all islands again")
         if self.finished:
             raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
 
     def exchange(
-        self, channels: Sequence[ActiveChannel], due: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False
+        self, channels: Sequence[ChannelRunner], due: Sequence[ChannelRunner], step: float, now: int | None = None, last: bool = False
     ) -> None:
         """Send those that are due and apply what is: first the others, then those that come `after` one and see what it has done.
 
-        step, now, last: as for `Mailbox.receive`; what is sent in the last exchange is a part of a round."""
+        step, now, last: as for `InFlightQueue.receive`; what is sent in the last exchange is a part of a round."""
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
             self.land(stage, step, now, last)
 
-    def land(self, channels: Sequence[ActiveChannel], step: float, now: int | None = None, last: bool = False) -> None:
-        """Receive and apply what is due of these channels, and settle it with the model. Arguments as for `Mailbox.receive`."""
+    def land(self, channels: Sequence[ChannelRunner], step: float, now: int | None = None, last: bool = False) -> None:
+        """Receive and apply what is due of these channels, and settle it with the model. Arguments as for `InFlightQueue.receive`."""
         applied = []
-        for c, arrived in self.mailbox.receive(channels, step, now, last):
-            c.apply(arrived)
+        for c, arrived in self.queue.receive(channels, step, now, last):
+            with record_function("fsdp_demo::apply"):
+                c.apply(arrived)
             applied.append(c)
             del arrived  # as large as the shards: it goes before the next one comes
         self.settle(applied)
@@ -236,21 +241,22 @@ class Flow:
         limit = None if self.config.clips_mean else self.config.clip
         if limit is None and not sent:
             return
-        across = self._mean_over_islands if self.config.clip_over == "islands" and limit is not None else None
+        across = self._mean_over_islands if self.config.clip_scope == "islands" and limit is not None else None
         bad = self.island.clip(self.shards.read("gradient"), limit, across)
         if not isinstance(bad, Tensor) and bad:
-            self.shards.gradients([False] * len(self.shards.shards))
+            self.shards.gradients([False] * len(self.shards.params))
             if self.topology.rank == 0:
                 log.warning("%s: gradients of step %d are not finite (NaN or Inf): left out", self.topology.name, self.step + 1)
-        self.notes.gradients(bad, self.line)
+        self.status.gradients(bad, self.peers)
 
     def _mean_over_islands(self, value: float) -> float:
         step = self.step
-        mean = self.mailbox.ask(lambda line: agreement.mean_of(line, step, value))
-        return self.island.largest(mean or 0.0)[0]  # a copy without a line has none
+        mean = self.queue.ask(lambda peers: agreement.mean_of(peers, step, value))
+        return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
-    def send(self, channels: Sequence[ActiveChannel], partial: bool = False) -> None:
-        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round (`Outgoing`)."""
+    def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
+        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round
+        (`ChannelPayload`)."""
         if not channels:
             return
         bad = self.island.not_finite([t for c in channels for t in c.tensors(c.channel.target) if t is not None])
@@ -258,24 +264,28 @@ class Flow:
             c.left_out = bad
         outgoing = {}
         for c in channels:
-            q = outgoing[c.channel.name] = c.encode(self.step, c.accumulate(self.mailbox.under_way(c)))  # m = beta m + delta; q = code(m)
-            c.subtract(q)  # m -= q
+            with record_function("fsdp_demo::accumulate"):
+                delta = c.accumulate(self.queue.under_way(c))  # m = beta m + delta
+            with record_function("fsdp_demo::encode"):
+                q = outgoing[c.channel.name] = c.encode(self.step, delta)  # q = code(m)
+                del delta  # as large as the shards
+                c.subtract(q)  # m -= q
             q.partial = partial
         self._launch(outgoing, bad)
 
-    def _launch(self, outgoing: dict[str, Outgoing], bad: float | Tensor) -> None:
+    def _launch(self, outgoing: dict[str, ChannelPayload], bad: float | Tensor) -> None:
         if not outgoing:
             return
         by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
-        said = self.notes.header(outgoing, by_tokens, self.island, self.shards.device)
+        said = self.status.header(outgoing, by_tokens, self.island, self.shards.device)
         if not by_tokens and self._joined_within(outgoing):
             said = replace(said, weight=-1.0)
-        self.mailbox.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)))
+        self.queue.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)))
 
-    def _joined_within(self, outgoing: dict[str, Outgoing]) -> bool:
+    def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
         """Whether this replica has joined within the round that these channels send: its steps are fewer than the others', and would count
         as much. Tokens are counted since it joined, so weights by tokens need no such rule."""
-        own, clocks = self.step + 1 - self.since, {c.channel.name: c.channel.clock for c in self.channels if c.channel.sums_steps}
+        own, clocks = self.step + 1 - self.since, {c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps}
         sent = [clocks[name].period for name, out in outgoing.items() if name in clocks and not out.partial]
         return self.since > 0 and any(own < period for period in sent)
 
@@ -291,18 +301,18 @@ class Flow:
         """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.
         None where nothing is, and between the comparisons."""
         mine = [c for c in self.channels if c.channel.name in names]
-        if not mine or self.topology.islands == 1 or self.line is None:
+        if not mine or self.topology.islands == 1 or self.peers is None:
             return None
-        clock = mine[0].channel.clock
-        if clock.round(self.step) % max(1, -(-EVERY // clock.period)):
+        schedule = mine[0].channel.schedule
+        if schedule.round(self.step) % max(1, -(-EVERY // schedule.sync_every)):
             return None
         if self.gradients_only:
             return total([t for t in self.shards.read("parameter") if t is not None], self.shards.device)
-        outer = [c for c in mine if c.channel.source == "delta" and c.channel.shared]
+        outer = [c for c in mine if c.channel.source == "delta" and c.channel.equal_at_end]
         anchors = (part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None)
         return total(anchors, self.shards.device) if outer else None
 
-    def settle(self, applied: Sequence[ActiveChannel]) -> None:
+    def settle(self, applied: Sequence[ChannelRunner]) -> None:
         """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
         is what the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
@@ -322,14 +332,14 @@ class Flow:
 
     def _settle_stop(self) -> bool:
         """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and whether it does since some island
-        was told to end. Returns whether an island that joins asks for this one's state, on all lines.
+        was told to end. Returns whether an island that joins asks for this one's state, on all peer groups.
 
         The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
-        alone = self.notes.leaves(self.topology.islands) and (self.notes.goes or not self.mailbox.flights)
-        desk = None if self.line is None else self.line.desk
-        unasked = self.line is not None and (desk is None or not desk.wanted or self.mailbox.converted)
-        here = (self.mailbox.watch.stop, alone, alone and self.notes.told, unasked)
-        flags, leaves, told, unwanted = self.island.largest(*map(float, here))
+        alone = self.status.leaves(self.topology.islands) and (self.status.goes or not self.queue.flights)
+        desk = None if self.peers is None else self.peers.desk
+        unasked = self.peers is not None and (desk is None or not desk.wanted or self.queue.converted)
+        here = (self.queue.watch.stop, alone, alone and self.status.told, unasked)
+        flags, leaves, told, unwanted = self.island.max(*map(float, here))
         together = bool(flags)
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
@@ -337,14 +347,14 @@ class Flow:
 
     def _let_follow(self, asked: bool) -> None:
         """Tell who follows of the step that has ended; hand this island's state to who has asked for it."""
-        if self._rates is not None and self.line is not None and self.line.desk is not None:
-            self.line.desk.tick(Tick(self.step - 1, self._rates))
+        if self._rates is not None and self.peers is not None and self.peers.desk is not None:
+            self.peers.desk.tick(Tick(self.step - 1, self._rates))
         self._rates = None
         if asked and self.handing is not None:
             self.handing()
 
 
-def drift(island: Island, far: float, norm: float) -> float:
+def drift(island: IslandGroup, far: float, norm: float) -> float:
     """|theta - mean| / |mean| of this replica from this rank's squared norms."""
-    far, norm = island.total(far, norm)
+    far, norm = island.sum(far, norm)
     return math.sqrt(far / norm) if norm else 0.0

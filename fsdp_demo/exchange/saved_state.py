@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..channels.channel import Outgoing
+from ..channels.channel import ChannelPayload
 from ..channels.state import ChannelState
-from ..comm.collectives import Arrived
+from ..comm.collectives import ReceivedMessage
 from ..comm.header import Header
 
 
@@ -26,8 +26,8 @@ class InFlightState:
 
     step: int
     members: list[str]
-    parts: dict[str, Outgoing]
-    arrived: Arrived | None = None
+    parts: dict[str, ChannelPayload]
+    arrived: ReceivedMessage | None = None
     said: Header | None = None
 
     def to_tree(self) -> dict[str, Any]:
@@ -43,11 +43,11 @@ class InFlightState:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> InFlightState:
         """The inverse of `to_tree`, of earlier releases, too."""
-        parts = {name: Outgoing(**out) for name, out in tree["parts"].items()}
+        parts = {name: ChannelPayload(**out) for name, out in tree["parts"].items()}
         got, said, arrived = tree["arrived"], tree.get("said"), None
         if got is not None:
             headers = [Header(**h) for h in got["headers"]]
-            arrived = Arrived(headers, list(got["bodies"]), list(got["means"]), dict(got.get("decoded", {})))
+            arrived = ReceivedMessage(headers, list(got["bodies"]), list(got["means"]), dict(got.get("decoded", {})))
         return cls(int(tree["step"]), list(tree["members"]), parts, arrived, None if said is None else Header(**said))
 
 

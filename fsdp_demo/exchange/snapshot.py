@@ -9,8 +9,8 @@ By source:
     state:NAME  optimizer states.
 
 With them go frozen parameters and buffers, and which messages are under way: what they bring follows, and acts at its own step. Inner
-optimizers of the other presets begin anew, as in every take-over. Each rank of the donor hands its own lane and shard to one rank of the
-newcomer; ranks of the newcomer beyond the lanes are completed by their island.
+optimizers of the other presets begin anew, as in every take-over. Each rank of the donor hands its own active copy and shard to one rank of
+the newcomer; ranks of the newcomer that are not active are completed by their island.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.channel import ActiveChannel, Outgoing
+from ..channels.channel import ChannelPayload, ChannelRunner
 from ..comm.digests import digest
 from ..comm.header import PAYLOAD
 from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
 from . import snapshot_head
-from .in_flight import Flight
-from .runtime import Flow
+from .in_flight import PendingExchange
+from .runtime import StepRuntime
 from .snapshot_head import Open, Stand
 
 log = logging.getLogger("fsdp_demo")
@@ -39,56 +39,56 @@ log = logging.getLogger("fsdp_demo")
 # ---- the donor -------------------------------------------------------------------------------------------------------------
 
 
-def hand(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to its line's desk; or what came since the checkpoint that the newcomer has, where all ranks
-    keep it. All ranks of the island call it together."""
-    desk = None if flow.line is None else flow.line.desk
+def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
+    """Take a snapshot of this rank and hand it to its peer group's desk; or what came since the checkpoint that the newcomer has, where all
+    ranks keep it. All ranks of the island call it together."""
+    desk = None if runtime.peers is None else runtime.peers.desk
     lacks = desk is not None and not desk.hold()
-    whole = flow.island.any(lacks)
+    whole = runtime.island.any(lacks)
     if desk is None:
         return
     if whole:
-        desk.hand(take(flow, model, told), [f.future for f in flow.mailbox.flights if f.future is not None])
+        desk.hand(take(runtime, model, told), [f.future for f in runtime.queue.flights if f.future is not None])
     else:
         desk.hand_since()
 
 
-def take(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any]) -> Snapshot:
+def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> Snapshot:
     """Copies of this rank's state in host memory.
 
     Args:
         model: whose frozen parameters and buffers go with it; None: none.
         told: further facts of the run (`Start.facts`).
     """
-    for c in flow.channels:
+    for c in runtime.channels:
         c.state()  # copies to the host may still be under way
-    desk = None if flow.line is None else flow.line.desk
+    desk = None if runtime.peers is None else runtime.peers.desk
     theirs = desk.brings.get("rest") if desk is not None else None
-    stand = Stand.of(flow, counts(flow), same_rest=theirs is not None and theirs == brings(flow, model).get("rest"))
-    head = snapshot_head.write(flow, told, stand, states(flow))
-    return Snapshot(head, {p.name: p.copy() for p in _parts(flow, model, stand)})
+    stand = Stand.of(runtime, counts(runtime), same_rest=theirs is not None and theirs == brings(runtime, model).get("rest"))
+    head = snapshot_head.write(runtime, told, stand, states(runtime))
+    return Snapshot(head, {p.name: p.copy() for p in _parts(runtime, model, stand)})
 
 
-def without_tensors(flow: Flow, told: Mapping[str, Any], own: str) -> Snapshot:
+def without_tensors(runtime: StepRuntime, told: Mapping[str, Any], own: str) -> Snapshot:
     """One of this step for who has its tensors in a checkpoint with the mark `own`."""
     # What is under way has come, and is in the checkpoint: nobody will hear of it again.
-    stand = replace(Stand.of(flow, counts(flow), same_rest=True), own=own, norms=flow.mailbox.norms.state())
-    return Snapshot(snapshot_head.write(flow, told, stand, states(flow)), {})
+    stand = replace(Stand.of(runtime, counts(runtime), same_rest=True), own=own, norms=runtime.queue.norms.state())
+    return Snapshot(snapshot_head.write(runtime, told, stand, states(runtime)), {})
 
 
-def size(flow: Flow, model: torch.nn.Module | None) -> int:
+def size(runtime: StepRuntime, model: torch.nn.Module | None) -> int:
     """Bytes of the tensors of a snapshot of this rank."""
-    return sum(p.n * DTYPES[p.dtype].itemsize for p in _parts(flow, model, Stand.of(flow, counts(flow), same_rest=False)))
+    return sum(p.n * DTYPES[p.dtype].itemsize for p in _parts(runtime, model, Stand.of(runtime, counts(runtime), same_rest=False)))
 
 
-def expected(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any], head: Mapping[str, Any]) -> tuple[Stand, Listed]:
+def expected(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], head: Mapping[str, Any]) -> tuple[Stand, Listed]:
     """Compare the head of a snapshot with what this rank runs; where its donor stands, and the tensors that are to come.
 
     Raises:
         ValueError: see `snapshot_head.read`; or it lists other tensors than this rank needs.
     """
-    stand = snapshot_head.read(flow, told, head, states(flow), counts(flow))
-    mine = [(p.name, p.dtype, p.n) for p in _parts(flow, model, stand)]
+    stand = snapshot_head.read(runtime, told, head, states(runtime), counts(runtime))
+    mine = [(p.name, p.dtype, p.n) for p in _parts(runtime, model, stand)]
     theirs = head.get("tensors")
     if theirs != [list(part) for part in mine]:
         listed = theirs if isinstance(theirs, list) else []
@@ -103,68 +103,70 @@ def expected(flow: Flow, model: torch.nn.Module | None, told: Mapping[str, Any],
 # ---- the newcomer ----------------------------------------------------------------------------------------------------------
 
 
-def give(flow: Flow, model: torch.nn.Module | None, stand: Stand, tensors: Mapping[str, Tensor], following: Following | None) -> None:
+def give(
+    runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand, tensors: Mapping[str, Tensor], following: Following | None
+) -> None:
     """Let this rank stand where its donor stood. All ranks of the island call it together.
 
     Args:
-        tensors: of the snapshot; none on a copy beyond the lanes, which has no line and so is not `following`. Where they come from a
+        tensors: of the snapshot; none on a copy that is not active, which has no peers and so is not `following`. Where they come from a
             checkpoint (`Stand.own`) model and inner optimizers are filled already.
     """
-    flow.step, flow.begun, flow.told = stand.step, -1, stand.host
+    runtime.step, runtime.begun, runtime.told = stand.step, -1, stand.host
     if not stand.own:
-        _give_rest(flow, model, tensors.get("rest"), stand.same_rest)
-        _give_parameters(flow, stand, tensors)
-    for c in flow.channels:
+        _give_rest(runtime, model, tensors.get("rest"), stand.same_rest)
+        _give_parameters(runtime, stand, tensors)
+    for c in runtime.channels:
         c.start()
-    for c in flow.channels:
+    for c in runtime.channels:
         if c.channel.source == "delta":
             _give_anchor(c, tensors)
-    flow.shards.commit(model)
-    mailbox = flow.mailbox
-    mailbox.begin(stand.step)
-    mailbox.last |= stand.last
-    mailbox.applied = dict(stand.applied)
-    mailbox.history.load(stand.history)
-    mailbox.watch.loss = mailbox.watch.loss if stand.loss is None else stand.loss
-    mailbox.norms.load(stand.norms)
-    mailbox.flights = [_flight(flow, i, f, tensors, following) for i, f in enumerate(stand.flights)]
+    runtime.shards.commit(model)
+    queue = runtime.queue
+    queue.begin(stand.step)
+    queue.last |= stand.last
+    queue.applied = dict(stand.applied)
+    queue.history.load(stand.history)
+    queue.watch.loss = queue.watch.loss if stand.loss is None else stand.loss
+    queue.norms.load(stand.norms)
+    queue.flights = [_flight(runtime, i, f, tensors, following) for i, f in enumerate(stand.flights)]
 
 
-def brings(flow: Flow, model: torch.nn.Module | None) -> dict[str, str]:
+def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:
     """Digests of what a newcomer may hold already: frozen parameters, of an adapter's base say, and buffers."""
-    rest = _rest(flow, model) if flow.parameters.position.copy == 0 else []
+    rest = _rest(runtime, model) if runtime.parameters.position.copy == 0 else []
     return {"rest": digest(rest).hex()} if rest else {}
 
 
-def _give_rest(flow: Flow, model: torch.nn.Module | None, data: Tensor | None, same: bool) -> None:
+def _give_rest(runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool) -> None:
     """Frozen parameters and buffers; copies get them from the first of them. same: it has brought them itself."""
-    local = _rest(flow, model)
+    local = _rest(runtime, model)
     if not local:
         return
     sizes = [t.numel() * t.element_size() for t in local]
     work = data if data is not None else _bytes(local) if same else torch.empty(sum(sizes), dtype=torch.uint8)
-    flow.island.broadcast(work)
+    runtime.island.broadcast(work)
     for t, part in zip(local, work.split(sizes), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
 
 
-def _give_parameters(flow: Flow, stand: Stand, tensors: Mapping[str, Tensor]) -> None:
+def _give_parameters(runtime: StepRuntime, stand: Stand, tensors: Mapping[str, Tensor]) -> None:
     """Parameters and optimizer states, where they come."""
-    parameters, device = flow.parameters, flow.shards.device
-    sources = [] if _anchored(flow) else [("parameters", "parameter")]
+    parameters, device = runtime.parameters, runtime.shards.device
+    sources = [] if _anchored(runtime) else [("parameters", "parameter")]
     if stand.counts is not None:
-        sources += [(f"state.{name}", f"state:{name}") for name in states(flow)]
-        for (_, state), found in zip(kept(flow), stand.counts, strict=True):
+        sources += [(f"state.{name}", f"state:{name}") for name in states(runtime)]
+        for (_, state), found in zip(kept(runtime), stand.counts, strict=True):
             for name, value in found.items():
                 state[name] = _like(state[name], value)
-    elif _moves_states(flow):
+    elif _moves_states(runtime):
         log.warning("the inner optimizers' states are not handed on: parameters may drift apart")
     for name, source in sources:
         work = tensors.get(name)
         parameters.write(work if work is None else work.to(device), parameters.tensors(source))
 
 
-def _give_anchor(c: ActiveChannel, tensors: Mapping[str, Tensor]) -> None:
+def _give_anchor(c: ChannelRunner, tensors: Mapping[str, Tensor]) -> None:
     for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):  # `returning.KEPT`
         if work is not None:
             work.copy_(tensors[f"{c.channel.name}.{name}"])
@@ -172,22 +174,22 @@ def _give_anchor(c: ActiveChannel, tensors: Mapping[str, Tensor]) -> None:
     c.written = c.pack("parameter") if c.written is not None else None
 
 
-def _flight(flow: Flow, number: int, f: Open, tensors: Mapping[str, Tensor], following: Following | None) -> Flight:
+def _flight(runtime: StepRuntime, number: int, f: Open, tensors: Mapping[str, Tensor], following: Following | None) -> PendingExchange:
     """A message under way, of which nothing is this replica's own, and what it brings."""
-    by_name = {c.channel.name: c for c in flow.mailbox.channels}
+    by_name = {c.channel.name: c for c in runtime.queue.channels}
     parts = {}
     for name, marks in f.parts.items():
         c, own = by_name[name], tensors.get(own_name(number, name))
         if own is not None:
-            own = own.to(flow.shards.device)
+            own = own.to(runtime.shards.device)
         elif c.channel.needs_own and c.layout is not None:
-            own = c.layout.new(flow.shards.device)
-        parts[name] = Outgoing(f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None)
-    mailbox, courier = flow.mailbox, flow.connections.courier
-    flight = Flight(f.step, list(f.members), parts, None, layout=mailbox.layout(f.members))
-    if courier is not None and following is not None:
-        wanted = Expected(PAYLOAD, f.step, flight.layout.body_bytes, flight.layout.vectors, flow.topology.islands)
-        flight.future = courier.submit(partial(mailbox.pinned, flight, partial(following.arrived, wanted)))
+            own = c.layout.new(runtime.shards.device)
+        parts[name] = ChannelPayload(f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None)
+    queue, worker = runtime.queue, runtime.connections.worker
+    flight = PendingExchange(f.step, list(f.members), parts, None, layout=queue.layout(f.members))
+    if worker is not None and following is not None:
+        wanted = Expected(PAYLOAD, f.step, flight.layout.body_bytes, flight.layout.vectors, runtime.topology.islands)
+        flight.future = worker.submit(partial(queue.pinned, flight, partial(following.arrived, wanted)))
     return flight
 
 
@@ -210,57 +212,57 @@ class _Part:
         return found.detach().to("cpu", copy=True)
 
 
-def _parts(flow: Flow, model: torch.nn.Module | None, stand: Stand) -> list[_Part]:
+def _parts(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> list[_Part]:
     """In their order. Both sides list the same by the same function."""
     if stand.own:
         return []
-    return [*_of_model(flow, model, stand), *_of_channels(flow), *_of_flights(flow, stand.flights)]
+    return [*_of_model(runtime, model, stand), *_of_channels(runtime), *_of_flights(runtime, stand.flights)]
 
 
-def shared(flow: Flow, model: torch.nn.Module | None) -> list[list[Tensor]]:
+def shared(runtime: StepRuntime, model: torch.nn.Module | None) -> list[list[Tensor]]:
     """What `_parts` is made of, in groups, as it lies in memory: what must be equal on all islands if one may stand for another."""
-    groups = [_rest(flow, model)]
-    if not _anchored(flow):
-        groups.append([t for t in flow.shards.read("parameter") if t is not None])
-    for name in states(flow):
-        groups.append([t for t in flow.shards.read(f"state:{name}") if t is not None])
-    for c in flow.channels:
+    groups = [_rest(runtime, model)]
+    if not _anchored(runtime):
+        groups.append([t for t in runtime.shards.read("parameter") if t is not None])
+    for name in states(runtime):
+        groups.append([t for t in runtime.shards.read(f"state:{name}") if t is not None])
+    for c in runtime.channels:
         c.state()  # copies to the host may still be under way
         groups += [[work] for work in (c.anchor, c.momentum) if work is not None]
-    for f in flow.mailbox.flights:
-        by_name = {c.channel.name: c for c in flow.mailbox.channels}
+    for f in runtime.queue.flights:
+        by_name = {c.channel.name: c for c in runtime.queue.channels}
         groups += [[out.own] for name, out in f.parts.items() if out.own is not None and by_name[name].channel.corrects]
     return groups
 
 
-def _of_model(flow: Flow, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
-    parameters, rest = flow.parameters, _rest(flow, model)
-    assert parameters.layout is not None, "a copy beyond the lanes has no line"
+def _of_model(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
+    parameters, rest = runtime.parameters, _rest(runtime, model)
+    assert parameters.layout is not None, "a copy that is not active has no line"
     if rest and parameters.position.copy == 0 and not stand.same_rest:
         yield _Part("rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest))
-    if not _anchored(flow):
+    if not _anchored(runtime):
         yield _Part("parameters", "float32", parameters.layout.numel, partial(parameters.pack, "parameter"))
     if stand.counts is not None:
-        for name in states(flow):
+        for name in states(runtime):
             yield _Part(f"state.{name}", "float32", parameters.layout.numel, partial(parameters.pack, f"state:{name}"))
 
 
-def _of_channels(flow: Flow) -> Iterator[_Part]:
-    for c in flow.channels:
+def _of_channels(runtime: StepRuntime) -> Iterator[_Part]:
+    for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
             yield _Part(f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor"))
             if c.channel.applier.momentum:
                 yield _Part(f"{c.channel.name}.momentum", "float32", c.layout.numel, partial(getattr, c, "momentum"))
 
 
-def _of_flights(flow: Flow, flights: Sequence[Open]) -> Iterator[_Part]:
+def _of_flights(runtime: StepRuntime, flights: Sequence[Open]) -> Iterator[_Part]:
     """What the donor sent of its parameters for means that are still to come."""
-    by_name = {c.channel.name: c for c in flow.mailbox.channels}
+    by_name = {c.channel.name: c for c in runtime.queue.channels}
     for i, f in enumerate(flights):
         for name in f.parts:
             c = by_name[name]
             if c.channel.corrects and c.layout is not None:
-                yield _Part(own_name(i, name), "float32", c.layout.numel, partial(_sent, flow, i, name))
+                yield _Part(own_name(i, name), "float32", c.layout.numel, partial(_sent, runtime, i, name))
 
 
 def own_name(number: int, name: str) -> str:
@@ -268,41 +270,41 @@ def own_name(number: int, name: str) -> str:
     return f"flight{number}.{name}.own"
 
 
-def _sent(flow: Flow, number: int, name: str) -> Tensor | None:
-    return flow.mailbox.flights[number].parts[name].own
+def _sent(runtime: StepRuntime, number: int, name: str) -> Tensor | None:
+    return runtime.queue.flights[number].parts[name].own
 
 
-def _rest(flow: Flow, model: torch.nn.Module | None) -> list[Tensor]:
+def _rest(runtime: StepRuntime, model: torch.nn.Module | None) -> list[Tensor]:
     """Frozen parameters and buffers."""
-    return [] if model is None else [t for t in flow.shards.rest(model) if t.numel()]
+    return [] if model is None else [t for t in runtime.shards.rest(model) if t.numel()]
 
 
 def _bytes(local: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.contiguous().view(-1).view(torch.uint8).cpu() for t in local])
 
 
-def _anchored(flow: Flow) -> bool:
+def _anchored(runtime: StepRuntime) -> bool:
     """Whether every parameter that is trained has an anchor: its donor's value is not needed then."""
-    return set(flow.parameters.covered) <= {i for c in flow.channels if c.channel.source == "delta" for i in c.covered}
+    return set(runtime.parameters.covered) <= {i for c in runtime.channels if c.channel.source == "delta" for i in c.covered}
 
 
-def _moves_states(flow: Flow) -> bool:
+def _moves_states(runtime: StepRuntime) -> bool:
     """Whether replicas share something of the inner optimizers' states."""
-    return bool(flow.before_step) or any(c.channel.state_name for c in flow.channels)
+    return bool(runtime.before_step) or any(c.channel.state_name for c in runtime.channels)
 
 
-def states(flow: Flow) -> list[str]:
+def states(runtime: StepRuntime) -> list[str]:
     """Names of the optimizer states that have the shape of their parameters, where replicas share something of them."""
-    return flow.shards.states() if _moves_states(flow) else []
+    return runtime.shards.states() if _moves_states(runtime) else []
 
 
-def counts(flow: Flow) -> list[dict[str, float]] | None:
+def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
     """The numbers in each optimizer state (step counters); None where replicas share nothing of them, or keep what is neither a number nor
     of the shape of its parameter."""
-    if not _moves_states(flow):
+    if not _moves_states(runtime):
         return None
     out: list[dict[str, float]] = []
-    for p, state in kept(flow):
+    for p, state in kept(runtime):
         rest = {k: v for k, v in state.items() if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)}
         if not all(isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1) for v in rest.values()):
             return None
@@ -310,15 +312,15 @@ def counts(flow: Flow) -> list[dict[str, float]] | None:
     return out
 
 
-def kept(flow: Flow) -> list[tuple[Tensor, dict[str, Any]]]:
+def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
     """What the inner optimizers step, with the state of each that holds anything: SGD leaves empty ones behind."""
-    return [(p, state) for p, state in flow.shards.optimizer_states() if any(v is not None for v in state.values())]
+    return [(p, state) for p, state in runtime.shards.optimizer_states() if any(v is not None for v in state.values())]
 
 
-def count_step(flow: Flow) -> None:
+def count_step(runtime: StepRuntime) -> None:
     """The step counters of inner optimizers that have not stepped, where their states are shared: one more step was made up for."""
-    if _moves_states(flow) and not flow.before_step:
-        for _, state in kept(flow):
+    if _moves_states(runtime) and not runtime.before_step:
+        for _, state in kept(runtime):
             if "step" in state:
                 state["step"] = state["step"] + 1
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..channels.channel import ActiveChannel
+from ..channels.channel import ChannelRunner
 from ..comm import agreement
 from ..version import __version__
 from . import facts, norms
-from .runtime import Flow
+from .runtime import StepRuntime
 from .startup import specification
 
-FORMAT = 1
+FORMAT = 2  # 1: facts and places had other names
 
-AT_START = ("agree.at",)
+AT_START = ("must_match.at",)
 """Facts that islands compare when they start together, and that say nothing to one that joins later: the step from which they go on."""
 
 MOST = 1 << 16
@@ -41,7 +41,7 @@ class Stand:
 
     Attributes:
         step: optimizer steps done.
-        applied, last: see `Mailbox`. loss: see `Watch`; None where unknown.
+        applied, last: see `InFlightQueue`. loss: see `Watch`; None where unknown.
         flights: what is under way, oldest first.
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
@@ -64,16 +64,18 @@ class Stand:
     history: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flow: Flow, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
+    def of(cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
         """Of this rank."""
-        mailbox, loss = flow.mailbox, flow.mailbox.watch.loss
+        queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
             Open(f.step, list(f.members), {name: "".join("01"[p] for p in out.present or []) for name, out in f.parts.items()})
-            for f in mailbox.flights
+            for f in queue.flights
         ]
-        known, applied, history = None if math.isnan(loss) else loss, dict(mailbox.applied), mailbox.history.note()
-        heard = mailbox.norms.state([(f.members, f.step) for f in mailbox.flights])
-        return cls(flow.step, applied, dict(mailbox.last), known, flights, counts, same_rest, flow.tells(), norms=heard, history=history)
+        known, applied, history = None if math.isnan(loss) else loss, dict(queue.applied), queue.history.note()
+        heard = queue.norms.state([(f.members, f.step) for f in queue.flights])
+        return cls(
+            runtime.step, applied, dict(queue.last), known, flights, counts, same_rest, runtime.tells(), norms=heard, history=history
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""
@@ -111,7 +113,7 @@ def number(value: Any) -> float:
     return value
 
 
-def write(flow: Flow, told: Mapping[str, Any], stand: Stand, states: Sequence[str]) -> dict[str, Any]:
+def write(runtime: StepRuntime, told: Mapping[str, Any], stand: Stand, states: Sequence[str]) -> dict[str, Any]:
     """The head of this rank's snapshot.
 
     Args:
@@ -121,28 +123,38 @@ def write(flow: Flow, told: Mapping[str, Any], stand: Stand, states: Sequence[st
     return {
         "format": FORMAT,
         "package": __version__,
-        "island": flow.topology.island,
-        "name": flow.topology.name,
-        "place": place(flow),
-        "facts": _run(flow, told),
-        "parameters": [facts.described(s) for s in flow.shards.shards],
+        "island": runtime.topology.island,
+        "name": runtime.topology.name,
+        "place": place(runtime),
+        "facts": _run(runtime, told),
+        "parameters": [facts.described(s) for s in runtime.shards.params],
         "states": list(states),
         "stand": stand.to_json(),
     }
 
 
-def _run(flow: Flow, told: Mapping[str, Any]) -> dict[str, Any]:
-    return specification(flow.config, flow.shards, {k: v for k, v in told.items() if k not in AT_START})
+def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
+    return specification(runtime.config, runtime.shards, {k: v for k, v in told.items() if k not in AT_START})
 
 
-def place(flow: Flow) -> dict[str, int]:
+def place(runtime: StepRuntime) -> dict[str, int]:
     """What decides how workspaces and messages of this rank are laid out."""
-    position, lanes = flow.parameters.position, flow.parameters.lanes
-    return {"islands": flow.topology.islands, "shards": position.shards, "shard": position.shard, "lanes": lanes, "lane": position.copy}
+    position, active_copies = runtime.parameters.position, runtime.parameters.active_copies
+    return {
+        "islands": runtime.topology.islands,
+        "shards": position.shards,
+        "shard": position.shard,
+        "active_copies": active_copies,
+        "active_copy": position.copy,
+    }
 
 
 def read(
-    flow: Flow, told: Mapping[str, Any], head: Mapping[str, Any], states: Sequence[str], counts: Sequence[Mapping[str, float]] | None
+    runtime: StepRuntime,
+    told: Mapping[str, Any],
+    head: Mapping[str, Any],
+    states: Sequence[str],
+    counts: Sequence[Mapping[str, float]] | None,
 ) -> Stand:
     """Compare a head with what this rank runs; where its donor stands.
 
@@ -166,22 +178,22 @@ def read(
         raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
 
     def refuse(what: str) -> ValueError:
-        return ValueError(agreement.unlike_runs(f"island {island} ({name})", flow.topology.name, what))
+        return ValueError(agreement.unlike_runs(f"island {island} ({name})", runtime.topology.name, what))
 
-    may, must = agreement.apart(_run(flow, told), found, name)
-    must += [f"{k}: {v} here, {where.get(k)} there" for k, v in place(flow).items() if where.get(k) != v]
+    may, must = agreement.apart(_run(runtime, told), found, name)
+    must += [f"{k}: {v} here, {where.get(k)} there" for k, v in place(runtime).items() if where.get(k) != v]
     if must:
         raise refuse("; ".join(must[:6]))
-    if what := facts.tensors_apart(flow.shards.shards, theirs):
+    if what := facts.tensors_apart(runtime.shards.params, theirs):
         raise refuse(what)
     if (found_states := (kept, _names(stand.counts))) != (mine := (list(states), _names(counts))):
         raise refuse(
             f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*found_states)} there; one that makes them at its first "
             "step cannot join a run"
         )
-    for what in _odd(flow.mailbox.channels, stand):
+    for what in _odd(runtime.queue.channels, stand):
         raise refuse(what)
-    flow.unlike = flow.mailbox.watch.unlike = agreement.warned(may)
+    runtime.unlike = runtime.queue.watch.unlike = agreement.warned(may)
     return stand
 
 
@@ -197,14 +209,14 @@ def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
     return f"{', '.join([*states, *numbers]) or 'none'} of {len(names)} tensors"
 
 
-def _odd(channels: Sequence[ActiveChannel], stand: Stand) -> list[str]:
+def _odd(channels: Sequence[ChannelRunner], stand: Stand) -> list[str]:
     """What cannot be: marks of channels that are not here, messages that are not under way at that step."""
     known, found = {c.channel.name: c for c in channels}, []
     if stand.step < 0:
         found.append(f"it stands at step {stand.step}")
     if other := sorted({*stand.applied, *stand.last} - set(known)):
         found.append(f"channels {other[:4]} there, {sorted(known)[:4]} here")
-    limit = sum(c.channel.clock.in_flight for c in channels)
+    limit = sum(c.channel.schedule.in_flight for c in channels)
     if len(stand.flights) > limit:
         found.append(f"{len(stand.flights)} messages are under way there, at most {limit} can be")
     before = -1
@@ -218,9 +230,9 @@ def _odd(channels: Sequence[ActiveChannel], stand: Stand) -> list[str]:
     return found
 
 
-def _under_way(c: ActiveChannel, f: Open, step: int) -> bool:
+def _under_way(c: ChannelRunner, f: Open, step: int) -> bool:
     """Whether channel `c` may have sent `f` and not applied it after `step` steps."""
-    clock, marks = c.channel.clock, f.parts[c.channel.name]
+    schedule, marks = c.channel.schedule, f.parts[c.channel.name]
     length = len(c.covered) if c.channel.before_step else 0
     shaped = isinstance(marks, str) and len(marks) == length and set(marks) <= {"0", "1"}
-    return shaped and clock.due(f.step) and f.step + clock.delay >= step
+    return shaped and schedule.due(f.step) and f.step + schedule.delay >= step

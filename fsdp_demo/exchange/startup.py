@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
-from ..channels.channel import ActiveChannel
-from ..channels.state import BoundChannel
+from ..channels.channel import ChannelRunner
+from ..channels.state import LocalChannel
 from ..comm import agreement
 from ..comm.digests import digest
 from ..comm.header import SETUP
-from ..comm.island import Island
-from ..comm.peers import Line
+from ..comm.island import IslandGroup
+from ..comm.peers import PeerGroup
 from ..config.schema import ExchangeConfig
-from ..hosts.base import Shards
+from ..hosts.base import TrainingHost
 from . import facts, resume
-from .runtime import Flow
+from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
 
 
 class StateSource(Protocol):
-    """A saved state that knows how to become one rank's: `checkpoint.Saved`."""
+    """A saved state that knows how to become one rank's: `checkpoint.SavedExchange`."""
 
     @property
     def step(self) -> int:
@@ -81,7 +81,7 @@ class Start:
 
     @property
     def stands(self) -> tuple[int, dict[str, int] | None]:
-        """The step, and of the state what was applied (`Flow.applied`): None without one."""
+        """The step, and of the state what was applied (`StepRuntime.applied`): None without one."""
         state = self.saved
         if state is None:
             return self.step, None
@@ -95,7 +95,7 @@ class Start:
         return None if isinstance(self.state, OwnCheckpoint) else self.state
 
 
-def come_together(flow: Flow, start: Start, model: torch.nn.Module | None) -> tuple[int, bool]:
+def come_together(runtime: StepRuntime, start: Start, model: torch.nn.Module | None) -> tuple[int, bool]:
     """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
 
     Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
@@ -104,38 +104,43 @@ def come_together(flow: Flow, start: Start, model: torch.nn.Module | None) -> tu
     Returns:
         The donor's index, and whether any replica goes on: it has taken steps, or lost the first of them and holds what it has sent.
     """
-    line, island, (own, applied) = flow.line, flow.island, start.stands
-    resumes, found = applied is not None, agree_on_run(line, flow.config, flow.shards, start.facts, own, applied)
-    if line is not None:
-        line.digest = flow.config.digest()  # from here on in every message
-    donor, furthest, apart, unlike, goes_on = (int(v) for v in island.largest(*map(float, found)))
-    flow.unlike = flow.mailbox.watch.unlike = bool(unlike)
-    flow.step = own if apart else furthest
+    peers, island, (own, applied) = runtime.peers, runtime.island, start.stands
+    resumes, found = applied is not None, agree_on_run(peers, runtime.config, runtime.shards, start.facts, own, applied)
+    if peers is not None:
+        peers.digest = runtime.config.digest()  # from here on in every message
+    donor, furthest, apart, unlike, goes_on = (int(v) for v in island.max(*map(float, found)))
+    runtime.unlike = runtime.queue.watch.unlike = bool(unlike)
+    runtime.step = own if apart else furthest
     if apart:
-        log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", flow.topology.name, own, furthest)
-    equalise_parameters(line, island, flow.parameters, donor, keep=resumes and own == flow.step and not flow.gradients_only)
-    equalise_rest(line, island, flow.shards, model, donor, keep=resumes and own == flow.step)
-    flow.shards.commit(model)
-    for c in flow.channels:
+        log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", runtime.topology.name, own, furthest)
+    equalise_parameters(peers, island, runtime.parameters, donor, keep=resumes and own == runtime.step and not runtime.gradients_only)
+    equalise_rest(peers, island, runtime.shards, model, donor, keep=resumes and own == runtime.step)
+    runtime.shards.commit(model)
+    for c in runtime.channels:
         c.start()
-    flow.mailbox.begin(flow.step)
+    runtime.queue.begin(runtime.step)
     return donor, bool(furthest or goes_on)
 
 
-def take_over(flow: Flow, donor: int, goes_on: bool) -> None:
+def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     """In a job that some island goes on with: make equal what replicas share of the channels' and inner optimizers' state, and what is
     under way."""
     if not goes_on:
         return
-    equalise_state(flow.line, flow.channels, donor)
-    if flow.before_step:
-        equalise_optimizers(flow.line, flow.island, flow.parameters, donor)
-    resume.agree_on_norms(flow.mailbox, donor)
-    resume.agree(flow.mailbox, flow.step, donor)
+    equalise_state(runtime.peers, runtime.channels, donor)
+    if runtime.before_step:
+        equalise_optimizers(runtime.peers, runtime.island, runtime.parameters, donor)
+    resume.agree_on_norms(runtime.queue, donor)
+    resume.agree(runtime.queue, runtime.step, donor)
 
 
 def agree_on_run(
-    line: Line | None, config: ExchangeConfig, shards: Shards, told: Mapping[str, Any], step: int, applied: dict[str, int] | None
+    peers: PeerGroup | None,
+    config: ExchangeConfig,
+    shards: TrainingHost,
+    told: Mapping[str, Any],
+    step: int,
+    applied: dict[str, int] | None,
 ) -> tuple[int, int, bool, bool, bool]:
     """Compare the run specification, the parameters and the optimizers with all replicas.
 
@@ -149,43 +154,44 @@ def agree_on_run(
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
-    if line is None or line.size == 1:
+    if peers is None or peers.size == 1:
         return 0, step, False, False, applied is not None
-    unlike = agreement.agree(line, specification(config, shards, told))
-    facts.agree_on_tensors(line, shards.shards)
-    everyone = agreement.gather_json(line, [step, applied])
+    unlike = agreement.agree(peers, specification(config, shards, told))
+    facts.agree_on_tensors(peers, shards.params)
+    everyone = agreement.gather_json(peers, [step, applied])
     steps = [s for s, _ in everyone]
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
-        agreement.agree(line, facts.rates(shards))
+        agreement.agree(peers, facts.rates(shards))
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
     resume = [(s, theirs is not None) for s, theirs in everyone]  # of a step the one that has a state, if any has
     return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike, max(resume)[1]
 
 
-def specification(config: ExchangeConfig, shards: Shards, told: Mapping[str, Any]) -> dict[str, Any]:
+def specification(config: ExchangeConfig, shards: TrainingHost, told: Mapping[str, Any]) -> dict[str, Any]:
     """What all islands compare before the first step, flat; `told`: further facts of the run."""
     return {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())}
 
 
-def equalise_parameters(line: Line | None, island: Island, parameters: BoundChannel, donor: int, keep: bool) -> None:
-    """Broadcast the donor's parameters over the replicate axis where they differ, each lane its share, and complete them in the island.
+def equalise_parameters(peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int, keep: bool) -> None:
+    """Broadcast the donor's parameters over the replicate axis where they differ, each active copy its share, and complete them in the
+    island.
 
     Args:
         parameters: a channel over all parameters that are not frozen.
         keep: this replica resumes from its own state and keeps its own.
     """
     work, changed = parameters.pack("parameter"), False
-    if line is not None and line.size > 1:
+    if peers is not None and peers.size > 1:
         assert work is not None
-        changed = agreement.equalise(line, work, donor, keep)
+        changed = agreement.equalise(peers, work, donor, keep)
     if island.any(changed):
         parameters.write(work, parameters.tensors("parameter"))
-        if line is not None and parameters.position.shard == parameters.position.copy == 0:
-            log.info("parameters taken over from %s", line.label(donor))
+        if peers is not None and parameters.position.shard == parameters.position.copy == 0:
+            log.info("parameters taken over from %s", peers.label(donor))
 
 
 def equalise_rest(
-    line: Line | None, island: Island, shards: Shards, model: torch.nn.Module | None, donor: int, keep: bool = False
+    peers: PeerGroup | None, island: IslandGroup, shards: TrainingHost, model: torch.nn.Module | None, donor: int, keep: bool = False
 ) -> None:
     """Frozen parameters and buffers: broadcast with a model, else compared by digest.
 
@@ -195,9 +201,9 @@ def equalise_rest(
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
     """
-    frozen = [t for t, s in zip(shards.read("parameter"), shards.shards, strict=True) if s.frozen]
+    frozen = [t for t, s in zip(shards.read("parameter"), shards.params, strict=True) if s.frozen]
     if model is None:
-        differ = line is not None and line.size > 1 and not agreement.all_equal(line, digest(frozen), SETUP)
+        differ = peers is not None and peers.size > 1 and not agreement.all_equal(peers, digest(frozen), SETUP)
         if island.any(differ):
             raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
         return
@@ -206,25 +212,25 @@ def equalise_rest(
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
     work = torch.cat(parts)
-    if line is not None and line.size > 1:
-        agreement.equalise(line, work, donor, keep)
-    if island.position.copies > 1:  # copies beyond the lanes have no line: hand them the result
+    if peers is not None and peers.size > 1:
+        agreement.equalise(peers, work, donor, keep)
+    if island.position.copies > 1:  # copies that are not active have no peers: hand them the result
         island.broadcast(work)
     for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
 
 
-def equalise_state(line: Line | None, channels: Sequence[ActiveChannel], donor: int) -> None:
+def equalise_state(peers: PeerGroup | None, channels: Sequence[ChannelRunner], donor: int) -> None:
     """Anchors and outer momenta that all replicas share, on resume."""
-    if line is None or line.size == 1:
+    if peers is None or peers.size == 1:
         return
     for c in channels:
         for work in (c.anchor, c.momentum):
-            if work is not None and c.channel.shared and agreement.equalise(line, work, donor) and c.written is not None:
+            if work is not None and c.channel.equal_at_end and agreement.equalise(peers, work, donor) and c.written is not None:
                 c.written = c.pack("parameter")
 
 
-def equalise_optimizers(line: Line | None, island: Island, parameters: BoundChannel, donor: int) -> None:
+def equalise_optimizers(peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int) -> None:
     """State of the inner optimizers, on resume of a preset whose replicas are equal because they take equal inner steps.
 
     Taken over from the donor; where replicas hold other states than each other, or states unlike the parameters, they are left alone,
@@ -237,19 +243,19 @@ def equalise_optimizers(line: Line | None, island: Island, parameters: BoundChan
     shapes = {(k, v.shape == p.shape) for p, s in pairs for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"}
     names = sorted({k for k, _ in shapes})
     counts = [float(s["step"]) for s in states if "step" in s]
-    everyone = agreement.gather_json(line, [names, counts]) if line is not None else []
+    everyone = agreement.gather_json(peers, [names, counts]) if peers is not None else []
     lacking = not all(fits for _, fits in shapes) or any(theirs[0] != names or len(theirs[1]) != len(counts) for theirs in everyone)
     if island.any(lacking):
         log.warning("the inner optimizers hold different states on the islands: parameters may drift apart")
         return
     for name in names:
         work, changed = parameters.pack(f"state:{name}"), False
-        if line is not None:
+        if peers is not None:
             assert work is not None
-            changed = agreement.equalise(line, work, donor)
+            changed = agreement.equalise(peers, work, donor)
         if island.any(changed):
             parameters.write(work, parameters.tensors(f"state:{name}"))
-    furthest = island.largest(*(everyone[donor][1] if everyone else counts)) if counts else []
+    furthest = island.max(*(everyone[donor][1] if everyone else counts)) if counts else []
     for s, n in zip([s for s in states if "step" in s], furthest, strict=True):
         s["step"] = torch.full_like(s["step"], n) if isinstance(s["step"], torch.Tensor) else int(n)
 

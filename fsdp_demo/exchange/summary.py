@@ -12,37 +12,37 @@ from ..comm.meter import ring_all_reduce_bytes
 from ..comm.topology import Topology
 from ..config.channel import Channel
 from ..config.schema import ExchangeConfig
-from ..hosts.base import Shards
+from ..hosts.base import TrainingHost
 from .plan import Plan
-from .runtime import Flow
+from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
 
 
-def announce(flow: Flow, batch: Sequence[int], steps: int | None = None) -> None:
+def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = None) -> None:
     """Log what runs (one record of a few lines), and warnings; on the first rank of each island. steps: of the whole job, if known."""
-    sent, worst = _bytes(flow)
-    if flow.topology.rank:
+    sent, worst = _bytes(runtime)
+    if runtime.topology.rank:
         return
-    config, topology, place = flow.config, flow.topology, flow.island.position
+    config, topology, place = runtime.config, runtime.topology, runtime.island.position
     islands = f"island {topology.island} of {topology.islands}" if topology.islands > 1 else "one replica, nothing is sent"
     islands += f" ({topology.count} expected at the start)" if topology.count < topology.islands else ""
-    what = f"preset {config.preset}, {islands}, from step {flow.step}"
-    inner = "inner " + ", ".join(type(o).__name__ for o in flow.shards.optimizers)
-    shape = f"{place.shards} shards x {place.copies} copies ({flow.parameters.lanes} lanes)"
+    what = f"preset {config.preset}, {islands}, from step {runtime.step}"
+    inner = "inner " + ", ".join(type(o).__name__ for o in runtime.shards.optimizers)
+    shape = f"{place.shards} shards x {place.copies} copies ({runtime.parameters.active_copies} active copies)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
-    lines = [what, *config.parts(), f"{inner}; {clips(config, flow.shards)}", f"{_batch(topology, batch)}; {shape}", per]
+    lines = [what, *config.parts(), f"{inner}; {clips(config, runtime.shards)}", f"{_batch(topology, batch)}; {shape}", per]
     log.info("%s: %s", topology.name, "\n    ".join(lines))
-    for b in flow.buffers:
-        n, every = sum(s.numel() for s in b.tensors("parameter") if s is not None), b.channel.clock.period
+    for b in runtime.buffers:
+        n, every = sum(s.numel() for s in b.tensors("parameter") if s is not None), b.channel.schedule.sync_every
         log.info("%s: %d buffers (%d numbers) are averaged every %d steps and at the end", topology.name, len(b.covered), n, every)
-    for c in [c.channel for c in flow.channels]:
-        dropped = c.clock.delay % c.clock.period
+    for c in [c.channel for c in runtime.channels]:
+        dropped = c.schedule.delay % c.schedule.sync_every
         if c.source == "delta" and dropped and not c.applier.mix:
             log.warning("channel %r: at each exchange the last %d local steps are dropped, since applier.mix=0", c.name, dropped)
     for text in [] if steps is None else odd_ends(config, steps):
         log.warning("%s: %s", topology.name, text)
-    low = [s.name for s in flow.shards.shards if s.dtype != torch.float32 and not s.frozen]
+    low = [s.name for s in runtime.shards.params if s.dtype != torch.float32 and not s.frozen]
     if low:
         cure = "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, mixed_precision='bf16')"
         log.warning("%d parameters are not fp32 (%s ...): small updates are lost in rounding; %s", len(low), low[0], cure)
@@ -57,30 +57,30 @@ def announce(flow: Flow, batch: Sequence[int], steps: int | None = None) -> None
         )
 
 
-def ended(flow: Flow, found: Mapping[str, float], equal: bool | None) -> None:
+def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) -> None:
     """Log one line about what the exchange has done, on the first rank of each island.
 
     Args:
         found: `Exchange.totals()`.
         equal: whether all replicas hold the same bits; None where the preset promises no such thing.
     """
-    topology = flow.topology
+    topology = runtime.topology
     if topology.rank:
         return
     if topology.islands == 1:
         agree = "one replica"
     elif equal is None:
-        agree = f"all islands hold their mean, this one was off it by {flow.drift or 0.0:.3g} of its norm"
+        agree = f"all islands hold their mean, this one was off it by {runtime.drift or 0.0:.3g} of its norm"
     else:
         agree = "islands agree, bit for bit" if equal else "islands differ"
     did = f"{found['exchanges']} exchanges, {found['bytes_sent']} B sent, {found['seconds_waiting']:.1f} s waiting for the link"
-    log.info("%s: finished at step %d: %s; %s", topology.name, flow.step, did, agree)
+    log.info("%s: finished at step %d: %s; %s", topology.name, runtime.step, did, agree)
 
 
 def total_steps(facts: Mapping[str, Any]) -> int | None:
-    """The job's steps, if the facts of the run (`attach(agree={"steps": N})`; the Trainer's `max_steps`) say them."""
+    """The job's steps, if the facts of the run (`attach(must_match={"steps": N})`; the Trainer's `max_steps`) say them."""
     for name in ("steps", "max_steps"):
-        value = facts.get(f"agree.{name}")
+        value = facts.get(f"must_match.{name}")
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
@@ -88,12 +88,12 @@ def total_steps(facts: Mapping[str, Any]) -> int | None:
 
 def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
     """A sentence for each outer-step channel in the middle of whose round `steps` steps end. Fragments always end so, one or the other."""
-    stepping = [c for c in config.channels if c.applier.kind == "outer" and c.shared and c.fragments is None]
-    return [_odd(c, steps) for c in stepping if not c.clock.due(steps - 1)]
+    stepping = [c for c in config.channels if c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None]
+    return [_odd(c, steps) for c in stepping if not c.schedule.due(steps - 1)]
 
 
 def _odd(c: Channel, steps: int) -> str:
-    period, first = c.clock.period, c.clock.offset
+    period, first = c.schedule.sync_every, c.schedule.offset
     below = first + max(steps - first, 0) // period * period
     fits = " or ".join(str(n) for n in (below, below + period) if n > first)
     return (
@@ -102,12 +102,12 @@ def _odd(c: Channel, steps: int) -> str:
     )
 
 
-def clips(config: ExchangeConfig, shards: Shards) -> str:
+def clips(config: ExchangeConfig, shards: TrainingHost) -> str:
     """See `Exchange.clips`."""
     if config.clip is None:
         return shards.clips or "the exchange clips no gradients"
     where = "the mean gradient over the islands" if config.clips_mean else "each replica's own gradient before the step"
-    if config.clip_over == "islands" and not config.clips_mean:
+    if config.clip_scope == "islands" and not config.clips_mean:
         where = "the gradients by one norm over the islands (one round trip per step)"
     return f"norm {config.clip:g} clips {where}"
 
@@ -120,20 +120,20 @@ def _batch(topology: Topology, batch: Sequence[int]) -> str:
     return f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x {world} ranks x {islands} islands"
 
 
-def _bytes(flow: Flow) -> tuple[list[float], list[tuple[str, float, float]]]:
+def _bytes(runtime: StepRuntime) -> tuple[list[float], list[tuple[str, float, float]]]:
     """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name, bytes, bytes of a dense all-reduce) for
     which a reduce of everything would send less. A collective inside the island."""
-    sections = [c.section for c in (*flow.channels, *flow.buffers) if c.section is not None]
-    plan = Plan(sections, flow.topology.islands, flow.topology.island)
+    sections = [c.section for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
+    plan = Plan(sections, runtime.topology.islands, runtime.topology.island)
     totals = [float(plan.most().bytes_sent), plan.per_step()]
     rows: list[tuple[str, float, float]] = []
     for section in sections:
         if section.codec.indexed:
             elements = sum(g.r * g.s * g.count for g in section.layout.groups) + section.layout.num_dense
             totals += [(plan.size - 1) * section.num_bytes, ring_all_reduce_bytes(plan.size, 2 * elements)]
-    indexed = [c.channel.name for c in flow.channels if c.channel.codec.indexed]
-    totals += [0.0] * (2 + 2 * len(indexed) - len(totals))  # a copy beyond the lanes has no sections
-    totals = flow.island.total(*totals)
+    indexed = [c.channel.name for c in runtime.channels if c.channel.codec.indexed]
+    totals += [0.0] * (2 + 2 * len(indexed) - len(totals))  # a copy that is not active has no sections
+    totals = runtime.island.sum(*totals)
     for i, name in enumerate(indexed):
         if totals[2 + 2 * i] > totals[3 + 2 * i] > 0:
             rows.append((name, totals[2 + 2 * i], totals[3 + 2 * i]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm.digests import odd_ones
 from ..comm.header import FAR, NOT_FINITE, SUMMED, Header, norm_of
-from ..comm.peers import Line
+from ..comm.peers import PeerGroup
 from ..errors import Mismatch, NotFinite
 from .local_status import give_up
 
@@ -23,7 +23,7 @@ class Watch:
     """Looks at the messages of one line.
 
     Args:
-        line: None on a copy that has none, which sees nothing.
+        peers: None on a copy that has none, which sees nothing.
         speaks: this rank logs what it sees (one rank of each island does).
 
     Attributes:
@@ -33,13 +33,13 @@ class Watch:
         loss: the mean over the islands of those in the last headers that had one. stop: flags STOP and LEAVING of what has arrived.
     """
 
-    def __init__(self, line: Line | None, speaks: bool):
+    def __init__(self, peers: PeerGroup | None, speaks: bool):
         self.left_out, self.far, self.unlike, self._speaks, self._run = 0, 0, False, speaks, 0.0
-        self.compares = speaks and line is not None and line.size > 1
+        self.compares = speaks and peers is not None and peers.size > 1
         self.loss, self.stop = math.nan, 0
 
-    def check(self, line: Line, headers: Sequence[Header], gradients: bool) -> None:
-        """Refuse sums that must be equal and are not, and a mean of nobody. In the courier's thread, before the island votes.
+    def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
+        """Refuse sums that must be equal and are not, and a mean of nobody. In the worker's thread, before the island votes.
 
         Raises:
             Mismatch: replicas have parted. NotFinite: parameters are to be averaged, and no replica has finite ones.
@@ -47,11 +47,11 @@ class Watch:
         odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
         if odd:
             what = "parameters" if gradients else "outer parameters (anchors)"
-            sums = ", ".join(f"{line.label(j)} {headers[j].total:016x}" for j in odd)
+            sums = ", ".join(f"{peers.label(j)} {headers[j].total:016x}" for j in odd)
             text = f"replicas are no longer equal: {what} at step {headers[0].step} have other bits on {sums}"
-            if not self.unlike and line.elastic and 2 * len(odd) < len(headers):
-                if line.rank in odd:
-                    line.expel(text)
+            if not self.unlike and peers.elastic and 2 * len(odd) < len(headers):
+                if peers.rank in odd:
+                    peers.expel(text)
                 if self._speaks:
                     log.error("%s: they end, and come back as newcomers", text)
             elif not self.unlike:
@@ -61,39 +61,40 @@ class Watch:
         if all(h.flags & NOT_FINITE for h in headers) and not gradients:
             raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume from a checkpoint")
 
-    def compare(self, line: Line, bodies: Sequence[Tensor], blank: bool, reduced: bool) -> None:
-        """Warn once if the first messages that hold anything but zeros are the same from all islands. In the courier's thread.
+    def compare(self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool) -> None:
+        """Warn once if the first messages that hold anything but zeros are the same from all islands. In the worker's thread.
 
-        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too (`Line.alike`, `Line.something`)."""
-        if not self.compares or blank and not (reduced and line.something):
+        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too (`PeerGroup.alike`,
+        `PeerGroup.something`)."""
+        if not self.compares or blank and not (reduced and peers.something):
             return
         self.compares = False
-        if all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or line.alike):
+        if all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or peers.alike):
             log.warning(
                 "all islands sent the same first payload, to the last bit: do they train on the same rows? Give each island its own part, "
                 "as in dataset.shard(topology.islands, topology.island)"
             )
 
-    def count(self, line: Line | None, headers: Sequence[Header], slots: Sequence[int], step: int) -> NotFinite | None:
+    def count(self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int) -> NotFinite | None:
         """Count and name what was left out of the message of `step`; the error, if this replica does not come back by itself.
 
         `slots`: whose headers these are; empty where that is not known."""
         bad, far = ([j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR))
         self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
-        if line is None or not slots:
+        if peers is None or not slots:
             return None
         if bad and self._speaks:
-            names = ", ".join(line.label_of(slots[j]) for j in bad)
+            names = ", ".join(peers.label_of(slots[j]) for j in bad)
             log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
         if far and self._speaks:
-            names = ", ".join(f"{line.label_of(slots[j])} ({norm_of(headers[j].norm):.2g})" for j in far)
+            names = ", ".join(f"{peers.label_of(slots[j])} ({norm_of(headers[j].norm):.2g})" for j in far)
             others = max((norm_of(h.norm) for j, h in enumerate(headers) if j not in far), default=0.0)
             log.warning("step %d: norm far from the others' (at most %.2g) on %s, left out", step + 1, others, names)
-        mine = line.slot in [slots[j] for j in (*bad, *far)]
+        mine = peers.slot in [slots[j] for j in (*bad, *far)]
         self._run = (self._run + 1.0) * mine
         others_too = len(bad) + len(far) == len(headers)  # no island has anything that this one could come back with
         try:
-            give_up(self._run, None if others_too else line, "were far from the others'" if far else "were not finite (NaN or Inf)")
+            give_up(self._run, None if others_too else peers, "were far from the others'" if far else "were not finite (NaN or Inf)")
         except NotFinite as error:
             return error
         return None

@@ -1,7 +1,7 @@
 """The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
 
-`Shards` is what an engine offers the exchange: `torch_params.TorchShards` for torch optimizers (FSDP2, unsharded), others by packages of
-their own (`registry.py`). It hands out local tensors and views, steps the base optimizers, and knows the engine's clock.
+`TrainingHost` is what an engine offers the exchange: `torch_params.TorchHost` for torch optimizers (FSDP2, unsharded), others by packages
+of their own (`registry.py`). It hands out local tensors and views, steps the base optimizers, and knows the engine's clock.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..comm.topology import Position
+from ..comm.topology import ShardPosition
 
 if TYPE_CHECKING:
-    from ..comm.island import Island
+    from ..comm.island import IslandGroup
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
-class Shard:
+class LocalParam:
     """What is fixed about one local tensor: its name, the whole tensor's shape and the local one.
 
     `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is whole or cut along dim 0 as FSDP2 does.
@@ -39,8 +39,8 @@ class Shard:
     offset: int | None = None
 
 
-class Ticks(Protocol):
-    """An engine's steps. It calls what `Shards.ticks` was given: `before` ahead of the base step of a tick, `after` behind it.
+class StepHooks(Protocol):
+    """An engine's steps. It calls what `TrainingHost.hooks` was given: `before` ahead of the base step of a tick, `after` behind it.
 
     Attributes:
         aside: a step that can move parameters was taken inside `paused`.
@@ -70,10 +70,10 @@ class Ticks(Protocol):
         ...
 
 
-class Shards(Protocol):
+class TrainingHost(Protocol):
     """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of `shards`."""
 
-    shards: list[Shard]
+    params: list[LocalParam]
     device: torch.device
 
     @property
@@ -136,13 +136,13 @@ class Shards(Protocol):
         """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were not, or the other way round."""
         ...
 
-    def position(self, rank: int, world: int) -> Position:
+    def position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks."""
         ...
 
-    def ticks(
-        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
-    ) -> Ticks:
+    def hooks(
+        self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> StepHooks:
         """The job's clock, which this engine's steps drive; not started.
 
         Args:

@@ -42,9 +42,9 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
     rate = lr if lr is not None else config.lr
     if rate is None:
         raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr= (the recipes: --lr)")
-    if config.inner[0] == "sgd":
+    if config.inner_optimizers[0] == "sgd":
         return torch.optim.SGD(params, lr=rate, **options)
-    if config.inner[0] == "muonadamw":
+    if config.inner_optimizers[0] == "muonadamw":
         return MuonAdamW(params, lr=rate, **options)
     return torch.optim.AdamW(params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options})
 
@@ -57,17 +57,18 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
 
 def check_inner(config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`); the message says the cure."""
-    if {"any", "as_is"} & set(config.inner):
+    if {"any", "as_is"} & set(config.inner_optimizers):
         return
     for name, optimizer in zip(names, optimizers, strict=True):
-        momentum = [g.get("momentum", 0) for g in optimizer.param_groups] if config.inner == ("sgd",) else []
-        if name.lower() not in config.inner or any(momentum):
+        momentum = [g.get("momentum", 0) for g in optimizer.param_groups] if config.inner_optimizers == ("sgd",) else []
+        if name.lower() not in config.inner_optimizers or any(momentum):
             found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
-            wanted = "sgd without momentum" if config.inner == ("sgd",) else " or ".join(config.inner)
-            form = ", ask for FlexDeMo's AdamW form by inner='adamw'" if config.inner == ("sgd",) and name == "AdamW" else ""
+            wanted = "sgd without momentum" if config.inner_optimizers == ("sgd",) else " or ".join(config.inner_optimizers)
+            asks = config.inner_optimizers == ("sgd",) and name == "AdamW"
+            form = ", ask for FlexDeMo's AdamW form by inner_optimizer='adamw'" if asks else ""
             raise ValueError(
                 f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr)"
-                f"{form}, or insist with inner='as_is'"
+                f"{form}, or insist with inner_optimizers='as_is'"
             )
 
 

@@ -1,6 +1,6 @@
 """The clock of plain torch optimizers: one tick is one complete round of the attached optimizers' steps, caught by step hooks.
 
-What every engine's clock does in the same way, pausing, is `PausableTicks`.
+What every engine's clock does in the same way, pausing, is `PausableStepHooks`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..comm.island import Island
+from ..comm.island import IslandGroup
 from .base import local_part
 
 
-class PausableTicks:
+class PausableStepHooks:
     """What clocks share: whom they call, and when they do not.
 
     Args:
@@ -25,7 +25,7 @@ class PausableTicks:
         gradients: whether `before` needs or changes gradients.
 
     Attributes:
-        aside: see `base.Ticks`.
+        aside: see `base.StepHooks`.
     """
 
     def __init__(self, before: Callable[[], None], after: Callable[[], None], gradients: bool):
@@ -36,7 +36,7 @@ class PausableTicks:
 
     @contextmanager
     def paused(self, refusal: str = "") -> Iterator[None]:
-        """See `base.Ticks.paused`."""
+        """See `base.StepHooks.paused`."""
         before = self._refusal
         self._off, self._refusal = self._off + 1, refusal or before
         try:
@@ -50,7 +50,7 @@ class PausableTicks:
             raise RuntimeError(self._refusal)
 
 
-class TorchTicks(PausableTicks):
+class OptimizerStepHooks(PausableStepHooks):
     """Calls `before` at the first base step of a round and `after` at its end.
 
     Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make optimizer state. Where `before` needs
@@ -59,13 +59,13 @@ class TorchTicks(PausableTicks):
     Args:
         optimizers: they step in turns, each once per round.
         check: run ahead of each step with the number of the optimizer that takes it; raises where that cannot go on.
-        before, after, gradients: as for `PausableTicks`.
+        before, after, gradients: as for `PausableStepHooks`.
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        island: Island,
+        island: IslandGroup,
         before: Callable[[], None],
         after: Callable[[], None],
         check: Callable[[int], None],

@@ -1,6 +1,6 @@
 """Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
 
-`TorchShards` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
+`TorchHost` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
 (Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
 """
 
@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.island import Island
-from ..comm.topology import Position
-from .base import Shard, local_part, plain_name
+from ..comm.island import IslandGroup
+from ..comm.topology import ShardPosition
+from .base import LocalParam, local_part, plain_name
 from .optimizers import kind, materialise
-from .step_hooks import SCALED, TorchTicks, scales
+from .step_hooks import SCALED, OptimizerStepHooks, scales
 
 
-class TorchShards:
+class TorchHost:
     """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
@@ -30,7 +30,7 @@ class TorchShards:
         reshard(model)  # an evaluation leaves other parameters in the model than the optimizer holds
         names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
         self._places: list[tuple[int, int, int]] = []
-        self.shards: list[Shard] = []
+        self.params: list[LocalParam] = []
         seen: set[int] = set()
         for o, g, i, p, given in self._walk():
             if id(p) in seen:  # tied weights handed over twice
@@ -39,8 +39,8 @@ class TorchShards:
             name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
             local = local_part(p)
             self._places.append((o, g, i))
-            self.shards.append(Shard(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
-        if not self.shards:
+            self.params.append(LocalParam(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
+        if not self.params:
             raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
         if model is not None and names and not any(id(p) in names for _, _, _, p, _ in self._walk()):
             raise ValueError(
@@ -62,7 +62,7 @@ class TorchShards:
         return self.optimizers[o].param_groups[g]["params"][i]
 
     def check(self) -> None:
-        """See `Shards.check`. What is trained is compared by `check_trained`, since others may be switched off while one steps."""
+        """See `TrainingHost.check`. What is trained is compared by `check_trained`, since others may be switched off while one steps."""
         now = sum(len(g["params"]) for o in self.optimizers for g in o.param_groups)
         if now != (count := sum(map(len, self._trained))):
             raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {count}: detach() and attach again")
@@ -74,7 +74,7 @@ class TorchShards:
             return
         places = [(o, g, i) for o, g, i, _, _ in self._walk() if o == index]
         (o, g, i), is_on = next((place, a) for place, a, b in zip(places, now, before, strict=True) if a != b)
-        named = dict(zip(self._places, (s.name for s in self.shards), strict=True))
+        named = dict(zip(self._places, (s.name for s in self.params), strict=True))
         name = named.get((o, g, i), f"optimizer{o}.group{g}.parameter{i}")  # tied ones stand there once
         raise RuntimeError(
             f"requires_grad of {name} was switched {'on' if is_on else 'off'} after attach, which settled what is exchanged: detach() and "
@@ -82,7 +82,7 @@ class TorchShards:
         )
 
     def read(self, source: str) -> list[Tensor | None]:
-        """See `Shards.read`. States are looked up in the optimizer that holds the parameter."""
+        """See `TrainingHost.read`. States are looked up in the optimizer that holds the parameter."""
         out: list[Tensor | None] = []
         for index, (o, _, _) in enumerate(self._places):
             p = self._param(index)
@@ -96,16 +96,16 @@ class TorchShards:
         return out
 
     def rates(self) -> list[float]:
-        """See `Shards.rates`."""
+        """See `TrainingHost.rates`."""
         return [float(self.optimizers[o].param_groups[g]["lr"]) for o, g, _ in self._places]
 
     def states(self) -> list[str]:
-        """See `Shards.states`."""
+        """See `TrainingHost.states`."""
         pairs = [(p, o.state.get(p, {})) for o in self.optimizers for g in o.param_groups for p in g["params"]]
         return sorted({k for p, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and k != "step"})
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `Shards.gradients`."""
+        """See `TrainingHost.gradients`."""
         out: list[Tensor | None] = []
         for index, want in enumerate(wanted):
             p = self._param(index)
@@ -116,10 +116,10 @@ class TorchShards:
             out.append(local_part(p.grad) if p.grad is not None else None)
         return out
 
-    def position(self, rank: int, world: int) -> Position:
+    def position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh (ranks are copy-major)."""
         shards = 1
-        for index in range(len(self.shards)):
+        for index in range(len(self.params)):
             p = self._param(index)
             if isinstance(p, DTensor):
                 sharded = [d for d, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
@@ -129,7 +129,7 @@ class TorchShards:
                 shards = max(shards, size)
         if world % shards:
             raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of that")
-        return Position(shards, rank % shards, world // shards, rank // shards)
+        return ShardPosition(shards, rank % shards, world // shards, rank // shards)
 
     def base_step(self) -> None:
         """Run the base optimizers once (for a step that the training loop did not take)."""
@@ -137,24 +137,24 @@ class TorchShards:
             optimizer.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """See `Shards.commit`: free unsharded FSDP2 parameters."""
+        """See `TrainingHost.commit`: free unsharded FSDP2 parameters."""
         reshard(model if model is not None else self._model)
 
-    def ticks(
-        self, island: Island, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
-    ) -> TorchTicks:
+    def hooks(
+        self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+    ) -> OptimizerStepHooks:
         """One tick is one complete round of the optimizers' steps."""
-        return TorchTicks(self.optimizers, island, before, after, self.check_trained, gradients)
+        return OptimizerStepHooks(self.optimizers, island, before, after, self.check_trained, gradients)
 
     clips = ""
 
     @property
     def optimizer_names(self) -> list[str]:
-        """See `Shards.optimizer_names`."""
+        """See `TrainingHost.optimizer_names`."""
         return [kind(o) for o in self.optimizers]
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """See `Shards.optimizer_states`."""
+        """See `TrainingHost.optimizer_states`."""
         return [(p, o.state[p]) for o in self.optimizers for g in o.param_groups for p in g["params"] if p in o.state]
 
     def materialise(self) -> None:
@@ -163,15 +163,15 @@ class TorchShards:
             materialise(optimizer)
 
     def rest(self, model: torch.nn.Module) -> list[Tensor]:
-        """See `Shards.rest`."""
+        """See `TrainingHost.rest`."""
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
-        stepped = {s.name for s in self.shards if not s.frozen}
+        stepped = {s.name for s in self.params if not s.frozen}
         if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
             stepped = {n for n, p in named if p.requires_grad}
         return [local_part(p) for n, p in named if n not in stepped] + [local_part(b) for b in model.buffers()]
 
     def outside(self, model: torch.nn.Module) -> list[str]:
-        """See `Shards.outside`."""
+        """See `TrainingHost.outside`."""
         mine = {id(p) for _, _, _, p, _ in self._walk()}
         return [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
 

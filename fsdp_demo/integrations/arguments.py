@@ -11,18 +11,18 @@ from ..config.schema import ExchangeConfig
 
 @dataclass
 class ExchangeArguments:
-    """`--exchange diloco --set clock.period=100 codec.code=int8`; nothing is exchanged without `--exchange`.
+    """`--exchange diloco --set schedule.sync_every=100 codec.value_dtype=int8`; nothing is exchanged without `--exchange`.
 
     Example:
         >>> from transformers import HfArgumentParser
         >>> from fsdp_demo.integrations.arguments import ExchangeArguments
         >>> (exchange,) = HfArgumentParser(ExchangeArguments).parse_args_into_dataclasses(["--exchange", "diloco", "--set", "period=50"])
-        >>> exchange.config().channels[0].clock.period
+        >>> exchange.config().channels[0].schedule.sync_every
         50
     """
 
     exchange: str | None = field(default=None, metadata={"help": "preset name or yaml file; without it nothing is exchanged"})
-    set: list[str] = field(default_factory=list, metadata={"help": "changes to it, as in --set codec.topk=16 clock.period=50"})
+    set: list[str] = field(default_factory=list, metadata={"help": "changes to it, as in --set codec.topk=16 schedule.sync_every=50"})
 
     def config(self) -> ExchangeConfig | None:
         """What was asked for, or None.

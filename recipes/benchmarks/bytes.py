@@ -129,7 +129,7 @@ def published(small: Tensors, large: Tensors) -> list[Claim]:
 
 
 def _demo(label: str, tensors: Tensors, adamw: str, figures: dict[int, str]) -> list[Claim]:
-    dense = count(preset("full", code="bf16"), tensors, 2).largest.bytes_sent
+    dense = count(preset("full", value_dtype="bf16"), tensors, 2).largest.bytes_sent
     out = [Claim(f"DeMo {label}: gradient of AdamW, per step", f"{adamw} MB [1]", "MB", 2 * numel(tensors) / 1e6, dense / 1e6)]
     for k, figure in figures.items():
         ours = count(preset("demo", topk=k), tensors, 2).largest.bytes_sent
@@ -150,7 +150,7 @@ def _desloc(tensors: Tensors) -> list[Claim]:
 def _streaming(tensors: Tensors) -> list[Claim]:
     out, config = [], preset("streaming_diloco", period=100)
     for islands in (2, 4):
-        dense, ours = (count(c, tensors, islands).average[0] for c in (preset("full", code="bf16"), config))
+        dense, ours = (count(c, tensors, islands).average[0] for c in (preset("full", value_dtype="bf16"), config))
         out.append(Claim(f"Streaming DiLoCo: below bf16 data parallelism, R = {islands}", "400x [3]", "x", 100 * 16 / 4, dense / ours))
     layers = sorted({layer for n, _ in tensors if (layer := layer_of(n)) is not None})
     fragments = ceil(len(layers) / 3)
@@ -273,7 +273,7 @@ def most_islands(config: ExchangeConfig, tensors: Tensors) -> int | None:
 def settings(config: ExchangeConfig) -> str:
     """Period, code and selection of a preset's channels in a few words."""
     first = config.channels[0]
-    words = [f"every {'/'.join(str(p) for p in sorted({c.clock.period for c in config.channels}))}", first.codec.code]
+    words = [f"every {'/'.join(str(p) for p in sorted({c.schedule.sync_every for c in config.channels}))}", first.codec.value_dtype]
     words += [f"{first.codec.topk} of {BLOCK}"] if first.codec.sparse else []
     return ", ".join([*words, "fragments"] if first.fragments is not None else words)
 
@@ -348,7 +348,7 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry]) -> str:
         "trips: round trips of the exchange: 1 where all is gathered (sparse payloads; low-bit codes between few islands), 3 where "
         "vectors are reduced (header, parts, means), 2 (R - 1) in a ring. seconds: the larger direction over the link's rate, plus the "
         f"round trips. Headers of Ethernet, IP and TCP add {1 / TCP_SHARE - 1:.1%}. Training waits for these seconds, except where a "
-        f"channel has a delay ({', '.join(n for n in presets() if any(c.clock.delay for c in preset(n).channels))}).",
+        f"channel has a delay ({', '.join(n for n in presets() if any(c.schedule.delay for c in preset(n).channels))}).",
     )
     return "\n".join([f"Presets at their published settings: {title}", "", table(cells), "", *map(_wrapped, texts)])
 

@@ -55,7 +55,7 @@ def settings(name: str) -> dict[str, Any]:
     """Changes of a preset, so that a storm has many rounds."""
     if name in SETTINGS:
         return SETTINGS[name]
-    periods = [c.clock.period for c in preset(name).channels]
+    periods = [c.schedule.sync_every for c in preset(name).channels]
     return {"period": PERIOD} if min(periods) > 1 else {}
 
 

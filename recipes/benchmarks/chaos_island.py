@@ -37,7 +37,7 @@ from chaos_relay import slot_of  # noqa: E402
 from data import stdlib_files  # noqa: E402
 
 from fsdp_demo import Topology, attach, base_optimizer, guard, preset  # noqa: E402
-from fsdp_demo.checkpoint import Checkpoints, RunState  # noqa: E402
+from fsdp_demo.checkpoint import CheckpointManager, RunState  # noqa: E402
 from fsdp_demo.comm.header import FAR, NOT_FINITE, PAYLOAD, SKIPPED  # noqa: E402
 
 CONTEXT, WIDTH, DEPTH = 8, 128, 4
@@ -133,10 +133,10 @@ def relayed(slot: int, port: int) -> None:
 def noted(facts: Facts) -> None:
     """From now on each payload that this island has agreed on with the others is written down: number, step, who counts, whether it was
     settled in a change of members, and made again."""
-    from fsdp_demo.comm.member_line import MemberLine
+    from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
     from fsdp_demo.exchange.norms import Norms
 
-    run, finished, remember = MemberLine._run, MemberLine._finished, Norms.note
+    run, finished, remember = ElasticPeerGroup._run, ElasticPeerGroup._finished, Norms.note
     settled: dict[int, Any] = {}
     waiting: list[dict[str, Any]] = []  # for the verdict on the norms in it, which comes next in the same thread
 
@@ -162,7 +162,7 @@ def noted(facts: Facts) -> None:
             facts.tell("message", counted=counted, **told)
         waiting.clear()
 
-    MemberLine._finished, MemberLine._run, Norms.note = finish, exchange, note
+    ElasticPeerGroup._finished, ElasticPeerGroup._run, Norms.note = finish, exchange, note
 
 
 def ordered(folder: Path, name: str) -> str | None:
@@ -216,7 +216,7 @@ class Training:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world,)))
         config = preset(args.preset, **json.loads(args.settings))
         self.optimizer = base_optimizer(config, self.model.named_parameters(), lr=args.lr or config.lr or 1e-3)
-        self.state = RunState(Checkpoints(self.folder / self.topology.name, self.topology), self.model, self.optimizer)
+        self.state = RunState(CheckpointManager(self.folder / self.topology.name, self.topology), self.model, self.optimizer)
         self.exchange = attach(self.optimizer, config, model=self.model, topology=self.topology)
         self.facts.tell("attached", step=self.exchange.step)
 
@@ -246,7 +246,7 @@ class Training:
             self.facts.tell("poisoned", step=exchange.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        line: Any = exchange._line
+        line: Any = exchange._peers
         waited = exchange.metrics()["seconds_waiting"] - before
         epoch = line._driver.machine.record.epoch if line.elastic and line._driver is not None else -1
         told = {"loss": loss.item(), "tokens": ROWS * LENGTH, "stall": waited, "epoch": epoch, "members": list(line.alive)}

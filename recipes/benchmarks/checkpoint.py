@@ -31,7 +31,7 @@ from report import size, table  # noqa: E402
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, save  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import Checkpoints, open_exchange, save_exchange, snapshot  # noqa: E402
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange, snapshot  # noqa: E402
 from fsdp_demo.checkpoint.files import write_part  # noqa: E402
 from fsdp_demo.checkpoint.random_state import random_states  # noqa: E402
 from fsdp_demo.checkpoint.sharded_state import load_tensors, tensors_of  # noqa: E402
@@ -83,7 +83,7 @@ class Bench:
         optimizer = fsdp_demo.base_optimizer(config, module.named_parameters(), 1e-3)
         self.model, self.optimizer = self.acc.prepare(module, optimizer)
         self.topology = fsdp_demo.Topology.from_env({})
-        self.checkpoints = Checkpoints(folder / "ours", self.topology, keep=1)
+        self.checkpoints = CheckpointManager(folder / "ours", self.topology, keep=1)
         self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=self.topology)
         self.plain, self.number, self.clock = folder / "accelerate", 0, Clock()
         self.train(2)
@@ -117,7 +117,7 @@ class Bench:
         folder = self.checkpoints.path(self.number)
         clock("verify", lambda: self.checkpoints.verify(self.number))
         clock("load model", lambda: load_tensors({folder / "model": 1.0}, self.model, [unwrap(self.optimizer)], group))
-        saved = open_exchange(folder / "exchange")
+        saved = load_exchange(folder / "exchange")
         clock("load exchange", lambda: self.exchange.load_state_dict(saved.state_for(self.exchange)))
 
     def behind(self) -> None:

@@ -58,8 +58,8 @@ def config(name: str, code: str = "int8") -> ExchangeConfig:
     """The configuration of one row of the table."""
     topk, products = HOT[name]
     if products is None:
-        return preset("demo", topk=topk, code=code, transform=False)
-    return preset("demo", topk=topk, code=code, **{"codec.products": products})
+        return preset("demo", topk=topk, value_dtype=code, transform=False)
+    return preset("demo", topk=topk, value_dtype=code, **{"codec.transform_precision": products})
 
 
 def noise(shapes: Sequence[tuple[int, int]], device: str) -> list[Tensor]:

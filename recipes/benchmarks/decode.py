@@ -32,7 +32,7 @@ def measure(
     shapes: Sequence[tuple[int, int]], topk: int, products: str, replicas: Sequence[int], device: str, repeat: int
 ) -> dict[str, Any]:
     """ns per element of both forms for each number of replicas, by it."""
-    config = preset("demo", topk=topk, **{"codec.products": products})
+    config = preset("demo", topk=topk, **{"codec.transform_precision": products})
     most = max(replicas)
     ours, theirs = Ours(shapes, config, most, device), Published(shapes, topk, device)
     bodies, sets = [], []

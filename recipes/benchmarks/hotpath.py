@@ -4,7 +4,7 @@ Not a program. One layer of Llama-3.2-1B, cut along dim 0 over eight shards; no 
 outside the clock.
 
 * `Published` is the algorithm of arXiv 2411.19870 as its equations say it, tensor by tensor, and is the yardstick only.
-* `Ours` is the library's own path: an `ActiveChannel` over plain parameters, and the base optimizer.
+* `Ours` is the library's own path: an `ChannelRunner` over plain parameters, and the base optimizer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.memory import Ledger  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
-from fsdp_demo.channels.channel import ActiveChannel, Incoming, Outgoing, Received  # noqa: E402
+from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received  # noqa: E402
 from fsdp_demo.channels.placement import Placement  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
 from fsdp_demo.compression.transform import matrix, transform  # noqa: E402
 from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
-from fsdp_demo.hosts.torch_params import TorchShards  # noqa: E402
+from fsdp_demo.hosts.torch_params import TorchHost  # noqa: E402
 
 BETA, LR, EDGE = 0.999, 1e-3, 64
 
@@ -155,7 +155,7 @@ class Published:
 
 
 class Ours:
-    """An `ActiveChannel` over plain parameters, stepped by SGD.
+    """An `ChannelRunner` over plain parameters, stepped by SGD.
 
     Args:
         config: with one gradient channel.
@@ -166,21 +166,21 @@ class Ours:
         self.named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s, device=device))) for i, s in enumerate(shapes)]
         self.optimizer = fsdp_demo.base_optimizer(config, self.named, lr=LR)
         (channel,) = config.channels
-        self.channel = ActiveChannel(channel, Placement(TorchShards([self.optimizer]), islands=size))
+        self.channel = ChannelRunner(channel, Placement(TorchHost([self.optimizer]), islands=size))
         self.channel.start()
         self._body: Tensor | None = None
 
     @torch.no_grad()
-    def send(self, gradients: Sequence[Tensor], watch: Callable[..., Any]) -> Outgoing:
+    def send(self, gradients: Sequence[Tensor], watch: Callable[..., Any]) -> ChannelPayload:
         """What leaves."""
         for (_, p), g in zip(self.named, gradients, strict=True):
             p.grad = g
         watch("momentum, transform", self._accumulate)
-        out: Outgoing = watch("selection, codes, residual", self._encode)
+        out: ChannelPayload = watch("selection, codes, residual", self._encode)
         self._body = out.body
         return out
 
-    def _encode(self) -> Outgoing:
+    def _encode(self) -> ChannelPayload:
         out = self.channel.encode(0, None)
         self.channel.subtract(out)
         return out
@@ -196,7 +196,7 @@ class Ours:
 
     def _decode(self, bodies: Sequence[Tensor]) -> None:
         received = Received(bodies, [], [1.0] * len(bodies))
-        self.channel.apply(Incoming(Outgoing(0), received, [True] * len(self.named)))
+        self.channel.apply(Incoming(ChannelPayload(0), received, [True] * len(self.named)))
 
     def chosen(self) -> list[Tensor]:
         """Places in the blocks, int64 [blocks, k], that were sent last, per tensor."""

@@ -33,8 +33,8 @@ from fsdp_demo import Link, Topology
 from fsdp_demo.comm import peers
 from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.header import PAYLOAD
-from fsdp_demo.comm.peers import Line
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.peers import PeerGroup
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.comm.transport import TRANSPORTS
 
 CURVE = "+curve"  # a transport with keys from a token
@@ -47,10 +47,10 @@ class Candidate:
 
     name: str
     connections: int
-    line: Line
+    line: PeerGroup
 
 
-def seconds(line: Line, kind: str, size: int) -> tuple[float, float]:
+def seconds(line: PeerGroup, kind: str, size: int) -> tuple[float, float]:
     """Seconds of one exchange of `size` bytes, all islands starting together, and those of the processor in this process."""
     body = torch.zeros(size, dtype=torch.uint8)
     vector = torch.zeros(size // 4)
@@ -82,7 +82,7 @@ def meet(topology: Topology, name: str, connections: int) -> Candidate:
     transport, keys = name.removesuffix(CURVE), TOKEN if name.endswith(CURVE) else topology.token * (name != "gloo")
     as_many = mock.patch.object(peers, "streams", lambda rtt: connections) if connections else nullcontext()
     with as_many:
-        line, _ = replace(topology, transport=transport, token=keys).join(Position())
+        line, _ = replace(topology, transport=transport, token=keys).join(ShardPosition())
     assert line is not None
     return Candidate(name, 1 + len(line.more), line)
 

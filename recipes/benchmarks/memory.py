@@ -35,14 +35,14 @@ from report import table  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
 from fsdp_demo.comm.topology import Topology  # noqa: E402
-from fsdp_demo.comm.worker import Courier  # noqa: E402
+from fsdp_demo.comm.worker import CommWorker  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
 from fsdp_demo.compression.formats import CODERS  # noqa: E402
 from fsdp_demo.compression.precision import onednn  # noqa: E402
 from fsdp_demo.compression.transform import matrix  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
-from fsdp_demo.exchange.runtime import Flow  # noqa: E402
+from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
 
 PERIODS = {"local_sgd": 2, "local_adam": 2, "desloc": 2, "diloco": 2, "decoupled_momentum": 2, "sparse_loco": 2, "muloco": 2}
@@ -161,11 +161,11 @@ def followed(ledger: Ledger) -> Iterator[None]:
 
         return run
 
-    submit = Courier.submit
+    submit = CommWorker.submit
     with (
-        mock.patch.object(Courier, "submit", lambda self, job: submit(self, inside(job, ledger.inner))),
-        mock.patch.object(Flow, "before", inside(Flow.before, lambda: ledger)),
-        mock.patch.object(Flow, "after", inside(Flow.after, lambda: ledger)),
+        mock.patch.object(CommWorker, "submit", lambda self, job: submit(self, inside(job, ledger.inner))),
+        mock.patch.object(StepRuntime, "before", inside(StepRuntime.before, lambda: ledger)),
+        mock.patch.object(StepRuntime, "after", inside(StepRuntime.after, lambda: ledger)),
         mock.patch.object(Exchange, "_join", inside(Exchange._join, lambda: ledger)),
     ):
         yield
@@ -190,11 +190,11 @@ def measure(config: ExchangeConfig, tensors: Tensors, islands: int, steps: int, 
                 p.grad = g
             ledger.most.update(ledger.now)
             optimizer.step()
-            wait({f.future for f in exchange._mailbox.flights if f.future is not None})  # the accounts are read when all has arrived
+            wait({f.future for f in exchange._queue.flights if f.future is not None})  # the accounts are read when all has arrived
             most = {account: max(most[account], ledger.most[account]) for account in most}
             between.append(dict(ledger.now))
         exchange.detach()
-    last = between[-max(c.clock.period + c.clock.delay for c in config.channels) :]
+    last = between[-max(c.schedule.sync_every + c.schedule.delay for c in config.channels) :]
     state, held = ({account: best(b[account] for b in last) for account in most} for best in (min, max))
     return Memory(
         sum(prod(shape) for _, shape in tensors),
@@ -237,7 +237,7 @@ def shortened(name: str) -> ExchangeConfig:
 
 def steps_of(config: ExchangeConfig) -> int:
     """Steps in which every channel has sent, all that are due together have met, and what was under way has landed."""
-    return lcm(*(c.clock.period for c in config.channels)) + max(c.clock.period + c.clock.delay for c in config.channels)
+    return lcm(*(c.schedule.sync_every for c in config.channels)) + max(c.schedule.sync_every + c.schedule.delay for c in config.channels)
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def steps_of(config: ExchangeConfig) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One preset on one rank: the inner optimizer's state, what the exchange takes, and the same with `outer_state: host`."""
+    """One preset on one rank: the inner optimizer's state, what the exchange takes, and the same with `offload_outer_state`."""
 
     preset: str
     inner: str
@@ -259,9 +259,9 @@ def entries(tensors: Tensors, islands: int, shards: int) -> list[Entry]:
     out = []
     for name in presets():
         config = preset(name)
-        inner = {"sgd": "SGD", "muonadamw": "Muon + AdamW"}.get(config.inner[0], "AdamW")
+        inner = {"sgd": "SGD", "muonadamw": "Muon + AdamW"}.get(config.inner_optimizers[0], "AdamW")
         kept = inner_state(replace(config, lr=1.0), tensors, shards)
-        here, host = (plan_memory(c, tensors, islands, shards) for c in (config, replace(config, outer_state="host")))
+        here, host = (plan_memory(c, tensors, islands, shards) for c in (config, replace(config, offload_outer_state=True)))
         out.append(Entry(name, inner, kept, here, host))
     return out
 
@@ -283,10 +283,10 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry], markdown: bool =
     share = f"the first rank of an island, {rows[0].here.parameters / 1e6:.1f} M parameters of its own"
     text = (
         "Bytes per parameter of the rank's shards, and GB. Inner state: what the inner optimizer keeps, fp32. Device: what the exchange "
-        "keeps on the GPU, payloads under way included where they are most. Host: device and host: the same with outer_state=host, on the "
-        "GPU and in (pinned) host memory. Workspace: what a step with an exchange takes on the GPU on top and gives back, with "
-        "outer_state=device and with host; chunks of up to 64 MB and copies of single shards are not counted. Messages: the same on the "
-        "host. Parameters, gradients and activations are not in the table."
+        "keeps on the GPU, payloads under way included where they are most. Host: device and host: the same with "
+        "offload_outer_state=true, on the GPU and in (pinned) host memory. Workspace: what a step with an exchange takes on the GPU on top and gives back, with "
+        "offload_outer_state=false and with true; chunks of up to 64 MB and copies of single shards are not counted. Messages: the same on "
+        "the host. Parameters, gradients and activations are not in the table."
     )
     lines = [f"Memory of the presets at their published settings: {title}", share, "", table([head, *body], markdown), ""]
     return "\n".join([*lines, textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)])

@@ -69,23 +69,23 @@ def cases(period: int, delay: int) -> list[Case]:
     few = max(1, period // 8)  # for small payloads
     streaming = {"period": period, "layers": 2, "delay": few}
     return [
-        Case("full", "full", {"code": "bf16"}, 6),
+        Case("full", "full", {"value_dtype": "bf16"}, 6),
         Case("demo", "demo"),
-        Case("demo, delay 1", "demo", {"clock.delay": 1}),
+        Case("demo, delay 1", "demo", {"schedule.delay": 1}),
         Case(f"diloco, period {period}", "diloco", {"period": period}, period),
-        Case(f"diloco, period {period}, delay {delay}", "diloco", {"period": period, "clock.delay": delay}, period),
+        Case(f"diloco, period {period}, delay {delay}", "diloco", {"period": period, "schedule.delay": delay}, period),
         Case(f"streaming_diloco, period {period}, delay {few}", "streaming_diloco", streaming, period),
         Case(f"decoupled_momentum, period {period}", "decoupled_momentum", {"period": period}, period),
         Case(
             f"decoupled_momentum, period {period}, delay {few}",
             "decoupled_momentum",
-            {"period": period, "clock.delay": few},
+            {"period": period, "schedule.delay": few},
             period,
         ),
         Case(
             f"desloc, periods {period}/{3 * period}/{6 * period}, bf16, delay {delay}",
             "desloc",
-            {"period": period, "code": "bf16", "clock.delay": delay},
+            {"period": period, "value_dtype": "bf16", "schedule.delay": delay},
             6 * period,
         ),
     ]
@@ -93,12 +93,12 @@ def cases(period: int, delay: int) -> list[Case]:
 
 def _cycle(config: ExchangeConfig) -> int:
     """Steps after which the exchanges repeat."""
-    return math.lcm(*(c.clock.period for c in config.channels))
+    return math.lcm(*(c.schedule.sync_every for c in config.channels))
 
 
 def quiet_phase(config: ExchangeConfig) -> tuple[int, int]:
     """(step of the cycle after which the fewest payloads are under way, how many steps those still take)."""
-    clocks, cycle = [c.clock for c in config.channels], _cycle(config)
+    clocks, cycle = [c.schedule for c in config.channels], _cycle(config)
 
     def under_way(phase: int) -> list[int]:
         """Steps left of each payload that left before the step `cycle + phase` and is due in it or later."""
@@ -187,7 +187,7 @@ def _headers(case: Case, islands: Islands, settle: int, long: bool) -> float:
     """Bytes that the interface sends per byte of the meter, where every packet has a header of its own."""
     _connect(islands, NO_OFFLOAD[long])
     islands.lab.offload(False)
-    answers = islands.ask(do="train", settle=settle, steps=max(3, min(c.clock.period for c in case.config.channels)))
+    answers = islands.ask(do="train", settle=settle, steps=max(3, min(c.schedule.sync_every for c in case.config.channels)))
     islands.lab.offload(True)
     return sum(a["tx"] for a in answers) / sum(a["metered"] for a in answers)
 
@@ -198,7 +198,7 @@ def _row(case: Case, cell: Cell, first: Cell, headers: float, parameters: int, a
         "case": case.name,
         "preset": case.preset,
         "settings": case.settings,
-        "delay": max(c.clock.delay for c in case.config.channels),
+        "delay": max(c.schedule.delay for c in case.config.channels),
         "link": _named(cell.link),
         "bits_per_second": cell.link.bits_per_second,
         "rtt_ms": 1e3 * cell.link.rtt,

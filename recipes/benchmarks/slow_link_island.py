@@ -26,7 +26,7 @@ from data import forever, load_data, load_tokenizer  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import Topology, attach, base_optimizer, preset  # noqa: E402
-from fsdp_demo.comm.topology import Position  # noqa: E402
+from fsdp_demo.comm.topology import ShardPosition  # noqa: E402
 
 SHAPE = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "num_attention_heads": 5, "num_key_value_heads": 5}
 """A Llama of 7.9 million parameters: whole gradients of it take 13 s at 10 Mbit/s, one step of it some tenths of a second on one core."""
@@ -77,8 +77,8 @@ class Island:
         """TCP remembers what a link was like: a link that has changed gets new connections, as a job on it would have made them."""
         os.environ["ISLAND_RUN"] = run
         self._drained()
-        new, _ = Topology.from_env().join(Position())
-        old: Any = self.exchange._line
+        new, _ = Topology.from_env().join(ShardPosition())
+        old: Any = self.exchange._peers
         old.group, old.more = new.group, getattr(new, "more", [])
         old.meter.setup_bytes += new.meter.setup_bytes
         return {"connections": 1 + len(old.more)}
@@ -107,7 +107,7 @@ class Island:
 
     def _drained(self) -> dict[str, int]:
         """Counts of the meter and of the interface when nothing is under way."""
-        self.exchange.council.mean([0.0])
+        self.exchange.across_islands.mean([0.0])
         meter, (sent, received) = self.exchange.metrics(), interface()
         return {"metered": meter["bytes_sent"] + meter["setup_bytes"], "messages": meter["messages"], "tx": sent, "rx": received}
 

@@ -38,7 +38,7 @@ from fsdp_demo import ExchangeConfig, Topology, attach, base_optimizer, preset  
 
 PERIOD = 4
 CASES: dict[str, dict[str, Any]] = {
-    "full": {"code": "bf16"},
+    "full": {"value_dtype": "bf16"},
     "demo": {},
     "diloco": {"period": PERIOD},
     "streaming_diloco": {"period": 4 * PERIOD, "layers": 2, "delay": 2},
@@ -69,9 +69,9 @@ class Trained:
         self.ids = torch.randint(0, 256, (args["rows"], args["length"]), generator=generator).to(self.device)
         if exchange:
             rank, group = (dist.get_rank(), dist.group.WORLD) if world > 1 else (0, None)
-            topology = Topology("mesh", 0, 2, rank=rank, world=world, group=group, line_group=Echo(2))
+            topology = Topology("mesh", 0, 2, rank=rank, world=world, group=group, peer_group=Echo(2))
             self.exchange = attach(self.optimizer, config, model=model, topology=topology)
-            ticks: Any = self.exchange._ticks
+            ticks: Any = self.exchange._hooks
             ticks._run_before, ticks._run_after = self._timed("inside", ticks._run_before), self._timed("inside", ticks._run_after)
             island: Any = self.exchange._island  # whether what is sent is finite; nothing is clipped here
             island.clip, island.not_finite = self._timed("looking", island.clip), self._timed("looking", island.not_finite)
@@ -89,7 +89,7 @@ class Trained:
     def busy(self) -> bool:
         """Whether a message leaves in the next step, or is under way."""
         e = self.exchange
-        return e is not None and (e.next_exchange() == e.step or bool(e._mailbox.flights))
+        return e is not None and (e.next_exchange() == e.step or bool(e._queue.flights))
 
     def step(self) -> float:
         """Seconds of one training step."""

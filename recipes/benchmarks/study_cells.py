@@ -95,7 +95,7 @@ def sparse(method: str, period: int, topk: int, form: str = "", end: str = "", *
 
 
 ALONE = Cell("one replica alone", "full", replicas=1)
-FULL = Cell("full bf16", "full", {"code": "bf16"})
+FULL = Cell("full bf16", "full", {"value_dtype": "bf16"})
 LOCAL = Cell(f"local_sgd H={H}", "local_sgd", {"period": H})
 DILOCO = diloco("0.7 / 0.9 (published)", momentum_warmup=0)
 DILOCO_HALF = diloco("0.7 / 0.9 warm-up over half the rounds", momentum_warmup=ROUNDS // 2)
@@ -103,7 +103,7 @@ DILOCO_FITTED = diloco("0.7 / 0.5", momentum=0.5, momentum_warmup=0)
 DEMO_LR = 2e-3
 """Of 1e-3, 2e-3 and 4e-3 the best: table "first"."""
 
-APART = {"momentum.plain": list(EMBEDDINGS)}
+APART = {"momentum.no_transform": list(EMBEDDINGS)}
 """Embedding and head without the transform."""
 
 FIRST = [
@@ -120,10 +120,10 @@ FIRST = [
         {"period": H, "layers": 1, "momentum_warmup": ROUNDS // 2},
     ),
     Cell(f"desloc H={H} : {3 * H} : {6 * H}", "desloc", {"period": H, "embeddings": True}),
-    Cell(f"demo k=32 lr {DEMO_LR:g} DCT on all", "demo", {"momentum.plain": []}, lr=DEMO_LR),
+    Cell(f"demo k=32 lr {DEMO_LR:g} DCT on all", "demo", {"momentum.no_transform": []}, lr=DEMO_LR),
     *(Cell(f"demo k=32 lr {lr:g} plain embeddings", "demo", APART, lr=lr) for lr in (1e-3, DEMO_LR, 4e-3)),
-    Cell("demo in AdamW's form k=32 plain embeddings", "demo", {"inner": "adamw", "sign": False, **APART}),
-    Cell("demo in AdamW's form k=32 plain embeddings with sign", "demo", {"inner": "adamw", "sign": True, **APART}),
+    Cell("demo in AdamW's form k=32 plain embeddings", "demo", {"inner_optimizer": "adamw", "sign": False, **APART}),
+    Cell("demo in AdamW's form k=32 plain embeddings with sign", "demo", {"inner_optimizer": "adamw", "sign": True, **APART}),
     sparse("decoupled_momentum", 5, 32, " consensus"),
     sparse("decoupled_momentum", 5, 32, " consensus", " with DCT", transform=True),
     sparse("decoupled_momentum", H, 128, " consensus", " with DCT", transform=True),

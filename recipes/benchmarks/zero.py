@@ -95,7 +95,7 @@ def times(model: str, stage: int, rows: torch.Tensor, repeat: int) -> dict[str, 
 
     for _, attached in engines.values():
         if attached is not None:
-            ticks: Any = attached._ticks
+            ticks: Any = attached._hooks
             for name in ("_run_before", "_run_after"):
                 setattr(ticks, name, partial(timed, getattr(ticks, name), attached))
     for turn in range(repeat + 2):

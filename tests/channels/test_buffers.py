@@ -19,7 +19,7 @@ CONFIGS = {
     "full": preset("full"),
     "demo": preset("demo"),
     "diloco": preset("diloco", period=4),
-    "diloco late": preset("diloco", period=4, **{"clock.delay": 1, "applier.mix": 0.5}),
+    "diloco late": preset("diloco", period=4, **{"schedule.delay": 1, "applier.mix": 0.5}),
     "decoupled_momentum": preset("decoupled_momentum", period=4),
     "released": preset("decoupled_momentum", period=4, rule="released"),
     "local_sgd": preset("local_sgd", period=4),
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 def made(config: ExchangeConfig, topology: Topology, state: Any = None, saved: Any = None) -> tuple[Net, Any, Any]:
     torch.manual_seed(3)
     model = Net()
-    plain = config.inner[0] == "sgd"
+    plain = config.inner_optimizers[0] == "sgd"
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01) if plain else torch.optim.AdamW(model.parameters(), lr=0.01)
     if saved is not None:
         model.load_state_dict(saved[0])
@@ -173,7 +173,7 @@ def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None
         model = torch.nn.Linear(4, 4)
         exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, topology=topology)
         exchange.detach()
-        return exchange._flow.buffers
+        return exchange._runtime.buffers
 
     assert run_ranks(lambda: values(islands(island)), 1, 1) == [[[], []]]
 

@@ -19,42 +19,44 @@ FEW = ("muloco-int4", "sparse_loco-2bit")  # coded: a few elements may be rounde
 
 
 def outer(delay: int, mix: float = 0.0, **kw: Any) -> Case:
-    config = preset("diloco", momentum_warmup=0, period=P, clip=None, inner="as_is", **{"clock.delay": delay, "applier.mix": mix})
+    config = preset(
+        "diloco", momentum_warmup=0, period=P, clip=None, inner_optimizers="as_is", **{"schedule.delay": delay, "applier.mix": mix}
+    )
     return Case(config, oracle.Streaming, adamw, {"period": P, "lr": 0.7, "delay": delay, "mix": mix}, **kw)
 
 
 def averaged(delay: int, mix: float = 0.0) -> Case:
-    config = preset("local_sgd", period=P, clip=None, **{"clock.delay": delay, "applier.mix": mix})
+    config = preset("local_sgd", period=P, clip=None, **{"schedule.delay": delay, "applier.mix": mix})
     return Case(config, oracle.Averaging, sgd, {"period": P, "delay": delay, "mix": mix})
 
 
 def states(delay: int, of_states: int) -> Case:
-    changes = {"parameter.clock.delay": delay, "exp_avg.clock.delay": of_states, "exp_avg_sq.clock.delay": of_states}
+    changes = {"parameter.schedule.delay": delay, "exp_avg.schedule.delay": of_states, "exp_avg_sq.schedule.delay": of_states}
     config = preset("desloc", embeddings=True, period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None).changed(changes)
     options = {"period": 3, "states": {"exp_avg": 3, "exp_avg_sq": 6}, "delay": delay, "state_delay": of_states}
     return Case(config, oracle.Averaging, adamw, options)
 
 
 def sparse(rule: str, delay: int, mix: float = 0.0, **kw: Any) -> Case:
-    config = preset("decoupled_momentum", transform=True, rule=rule, period=P, code="fp32", clip=None, inner="as_is")
+    config = preset("decoupled_momentum", transform=True, rule=rule, period=P, value_dtype="fp32", clip=None, inner_optimizers="as_is")
     options = {"rule": rule, "period": P, "delay": delay, "mix": mix, "coding": coding(senders=rule == "consensus")}
-    return Case(config.changed({"clock.delay": delay, "applier.mix": mix}), oracle.DecoupledMomentum, sgd, options, **kw)
+    return Case(config.changed({"schedule.delay": delay, "applier.mix": mix}), oracle.DecoupledMomentum, sgd, options, **kw)
 
 
 def gathered(period: int, delay: int, sign: bool = False, **kw: Any) -> Case:
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", sign=sign, beta=0.9, clip=None).changed(
-        {"clock.period": period, "clock.delay": delay}
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", sign=sign, beta=0.9, clip=None).changed(
+        {"schedule.sync_every": period, "schedule.delay": delay}
     )
     options = {"sign": sign, "beta": 0.9, "period": period, "delay": delay, "coding": coding()}
     return Case(config, oracle.Demo, sgd, options, **kw)
 
 
 def full(delay: int) -> Case:
-    return Case(preset("full", **{"clock.delay": delay}), oracle.Full, adamw, {"delay": delay})
+    return Case(preset("full", **{"schedule.delay": delay}), oracle.Full, adamw, {"delay": delay})
 
 
 def streaming(delay: int, mix: float, **kw: Any) -> Case:
-    config = preset("streaming_diloco", momentum_warmup=0, period=6, delay=delay, mix=mix, layers=2, code="fp32", clip=None)
+    config = preset("streaming_diloco", momentum_warmup=0, period=6, delay=delay, mix=mix, layers=2, value_dtype="fp32", clip=None)
     options = {"period": 6, "delay": delay, "mix": mix, "parts": parts(2, "strided")}
     return Case(config, oracle.Streaming, adamw, options, model=LAYERED, **kw)
 
@@ -71,14 +73,14 @@ CASES = {
     "released-1": sparse("released", 1),
     "released-6": sparse("released", 6),
     "sparse_loco-2bit": Case(
-        coded("sparse_loco", period=2, **{"clock.delay": 5}),
+        coded("sparse_loco", period=2, **{"schedule.delay": 5}),
         oracle.SparseLoCo,
         sgd,
         {"period": 2, "delay": 5, "dtype": torch.float32},
         seed=3,
     ),
     "muloco-int4": Case(
-        coded("muloco", momentum_warmup=0, period=P, code="int4", **{"clock.delay": 6}),
+        coded("muloco", momentum_warmup=0, period=P, value_dtype="int4", **{"schedule.delay": 6}),
         oracle.Streaming,
         sgd,
         {"period": P, "lr": 0.8, "beta": 0.9, "code": "int4", "delay": 6, "dtype": torch.float32},
@@ -183,8 +185,8 @@ def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
 
 def test_a_delay_that_keeps_too_much_in_flight_is_refused():
     with pytest.raises(ValueError, match="max_in_flight=16"):
-        preset("local_sgd", period=2, **{"clock.delay": 40})
-    assert preset("local_sgd", period=2, max_in_flight=21, **{"clock.delay": 40}).channels[0].clock.in_flight == 21
+        preset("local_sgd", period=2, **{"schedule.delay": 40})
+    assert preset("local_sgd", period=2, max_in_flight=21, **{"schedule.delay": 40}).channels[0].schedule.in_flight == 21
 
 
 @pytest.mark.parametrize("delay, mix, steps", [(0, 0.5, 20), (0, 0.5, 18), (1, 0.0, 20), (6, 0.0, 18), (3, 0.5, 20)])

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
-from fsdp_demo.channels.channel import ActiveChannel, Incoming, Received
+from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.placement import Placement
-from fsdp_demo.comm.island import Island
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.island import IslandGroup
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.compression import blocks
 from fsdp_demo.config.fragments import expand
-from fsdp_demo.hosts.torch_params import TorchShards
+from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..support.accelerator import DEVICE, Accelerator, Synchronised, There, pin, plug_in
 from ..support.threaded import islands, values
@@ -30,19 +30,19 @@ ALL = [("embed.weight", (300, 64)), *((f"layers.{i}.{n}.weight", s) for i in ran
 CASES = {
     "full": preset("full"),
     "demo": preset("demo"),
-    "demo bf16 products": preset("demo", **{"codec.products": "bf16"}),
+    "demo bf16 products": preset("demo", **{"codec.transform_precision": "bf16"}),
     "demo plain": preset("demo", transform=False, topk=128),
     "random": preset("random"),
-    "random int8": preset("random", code="int8"),
+    "random int8": preset("random", value_dtype="int8"),
     "stride": preset("stride"),
-    **{f"diloco {code}": preset("diloco", period=2, code=code) for code in ("fp32", "int8", "int4", "2bit")},
+    **{f"diloco {code}": preset("diloco", period=2, value_dtype=code) for code in ("fp32", "int8", "int4", "2bit")},
     "streaming_diloco": preset("streaming_diloco", period=6, delay=2, layers=1),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
     "decoupled_momentum dct": preset("decoupled_momentum", period=2, transform=True),
     "decoupled_momentum released": preset("decoupled_momentum", period=2, rule="released"),
     "sparse_loco": preset("sparse_loco", period=2),
     "desloc": preset("desloc", period=2),
-    "local_sgd late": preset("local_sgd", period=4, **{"clock.delay": 3, "applier.mix": 0.5}),
+    "local_sgd late": preset("local_sgd", period=4, **{"schedule.delay": 3, "applier.mix": 0.5}),
     "muloco": preset("muloco", period=2),
 }
 
@@ -61,9 +61,9 @@ class Play:
         for i, (_, p) in enumerate(self.parameters):
             moments = {n: random(p.shape, 100 * j + i, device).abs() for j, n in enumerate(("exp_avg", "exp_avg_sq"), 1)}
             optimizer.state[p] = {"step": torch.zeros(()), **moments}
-        shards = TorchShards([optimizer])
-        channels = expand(config, [s.name for s in shards.shards])
-        self.channels = [ActiveChannel(c, Placement(shards, islands=R, home=home)) for c in channels]
+        shards = TorchHost([optimizer])
+        channels = expand(config, [s.name for s in shards.params])
+        self.channels = [ChannelRunner(c, Placement(shards, islands=R, home=home)) for c in channels]
         for c in self.channels:
             c.start()
 
@@ -76,12 +76,12 @@ class Play:
                 seen += self._round(c, number, bodies, [1.0, 1.0, 1.0] if number < 2 else [1.0, 2.0, 0.5])
         return seen
 
-    def _round(self, c: ActiveChannel, number: int, bodies: list[Tensor], weights: list[float]) -> list[Tensor]:
+    def _round(self, c: ChannelRunner, number: int, bodies: list[Tensor], weights: list[float]) -> list[Tensor]:
         for i, (_, p) in enumerate(self.parameters):
             p.add_(random(p.shape, 1000 * number + i, self.device, self.dtype), alpha=0.1)
             p.grad = random(p.shape, 2000 * number + i, self.device, self.dtype)
         self.mode.lenient = number == 0
-        out = c.encode(number * c.channel.clock.period, c.accumulate())
+        out = c.encode(number * c.channel.schedule.sync_every, c.accumulate())
         c.subtract(out)
         self.mode.lenient = True
         sent = [t.cpu().clone() for t in ([] if out.body is None else [out.body]) + out.vectors]
@@ -144,7 +144,7 @@ def train(config: ExchangeConfig, device: torch.device, steps: int = 7) -> Calla
                     for n, (_, p) in enumerate(named):
                         p.grad = random(p.shape, 100 * t + 10 * n + i, device)
                     loss = random((), t + i, device)
-                exchange.note(loss=loss)
+                exchange.report(loss=loss)
                 mode.lenient = t == 0  # constants are made once
                 optimizer.step()
             with mode.waiting():
@@ -158,14 +158,14 @@ def train(config: ExchangeConfig, device: torch.device, steps: int = 7) -> Calla
     "name, config",
     [
         ("demo", preset("demo")),
-        ("demo late", preset("demo", **{"clock.delay": 2})),
+        ("demo late", preset("demo", **{"schedule.delay": 2})),
         ("full", preset("full")),
-        ("diloco", preset("diloco", period=2, inner="as_is", **{"clock.delay": 1, "applier.mix": 0.5})),
-        ("decoupled_momentum", preset("decoupled_momentum", period=2, inner="as_is")),
+        ("diloco", preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1, "applier.mix": 0.5})),
+        ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
     ],
 )
 def test_steps_of_an_exchange_never_wait(run_ranks: Callable[..., Any], name: str, config: ExchangeConfig) -> None:
-    """Only the courier waits, for the copy it is about to send; parameters and the loss are those of the CPU."""
+    """Only the worker waits, for the copy it is about to send; parameters and the loss are those of the CPU."""
 
     def run() -> Any:
         with plug_in() as plug:
@@ -202,13 +202,13 @@ def test_clipping_reads_nothing(scale: float) -> None:
     host, torchs = [g.clone() for g in gradients], [nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for p, g in zip(torchs, gradients, strict=True):
         p.grad = g.clone()
-    Island(Topology(), Position()).clip([*host, None], 1.0)
+    IslandGroup(Topology(), ShardPosition()).clip([*host, None], 1.0)
     nn.utils.clip_grad_norm_(torchs, 1.0)
     with plug_in(), Accelerator() as mode:
         with mode.waiting():
             there = [g.to(DEVICE) for g in gradients]
-        Island(Topology(), Position(), DEVICE).clip([*there, None], 1.0)
-        Island(Topology(), Position(), DEVICE).clip([None], 1.0)
+        IslandGroup(Topology(), ShardPosition(), DEVICE).clip([*there, None], 1.0)
+        IslandGroup(Topology(), ShardPosition(), DEVICE).clip([None], 1.0)
         with mode.waiting():
             found = [g.cpu() for g in there]
     for a, b, p, g in zip(found, host, torchs, gradients, strict=True):
@@ -222,7 +222,7 @@ def test_gradients_that_are_not_finite_become_zeros_and_nobody_waits(limit: floa
     with plug_in(), Accelerator() as mode:
         with mode.waiting():
             there = [torch.tensor([torch.nan, 3.0]).to(DEVICE), torch.tensor([5.0]).to(DEVICE)]
-        island = Island(Topology(), Position(), DEVICE)
+        island = IslandGroup(Topology(), ShardPosition(), DEVICE)
         bad = island.clip(there, limit)
         lost = island.not_finite([there[0], torch.full((1,), torch.inf, device=DEVICE)])
         with mode.waiting():
@@ -241,8 +241,8 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
             named = [(f"layers.{i}.{n}", nn.Parameter(torch.ones(s).to(DEVICE))) for i in range(layers) for n, s in shapes.items()]
             for _, p in named:
                 p.grad = torch.ones_like(p)
-            shards = TorchShards([torch.optim.SGD(named)])
-            c = ActiveChannel(config.channels[0], Placement(shards, islands=R))
+            shards = TorchHost([torch.optim.SGD(named)])
+            c = ChannelRunner(config.channels[0], Placement(shards, islands=R))
             c.start()
         for mode.lenient in (True, False):
             mode.kernels.clear()

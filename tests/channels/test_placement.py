@@ -9,21 +9,21 @@ from torch import nn
 from fsdp_demo import preset
 from fsdp_demo.channels.bind import bind
 from fsdp_demo.channels.placement import Placement
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.schema import ExchangeConfig
-from fsdp_demo.hosts.torch_params import TorchShards
+from fsdp_demo.hosts.torch_params import TorchHost
 
 
-def shards() -> tuple[nn.Module, TorchShards]:
+def shards() -> tuple[nn.Module, TorchHost]:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    return model, TorchShards([torch.optim.SGD([(n, p) for n, p in model.named_parameters()], lr=0.1)])
+    return model, TorchHost([torch.optim.SGD([(n, p) for n, p in model.named_parameters()], lr=0.1)])
 
 
 def test_lanes_and_copies() -> None:
     _, here = shards()
-    lanes = [Placement(here, Position(1, 0, 3, copy), lanes=2).lane for copy in range(3)]
-    assert lanes == [0, 1, None]
+    active_copies = [Placement(here, ShardPosition(1, 0, 3, copy), active_copies=2).active_copy for copy in range(3)]
+    assert active_copies == [0, 1, None]
     assert Placement(here).home_device == here.device and Placement(here, home="meta").home_device.type == "meta"
 
 
@@ -33,9 +33,9 @@ def test_channels_of_a_configuration() -> None:
     config = preset("local_sgd", period=3)
     bound = bind(config.channels, config, Placement(here, islands=2), model)
     assert [c.channel.name for c in bound.channels] == [c.name for c in config.channels] and bound.channels[0].size == 2
-    assert [(b.channel.name, b.channel.clock.period) for b in bound.buffers] == [("buffers", 3)]
+    assert [(b.channel.name, b.channel.schedule.sync_every) for b in bound.buffers] == [("buffers", 3)]
     assert len(bound.parameters.covered) == 4 and bind(config.channels, config, Placement(here), model).buffers == []
-    beyond = bind(config.channels, config, Placement(here, Position(1, 0, 2, 1), lanes=1, islands=2), None)
+    beyond = bind(config.channels, config, Placement(here, ShardPosition(1, 0, 2, 1), active_copies=1, islands=2), None)
     assert beyond.channels[0].section is None and beyond.channels[0].layout is None and beyond.buffers == []
 
 

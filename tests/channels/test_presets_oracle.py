@@ -77,18 +77,20 @@ def coding(**kw: Any) -> oracle.Coding:
     return oracle.Coding(**{"code": "fp32", **kw})
 
 
-def positions(config: ExchangeConfig, shapes: dict[str, torch.Size], shards: int, lanes: int) -> Callable[[int, str, int], torch.Tensor]:
+def positions(
+    config: ExchangeConfig, shapes: dict[str, torch.Size], shards: int, active_copies: int
+) -> Callable[[int, str, int], torch.Tensor]:
     """The positions of a seeded selection for the oracle, from the library's own function: masks of local tensors.
 
-    `lanes` processes share the blocks of a shard; each draws for its own."""
+    `active_copies` processes share the blocks of a shard; each draws for its own."""
     channel = config.channels[0]
 
     @cache
     def masks(exchange: int, shard: int) -> dict[str, torch.Tensor]:
         local = {n: shard_rows(torch.empty(s, device="meta"), shards)[shard].shape for n, s in shapes.items()}
         out = {n: torch.zeros(s) for n, s in local.items()}
-        for lane in range(lanes):
-            layout = Layout(list(local.values()), [kind(channel, n) for n in local], lane, lanes)
+        for active_copy in range(active_copies):
+            layout = Layout(list(local.values()), [kind(channel, n) for n in local], active_copy, active_copies)
             work = layout.new("cpu")
             for g in layout.groups:
                 inside = seeded(channel.codec.select, g.r * g.s, g.k(channel.codec.topk), g.count, exchange, config.seed)
@@ -100,18 +102,23 @@ def positions(config: ExchangeConfig, shapes: dict[str, torch.Size], shards: int
     return lambda exchange, name, shard: masks(exchange, shard)[name]
 
 
-def seeded_oracle(*args: Any, config: ExchangeConfig, shards: int = 1, lanes: int = 1, **kw: Any) -> oracle.Demo:
+def seeded_oracle(*args: Any, config: ExchangeConfig, shards: int = 1, active_copies: int = 1, **kw: Any) -> oracle.Demo:
     """DeMo at the positions of `config`."""
     shapes = {n: p.shape for n, p in args[0].items()}
     codec = config.channels[0].codec
-    chosen = coding(code=codec.code, transform=codec.transform != "none", senders=False, positions=positions(config, shapes, shards, lanes))
+    chosen = coding(
+        code=codec.value_dtype,
+        transform=codec.transform != "none",
+        senders=False,
+        positions=positions(config, shapes, shards, active_copies),
+    )
     return oracle.Demo(*args, coding=chosen, shards=shards, **kw)
 
 
 P = 4  # period of the delta presets here
 RANDOM = preset("random", topk=512, clip=None)
 STRIDE = preset("stride", topk=300, sign=False, beta=0.9, clip=None, transform=True)
-STREAM = {"period": 6, "delay": 2, "mix": 0.5, "layers": 2, "code": "fp32"}
+STREAM = {"period": 6, "delay": 2, "mix": 0.5, "layers": 2, "value_dtype": "fp32"}
 
 
 def parts(layers: int, order: str) -> list[list[str]]:
@@ -122,7 +129,12 @@ def delta_case(config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimi
     """Decoupled momentum: `kw` are the oracle's options and the case's fields."""
     fields = {k: kw.pop(k) for k in ("seed", "seeds", "tolerance") if k in kw}
     return Case(
-        config.changed({"inner": ["as_is"], "clip": None}), oracle.DecoupledMomentum, inner, {"period": P, **kw}, period=P, **fields
+        config.changed({"inner_optimizers": ["as_is"], "clip": None}),
+        oracle.DecoupledMomentum,
+        inner,
+        {"period": P, **kw},
+        period=P,
+        **fields,
     )
 
 
@@ -168,15 +180,17 @@ CASES = {
         {"period": 6, "parts": parts(3, "sequential")},
         model=LAYERED,
     ),
-    "demo": Case(preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None), oracle.Demo, options={"coding": coding()}, seed=6),
+    "demo": Case(
+        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None), oracle.Demo, options={"coding": coding()}, seed=6
+    ),
     "demo-v2": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", version=2, beta=0.95, topk=16, clip=None),
+        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", version=2, beta=0.95, topk=16, clip=None),
         oracle.Demo,
         options={"sign": False, "beta": 0.95, "gain": 0.05, "alpha": 0.2, "coding": coding(k=16)},
         seeds={"2x2": 0, "4x1": 6},
     ),
     "demo-adamw": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", inner="adamw", clip=None),
+        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", inner_optimizer="adamw", clip=None),
         oracle.Demo,
         adamw,
         {"sign": False, "coding": coding()},
@@ -184,37 +198,41 @@ CASES = {
         seeds={"2x2": 11, "4x1": 6},
     ),
     "demo-no-transform": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", transform=False, clip=None),
+        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", transform=False, clip=None),
         oracle.Demo,
         options={"coding": coding(transform=False)},
         seed=3,
     ),
     "random": Case(RANDOM, seeded_oracle, options={"config": RANDOM}),
     "stride": Case(STRIDE, seeded_oracle, options={"config": STRIDE, "sign": False, "beta": 0.9}),
-    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P, code="fp32"), coding=coding(), seed=4, seeds={"4x1": 3}),
+    "consensus": delta_case(
+        preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"), coding=coding(), seed=4, seeds={"4x1": 3}
+    ),
     "consensus-replicas-no-transform": delta_case(
-        preset("decoupled_momentum", period=P, code="fp32", transform=False, reducer="replicas"),
+        preset("decoupled_momentum", period=P, value_dtype="fp32", transform=False, reducer="replicas"),
         coding=coding(transform=False, senders=False),
     ),
     "released": delta_case(
-        preset("decoupled_momentum", transform=True, rule="released", period=P, code="fp32"), rule="released", coding=coding(senders=False)
+        preset("decoupled_momentum", transform=True, rule="released", period=P, value_dtype="fp32"),
+        rule="released",
+        coding=coding(senders=False),
     ),
     "released-average": delta_case(
-        preset("decoupled_momentum", transform=True, rule="released", period=P, code="fp32", average_every=3),
+        preset("decoupled_momentum", transform=True, rule="released", period=P, value_dtype="fp32", average_every=3),
         adamw,
         rule="released",
         coding=coding(senders=False),
         average_every=3,
     ),
     "released-senders": delta_case(
-        preset("decoupled_momentum", transform=True, rule="released", period=P, code="fp32", reducer="senders"),
+        preset("decoupled_momentum", transform=True, rule="released", period=P, value_dtype="fp32", reducer="senders"),
         rule="released",
         coding=coding(),
         tolerance=1e-4,  # the momentum grows at every exchange, and rounding with it
         seed=3,
     ),
     "sparse_loco": Case(
-        preset("sparse_loco", period=P, code="fp32", clip=None, inner="as_is"),
+        preset("sparse_loco", period=P, value_dtype="fp32", clip=None, inner_optimizers="as_is"),
         oracle.SparseLoCo,
         sgd,
         {"period": P, "code": "fp32"},
@@ -317,7 +335,7 @@ def test_follows_the_oracle(run_ranks, name, islands):
     steps, seed = case.steps if islands in BOTH else 10, case.seed_for(islands)
     results = run_ranks(trainer(case, seed, steps, sharded), count, procs)
     if case.make is seeded_oracle and not sharded:
-        case = replace(case, options={**case.options, "lanes": procs})
+        case = replace(case, options={**case.options, "active_copies": procs})
     truth = expected(case, count, procs if sharded else 1, seed, steps)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
     total = sum(m.numel() for m in truth.open.values())
@@ -326,7 +344,9 @@ def test_follows_the_oracle(run_ranks, name, islands):
         if params is not None:
             assert worst(params, r // procs, truth) <= case.tolerance
         every = case.period * (3 if name == "released-average" else 1)
-        if (case.config.consensus or name == "released-average") and case.model is PROBE:  # fragments are equal one after the other
+        if (
+            case.config.equal_after_exchange or name == "released-average"
+        ) and case.model is PROBE:  # fragments are equal one after the other
             assert equal == [(t + 1) % every == 0 for t in range(steps)]
         else:
             assert equal == [False] * steps
@@ -351,7 +371,7 @@ def all_four(name: str) -> Case:
 
     AdamW hardly minds a factor that is the same at all steps, so it is used only where the method needs it."""
     case, clip = CASES[name], CLIPS.get(name, 100.0)
-    config = case.config.changed({"clip": clip, "inner": ["as_is"]})
+    config = case.config.changed({"clip": clip, "inner_optimizers": ["as_is"]})
     options = {**case.options, "clip": clip, "schedule": warm_then_cosine}
     if "config" in options:
         options["config"] = config
@@ -376,16 +396,20 @@ def test_schedule_clipping_accumulation_and_weight_decay(run_ranks, name):
 
 
 def coded(name: str, **changes: Any) -> ExchangeConfig:
-    return preset(name, **{"clip": None, **changes}).changed({"inner": ["as_is"]})
+    return preset(name, **{"clip": None, **changes}).changed({"inner_optimizers": ["as_is"]})
 
 
-RANDOM_BF16 = coded("random", topk=512, code="bf16", sign=False)
+RANDOM_BF16 = coded("random", topk=512, value_dtype="bf16", sign=False)
 CODED: dict[str, Case] = {
-    "full-bf16": Case(coded("full", code="bf16"), oracle.Full, sgd, {"code": "bf16"}),
-    "diloco-bf16": Case(coded("diloco", momentum_warmup=0, period=P, code="bf16"), oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}),
-    "diloco-int8": Case(coded("diloco", momentum_warmup=0, period=P, code="int8"), oracle.DiLoCo, sgd, {"period": P, "code": "int8"}),
+    "full-bf16": Case(coded("full", value_dtype="bf16"), oracle.Full, sgd, {"code": "bf16"}),
+    "diloco-bf16": Case(
+        coded("diloco", momentum_warmup=0, period=P, value_dtype="bf16"), oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}
+    ),
+    "diloco-int8": Case(
+        coded("diloco", momentum_warmup=0, period=P, value_dtype="int8"), oracle.DiLoCo, sgd, {"period": P, "code": "int8"}
+    ),
     "demo-bf16": Case(
-        coded("demo", **probe.PLAIN_EMBEDDINGS, code="bf16", transform=False, sign=False),
+        coded("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="bf16", transform=False, sign=False),
         oracle.Demo,
         sgd,
         {"sign": False, "coding": coding(code="bf16", transform=False)},
@@ -394,7 +418,7 @@ CODED: dict[str, Case] = {
         coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False), oracle.Demo, sgd, {"sign": False, "coding": coding(code="int8")}
     ),
     "desloc-bf16": Case(
-        coded("desloc", embeddings=True, period=3, code="bf16"),
+        coded("desloc", embeddings=True, period=3, value_dtype="bf16"),
         oracle.Averaging,
         adamw,
         {"period": 3, "states": {"exp_avg": 9, "exp_avg_sq": 18}, "code": "bf16"},
@@ -407,7 +431,7 @@ CODED: dict[str, Case] = {
         {"period": P, "coding": coding(code="int8", transform=False)},
     ),
     "streaming-fp4": Case(
-        coded("streaming_diloco", momentum_warmup=0, **{**STREAM, "code": "fp4_e3m0"}),
+        coded("streaming_diloco", momentum_warmup=0, **{**STREAM, "value_dtype": "fp4_e3m0"}),
         oracle.Streaming,
         sgd,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided"), "code": "fp4_e3m0"},
@@ -415,7 +439,7 @@ CODED: dict[str, Case] = {
     ),
     "sparse_loco-2bit": Case(coded("sparse_loco", period=P), oracle.SparseLoCo, sgd, {"period": P}),
     "muloco-int4": Case(
-        coded("muloco", momentum_warmup=0, period=P, code="int4"),
+        coded("muloco", momentum_warmup=0, period=P, value_dtype="int4"),
         oracle.Streaming,
         sgd,
         {"period": P, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4"},
@@ -457,8 +481,10 @@ REAL: dict[str, Case] = {
         adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)},
     ),
-    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P, code="fp32"), adamw, coding=coding()),
-    "sparse_loco": Case(preset("sparse_loco", period=P, code="fp32", clip=None), oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}),
+    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"), adamw, coding=coding()),
+    "sparse_loco": Case(
+        preset("sparse_loco", period=P, value_dtype="fp32", clip=None), oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}
+    ),
 }
 
 
@@ -498,7 +524,7 @@ def test_computing_in_bf16(run_ranks, name, islands):
 def test_muloco_on_measured_updates(run_ranks, islands, code):
     """What each inner step of MuonAdamW did is measured; the outer rule must follow from it."""
     count, procs, _ = ISLANDS[islands]
-    config = preset("muloco", momentum_warmup=0, period=P, code=code)
+    config = preset("muloco", momentum_warmup=0, period=P, value_dtype=code)
 
     def run(me):
         loss = layered.small_loss(bf16=False)

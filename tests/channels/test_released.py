@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Channel, Clock, ExchangeConfig, MuonAdamW, base_optimizer, preset
+from fsdp_demo import Accumulator, Channel, ExchangeConfig, MuonAdamW, SyncSchedule, base_optimizer, preset
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 
@@ -30,7 +30,7 @@ def warm_up(t: int) -> float:
 
 INSIDE = replace(
     CASES["demo"],
-    config=preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None, lr_inside=True, inner="as_is", sign=True),
+    config=preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None, lr_inside=True, inner_optimizers="as_is", sign=True),
     inner=decayed,
     options={**CASES["demo"].options, "lr_inside": True, "schedule": warm_up},
     seeds={},
@@ -59,7 +59,7 @@ def test_each_parameter_has_the_rate_of_its_group(run_ranks):
         parts = [[p for p in every if (sum(p.shape) % 3 == 0) == some] for some in (False, True)]
         return torch.optim.SGD([{"params": part, "lr": rate} for part, rate in zip(parts, (0.01, 0.04), strict=True)])
 
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None, lr_inside=True, sign=False, topk=4096, beta=0.9)
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None, lr_inside=True, sign=False, topk=4096, beta=0.9)
     results = run_ranks(lambda me: probe.train(me, config, two, 5)["params"], 2, 1)
     method = oracle.Demo(probe_start(), 2, two, coding=oracle.Coding(k=4096, code="fp32"), sign=False, beta=0.9, lr_inside=True)
     truth = followed(method, [[probe.island_gradient(0, t, r) for r in range(2)] for t in range(5)])
@@ -78,7 +78,7 @@ def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
     for inside in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
-        config = preset("demo", lr_inside=inside, code="fp32")
+        config = preset("demo", lr_inside=inside, value_dtype="fp32")
         exchange = fsdp_demo.attach(base_optimizer(config, model.parameters(), lr=2.0**-9), config, model=model)
         for t in range(6):
             model(torch.randn(4, 64, generator=torch.Generator().manual_seed(t))).square().sum().backward()
@@ -91,7 +91,9 @@ def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
 
 def test_the_rate_is_for_gradients() -> None:
     with pytest.raises(ValueError, match="accumulator.rate=True multiplies gradients"):
-        ExchangeConfig("own", (Channel("delta", "delta", Clock(2), Accumulator(rate=True), applier=preset("diloco").channels[0].applier),))
+        ExchangeConfig(
+            "own", (Channel("delta", "delta", SyncSchedule(2), Accumulator(rate=True), applier=preset("diloco").channels[0].applier),)
+        )
     assert preset("random", **{"accumulator.rate": True}).channels[0].accumulator == Accumulator(beta=0.999, rate=True)
     assert Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2))).scale(torch.ones(4), [2.0, 3.0]).tolist() == [3, 3, 2, 2]
 
@@ -107,7 +109,7 @@ class QuantizedOuterSGD(oracle.Streaming):
 
 
 MULOCO = {"period": 4, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4", "dtype": torch.float32}
-RELEASED_MULOCO = Case(coded("muloco", period=4, code="int4", released=True), QuantizedOuterSGD, sgd, MULOCO, model=LAYERED)
+RELEASED_MULOCO = Case(coded("muloco", period=4, value_dtype="int4", released=True), QuantizedOuterSGD, sgd, MULOCO, model=LAYERED)
 
 
 @pytest.mark.parametrize("steps", [12, 14])
@@ -129,7 +131,7 @@ def test_muloco_says_what_is_ours_and_what_is_released() -> None:
     assert (ours.accumulator.gain, ours.applier.momentum_warmup) == (1.0, 20)
     assert (released.accumulator.gain, released.applier.lr, released.applier.momentum_warmup) == (0.8, 0.8, 0)
     assert preset("muloco", released=True, momentum_warmup=5).channels[0].applier.momentum_warmup == 5
-    assert preset("muloco", released=True, code="fp32").channels[0].accumulator is None
+    assert preset("muloco", released=True, value_dtype="fp32").channels[0].accumulator is None
 
 
 def muon_released(p: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path:
     def fn(me: Any) -> Any:
         registry.PATIENCE = 60.0
         store = Durable(tmp_path / "keys")
-        board = registry.Board(fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r"))
+        board = registry.CheckpointRegistry(fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r"))
         before = board.exchange([1])
         store.kill()
         with pytest.raises(StoreSilent) as error:

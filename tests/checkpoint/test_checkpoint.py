@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.checkpoint import Checkpoints, open_exchange, save_exchange, snapshot
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange, snapshot
 from fsdp_demo.checkpoint.files import crc32, read_part, write_part
 from fsdp_demo.checkpoint.folders import MANIFEST
 from fsdp_demo.checkpoint.inspect import inspect
@@ -82,13 +82,13 @@ def test_a_tree_comes_back_bit_for_bit_and_without_pickle(tmp_path):
     write_part(tmp_path, "rank0", {"step": 3}, tree)
     head, again = read_part(tmp_path / "rank0.json")
     assert equal(tree, again) and math.copysign(1, again["numbers"][-1]) == -1
-    assert head["step"] == 3 and head["format"] == 1 and head["package"] == fsdp_demo.__version__
+    assert head["step"] == 3 and head["format"] == 2 and head["package"] == fsdp_demo.__version__
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0.json", "rank0.safetensors"]
 
 
 def test_a_part_tells_who_saved_it(tmp_path):
     saved(tmp_path)
-    found = open_exchange(tmp_path)
+    found = load_exchange(tmp_path)
     (head,) = found.heads
     assert found.step == 5 and found.complete and found.islands == [0]
     assert {k: head[k] for k in ("preset", "islands", "shards", "copies", "rank", "world")} == {
@@ -105,7 +105,7 @@ def test_a_part_tells_who_saved_it(tmp_path):
 
 PRESETS = {
     "demo": {},
-    "demo, delayed": {"momentum.clock.delay": 2},
+    "demo, delayed": {"momentum.schedule.delay": 2},
     "diloco": {"period": 4},
     "streaming_diloco": {"period": 4, "delay": 2, "layers": 0},
     "decoupled_momentum": {"period": 3, "rule": "released"},
@@ -150,7 +150,7 @@ def test_attach_takes_a_saved_state_bit_for_bit(run_ranks, name, sharded):
         model, optimizer = start(folder)
         model.load_state_dict(kept[0])
         optimizer.load_state_dict(kept[1])
-        exchange = fsdp_demo.attach(optimizer, config, model=model, state=open_exchange(folder))
+        exchange = fsdp_demo.attach(optimizer, config, model=model, state=load_exchange(folder))
         assert exchange.step == 5 and len(exchange.state_dict()["in_flight"]) == flights
         steps(model, optimizer, 5, 9)
         same = equal(state, exchange.state_dict()) and equal(whole, probe.parts(model))
@@ -178,7 +178,7 @@ def flip(path, at=-3):
 def newer(path):
     sealed = json.loads(path.read_text())
     part = json.loads(sealed["part"])
-    part["head"] |= {"format": 2, "package": "9.1"}
+    part["head"] |= {"format": 3, "package": "9.1"}
     path.write_text(json.dumps(sealed | {"part": json.dumps(part)}))
 
 
@@ -189,7 +189,7 @@ DAMAGE = {
     "cut": (lambda f: cut(f / "rank0.safetensors", 1000), "has 1000 bytes.*half-written or cut"),
     "cut json": (lambda f: cut(f / "rank0.json", 200), "rank0.json is damaged"),
     "flipped json": (lambda f: flip(f / "rank0.json", -300), "rank0.json is damaged"),
-    "newer": (lambda f: newer(f / "rank0.json"), "format 2, written by fsdp_demo 9.1.*install fsdp_demo 9.1 or newer"),
+    "newer": (lambda f: newer(f / "rank0.json"), "format 3, written by fsdp_demo 9.1.*install fsdp_demo 9.1 or newer"),
 }
 
 
@@ -199,14 +199,14 @@ def test_what_is_damaged_is_refused_with_a_way_out(tmp_path, name):
     damage, message = DAMAGE[name]
     damage(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
-        open_exchange(tmp_path)
+        load_exchange(tmp_path)
     assert str(tmp_path) in str(caught.value) and "start the exchange anew" in str(caught.value)
 
 
 def test_flipped_tensors_are_found_when_they_are_read(tmp_path):
     saved(tmp_path)
     flip(tmp_path / "rank0.safetensors")
-    found = open_exchange(tmp_path)  # only heads
+    found = load_exchange(tmp_path)  # only heads
     with pytest.raises(ValueError, match="damaged: checksum"):
         attached(state=found, period=2)
 
@@ -223,13 +223,13 @@ def test_what_belongs_to_another_run_is_refused(tmp_path, name):
     saved(tmp_path)
     make, message = FOREIGN[name]
     with pytest.raises(ValueError, match=message) as caught:
-        attached(**make(), state=open_exchange(tmp_path))
+        attached(**make(), state=load_exchange(tmp_path))
     assert "start the exchange anew" in str(caught.value)
 
 
 def test_another_period_is_another_setting_and_goes_on(tmp_path, caplog):
     saved(tmp_path)
-    _, _, exchange = attached(state=open_exchange(tmp_path), period=5)
+    _, _, exchange = attached(state=load_exchange(tmp_path), period=5)
     assert exchange.step == 5 and "another configuration" in caplog.text
     exchange.detach()
 
@@ -237,14 +237,14 @@ def test_another_period_is_another_setting_and_goes_on(tmp_path, caplog):
 def test_an_outline_has_names_and_no_tensors(tmp_path):
     """A part that holds what this release does not know is refused with a sentence."""
     whole = saved(tmp_path)
-    outline = open_exchange(tmp_path).outline(0)
+    outline = load_exchange(tmp_path).outline(0)
     assert (outline.step, outline.last) == (5, whole["last"])
     assert all(set(work) == {"tensor"} for kept in outline.channels.values() for work in kept.workspaces.values())
     head, state = read_part(tmp_path / "rank0.json")
     late = {"step": 4, "members": ["delta"], "parts": {"delta": {"step": 4, "speed": 2}}, "arrived": None}
     write_part(tmp_path, "rank0", head, {**state, "in_flight": [late]})
     with pytest.raises(ValueError, match=r"rank0.json holds what this fsdp_demo, .*'speed'.*install that one, or start the exchange anew"):
-        open_exchange(tmp_path).outline(0)
+        load_exchange(tmp_path).outline(0)
     with pytest.raises(ValueError, match="'speed'"):
         inspect(tmp_path)
 
@@ -258,22 +258,22 @@ def test_parts_of_several_islands_and_of_lost_ranks(tmp_path):
                 tmp_path / f"replica{island}", f"rank{rank}", head | {"island": island, "rank": rank, "world": 2, "islands": 2}, state
             )
     shutil.rmtree(tmp_path / "a")
-    found = open_exchange(tmp_path)
+    found = load_exchange(tmp_path)
     assert found.complete and found.islands == [0, 1] and len(found.heads) == 4
     with pytest.raises(ValueError, match="say of which one"):
         found.state(0)
     assert found.state(1, island=1)["step"] == 5
     (tmp_path / "replica1" / "rank1.json").unlink()
-    found = open_exchange(tmp_path / "replica0", tmp_path / "replica1")
+    found = load_exchange(tmp_path / "replica0", tmp_path / "replica1")
     assert not found.complete and found.missing == [(1, 1)]
     with pytest.raises(ValueError, match=r"lacks the part of island 1, rank 1 \(has ranks \[0\]\)"):
         found.state(1, island=1)
     head, state = read_part(tmp_path / "replica0" / "rank0.json")
     write_part(tmp_path / "replica0", "rank0", head | {"step": 6}, state)
     with pytest.raises(ValueError, match=r"different steps \[5, 6\]"):
-        open_exchange(tmp_path)
+        load_exchange(tmp_path)
     with pytest.raises(ValueError, match="more than once"):
-        open_exchange(tmp_path / "replica0", tmp_path / "replica0")
+        load_exchange(tmp_path / "replica0", tmp_path / "replica0")
 
 
 @pytest.mark.parametrize("below", [".", "replica0"])
@@ -283,18 +283,18 @@ def test_the_first_form_is_refused_by_name(tmp_path, below):
     place.mkdir(exist_ok=True)
     (place / "rank0.pt").write_bytes(b"a pickle")
     with pytest.raises(ValueError, match=r"rank0.pt has format 0 .*go on with the fsdp_demo that saved it; .*attach\(\.\.\., step=STEP\)"):
-        open_exchange(tmp_path)
+        load_exchange(tmp_path)
     _, _, exchange = attached(period=2)
     save_exchange(place, exchange)  # a json beside it counts
     exchange.detach()
-    assert open_exchange(tmp_path).heads[0]["format"] == 1
+    assert load_exchange(tmp_path).heads[0]["format"] == 2
 
 
 # -- which checkpoints stay -------------------------------------------------------------------------------------------------
 
 
 def single(tmp_path, keep=2):
-    return Checkpoints(tmp_path, fsdp_demo.Topology(), keep)
+    return CheckpointManager(tmp_path, fsdp_demo.Topology(), keep)
 
 
 def write(text="x"):
@@ -331,15 +331,15 @@ def test_the_newest_stay(tmp_path):
     for step in range(1, 5):
         kept.save(step, write())
     assert kept.complete() == [3, 4] and kept.common == 4
-    assert [single(tmp_path).agreed(), single(tmp_path / "other").agreed()] == [4, None]
+    assert [single(tmp_path).resolve_resume_step(), single(tmp_path / "other").resolve_resume_step()] == [4, None]
     with pytest.raises(ValueError, match=r"holds checkpoints of steps \[3, 4\]: go on from there"):
-        single(tmp_path).agreed(resume=False)
+        single(tmp_path).resolve_resume_step(resume=False)
     cut(kept.path(4) / MANIFEST, 20)
-    assert single(tmp_path).agreed() == 3
+    assert single(tmp_path).resolve_resume_step() == 3
     manifest = kept.path(3) / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 2, "package": "9.1"}))
     with pytest.raises(ValueError, match="version 2, written by fsdp_demo 9.1"):
-        single(tmp_path).agreed()
+        single(tmp_path).resolve_resume_step()
     with pytest.raises(ValueError, match="keep=0"):
         single(tmp_path, 0)
 
@@ -363,7 +363,7 @@ def test_training_goes_on_while_one_is_written(tmp_path):
 def plays(me, plan, keep=2, resume=True, take_over=False):
     """Saves the steps of `plan` for this island in turns with the others, then what is there and what is agreed on in the next run."""
     topology = fsdp_demo.Topology.from_env()
-    kept = Checkpoints(me.folder / f"home{me.island}", topology, keep)
+    kept = CheckpointManager(me.folder / f"home{me.island}", topology, keep)
     for turn, (island, steps) in enumerate(plan, 1):
         if island == me.island:
             for step in steps:
@@ -374,7 +374,7 @@ def plays(me, plan, keep=2, resume=True, take_over=False):
             time.sleep(0.01)
     kept.close()
     try:
-        return kept.complete(), Checkpoints(me.folder / f"home{me.island}", topology, keep).agreed(resume, take_over)
+        return kept.complete(), CheckpointManager(me.folder / f"home{me.island}", topology, keep).resolve_resume_step(resume, take_over)
     except ValueError as error:
         return kept.complete(), str(error)
 
@@ -403,20 +403,20 @@ def test_nothing_in_common_is_refused_with_what_each_holds(run_ranks):
 def test_one_that_resumes_beside_one_that_does_not_is_refused(run_ranks):
     def job(me):
         with pytest.raises(ValueError, match="islands differ in resume .island0: True, island1: False"):
-            Checkpoints(me.folder / str(me.island), fsdp_demo.Topology.from_env()).agreed(resume=me.island == 0)
+            CheckpointManager(me.folder / str(me.island), fsdp_demo.Topology.from_env()).resolve_resume_step(resume=me.island == 0)
 
     run_ranks(job, islands=2, procs=2)
 
 
 def test_emergency_parts_count_where_all_ranks_left_one(run_ranks):
     def job(me):
-        kept = Checkpoints(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
+        kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
         for step in (5, 7):
             if step == 5 or me.rank != 3:  # one rank of island 1 did not come to save step 7
                 write_part(kept.emergency(step), f"rank{me.proc}", {"step": step}, {})
-        step = kept.agreed()
-        kind = kept.holds(step)
-        kept.forget_emergencies()
-        return step, kind, kept.holds(step)
+        step = kept.resolve_resume_step()
+        kind = kept.has(step)
+        kept.clear_crash_saves()
+        return step, kind, kept.has(step)
 
     assert run_ranks(job, islands=2, procs=2) == [(5, "emergency", "")] * 4

@@ -13,7 +13,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint.choice import Held, alike, choose, look, superfluous, together
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
-from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.errors import NeedsDecision
 
@@ -127,7 +127,7 @@ def test_what_heads_say(tmp_path):
 # -- one rule for plain loops, the Trainer and DeepSpeed ---------------------------------------------------------------------------
 
 
-class Told(Board):
+class Told(CheckpointRegistry):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
@@ -194,9 +194,9 @@ class Begun(fsdp_demo.Topology):
 def test_islands_that_have_not_begun_are_not_asked():
     """What they hold is not waited for, folders are those of slots, and rotation goes on without them until they say something."""
     store = Asker(dist.HashStore(), "the test", 5.0)
-    boards = {i: Board(Begun("islands", i, 4, f"island{i}", timeout=5.0)) for i in (0, 1, 2, 3)}
-    for board in boards.values():
-        board._asker = store
+    boards = {i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0)) for i in (0, 1, 2, 3)}
+    for registry in boards.values():
+        registry._asker = store
     for i in (2, 3):
         store.set(f"note/{i}", json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]}))
     assert boards[0].choose([Held(10, owner=0)], "common") == [Held(10, owner=i) for i in (0, 2, 3)]

@@ -19,22 +19,22 @@ from ..support.threaded import Tap, values
 
 CONFIGS = {
     "demo": preset("demo"),
-    "demo, late": preset("demo", **{"clock.delay": 2}),
+    "demo, late": preset("demo", **{"schedule.delay": 2}),
     "full": preset("full"),
-    "full, late": preset("full", clip=0.5, **{"clock.delay": 2}),
-    "random": preset("random", inner="adamw"),
-    "diloco": preset("diloco", period=4, inner="as_is"),
-    "diloco, int8": preset("diloco", period=4, code="int8", inner="as_is"),
-    "diloco, late": preset("diloco", period=4, inner="as_is", **{"clock.delay": 2}),
-    "diloco, queue": preset("diloco", period=2, inner="as_is", **{"clock.delay": 3}),
-    "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner="as_is"),
-    "consensus": preset("decoupled_momentum", period=4, inner="as_is"),
-    "released": preset("decoupled_momentum", rule="released", period=4, inner="as_is"),
-    "released, averaged": preset("decoupled_momentum", rule="released", period=2, average_every=2, inner="as_is"),
-    "sparse_loco": preset("sparse_loco", period=4, inner="as_is"),
-    "muloco": preset("muloco", period=4, inner="as_is"),
+    "full, late": preset("full", clip=0.5, **{"schedule.delay": 2}),
+    "random": preset("random", inner_optimizer="adamw"),
+    "diloco": preset("diloco", period=4, inner_optimizers="as_is"),
+    "diloco, int8": preset("diloco", period=4, value_dtype="int8", inner_optimizers="as_is"),
+    "diloco, late": preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}),
+    "diloco, queue": preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 3}),
+    "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner_optimizers="as_is"),
+    "consensus": preset("decoupled_momentum", period=4, inner_optimizers="as_is"),
+    "released": preset("decoupled_momentum", rule="released", period=4, inner_optimizers="as_is"),
+    "released, averaged": preset("decoupled_momentum", rule="released", period=2, average_every=2, inner_optimizers="as_is"),
+    "sparse_loco": preset("sparse_loco", period=4, inner_optimizers="as_is"),
+    "muloco": preset("muloco", period=4, inner_optimizers="as_is"),
     "local_sgd": preset("local_sgd", period=4),
-    "local_sgd, late": preset("local_sgd", period=4, **{"clock.delay": 2}),
+    "local_sgd, late": preset("local_sgd", period=4, **{"schedule.delay": 2}),
     "desloc": preset("desloc", period=2),
 }
 STEPS = 18
@@ -89,7 +89,7 @@ def interrupted(config: ExchangeConfig, at: int, sends: int, count: int = 2) -> 
         except (PeerLost, RuntimeError) as error:
             assert isinstance(error, PeerLost), error
             kept = left(small)
-            assert small.exchange._mailbox.broken
+            assert small.exchange._queue.broken
             return kept
         return None
 

@@ -14,7 +14,7 @@ from fsdp_demo import preset
 from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.checkpoint.choice import Held, alike, choose, look, together
 from fsdp_demo.checkpoint.files import write_part
-from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.exchange.history import BEGUN, History
 from fsdp_demo.exchange.saved_state import ExchangeState
@@ -58,11 +58,11 @@ def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_
 
 def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is deleted for a checkpoint that the others hold in name only."""
-    board = Board(fsdp_demo.Topology.from_env({}))
+    registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}))
     for theirs, common in ((ALL, 20), (TWO, 10)):
         said = [[10, "9", ALL], [20, "19", theirs]]
-        monkeypatch.setattr(board, "exchange", lambda mine, said=said: [mine, said])
-        assert board.common([held(10, ALL), held(20, ALL, applied="19")]) == common
+        monkeypatch.setattr(registry, "exchange", lambda mine, said=said: [mine, said])
+        assert registry.common([held(10, ALL), held(20, ALL, applied="19")]) == common
 
 
 def test_the_heads_say_it(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_heads_say_it(tmp_path: Path) -> None:
     write(0)
     assert look(tmp_path, 3) == ('{"a": 9}', 1, ""), "an earlier release"
     write(0, history=ALL)
-    write(1, history="")  # a copy beyond the lanes
+    write(1, history="")  # a copy that is not active
     assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL) and look(tmp_path, 2) == ("", -1, "")
     write(1, history=TWO)
     with pytest.raises(ValueError, match="ranks have unlike histories"):
@@ -123,7 +123,7 @@ def trained(me: Any) -> Any:
     old = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})
     exchange.load_state_dict(tree)
     exchange.finish()
-    return heads, state.history["digest"], old.history, exchange._mailbox.history.digest
+    return heads, state.history["digest"], old.history, exchange._queue.history.digest
 
 
 def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:

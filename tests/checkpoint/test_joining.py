@@ -8,22 +8,22 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.checkpoint import Checkpoints, RunState
+from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..exchange.test_joining import made, recorded, step
 from ..support import joining
 
 
 def test_an_old_checkpoint_of_its_own_is_left_alone(run_ranks) -> None:
-    config = preset("demo", inner="adamw")
+    config = preset("demo", inner_optimizer="adamw")
 
     def life(me, where, steps: int, resume: bool) -> tuple[list[int], int, list[torch.Tensor], list[int]]:
         """One life of a loop as in the docstring of `RunState`."""
         model, optimizer, schedule = made(config, 7)
-        checkpoints = Checkpoints(me.folder / "newcomer", where)
+        checkpoints = CheckpointManager(me.folder / "newcomer", where)
         state = RunState(checkpoints, model, optimizer)
         state.restore(resume)
-        given = {"agree": {"steps": 100}, "step": state.step, "state": state.saved}
+        given = {"must_match": {"steps": 100}, "step": state.step, "state": state.saved}
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, **given)
         for _ in range(exchange.step):
             schedule.step()

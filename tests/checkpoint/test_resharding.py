@@ -11,7 +11,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo.channels.channel import Received
-from fsdp_demo.checkpoint import open_exchange
+from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.reshard import average, convert, shares
 from fsdp_demo.config.patterns import kind
 
@@ -27,9 +27,9 @@ CHANGES = {  # keep every preset's channels small in time, large in variety
 PRESETS = [
     *((name, CHANGES.get(name, {})) for name in fsdp_demo.presets()),
     ("demo", {"version": 2}),
-    ("demo", {"reducer.kind": "replicas"}),
+    ("demo", {"reducer.mean_over": "replicas"}),
     ("decoupled_momentum", {"rule": "released", "average_every": 2, "transform": True}),
-    ("muloco", {"code": "fp32"}),
+    ("muloco", {"value_dtype": "fp32"}),
 ]
 MOVES = [
     (Form(2, 2), Form(3, 1)),
@@ -64,7 +64,7 @@ def config(name: str, changes: dict) -> fsdp_demo.ExchangeConfig:
 
 def converted(saved: list, to: Form, conf: fsdp_demo.ExchangeConfig, folder) -> list[list]:
     """Ranks of the new form, each with its converted state."""
-    found = open_exchange(*resharded.save(saved, folder))
+    found = load_exchange(*resharded.save(saved, folder))
     ranks = resharded.all_ranks(conf, to, fill=False)
     for rank in (r for island in ranks for r in island):
         rank.state = convert(found, rank)
@@ -113,13 +113,13 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
                 for n in got[0]:
                     blocks = kind(settings, n) if key == "accumulator" else "dense"
                     parts = [[shard[n] for shard in of] for of in old]
-                    senders = key == "accumulator" and settings.reducer.kind == "senders"
+                    senders = key == "accumulator" and settings.reducer.mean_over == "senders"
                     wanted = oracle.accumulator(parts, blocks, i, after.islands, after.shards, senders)
                     for shard, expected in zip(got, wanted, strict=True):
                         near(shard[n], expected)
         for i, island in enumerate(new):
             present = island[0].state["channels"][channel]["present"]
-            names = [c.shards.shards[j].name for j in c.covered]
+            names = [c.shards.params[j].name for j in c.covered]
             assert present == [n != "one" and (n != "tied.weight" or rows[i][0] > 0) for n in names]
     for i, island in enumerate(new):
         each = [100 * (j + 1) * before.shards * before.copies for j in range(before.islands)]
@@ -136,7 +136,7 @@ def test_divisor_replicas_keeps_the_mean_exactly(name: str, changes: dict, after
     saved = resharded.all_ranks(conf, before)
     new = converted(saved, after, conf, tmp_path)
     for c in (c.channel for c in saved[0][0].channels if c.accumulator is not None):
-        assert c.reducer.kind == "replicas"
+        assert c.reducer.mean_over == "replicas"
         for n in SHAPES:
             sums = []
             for ranks in (saved, new):
@@ -201,13 +201,13 @@ def test_same_shards_bit_for_bit(name: str, changes: dict, before: Form, after: 
 
 
 DELAYED = [
-    ("full", {"clock.delay": 2}),
-    ("demo", {"clock.delay": 2}),
-    ("stride", {"clock.delay": 2, "code": "int8"}),
-    ("local_sgd", {"period": 4, "clock.delay": 2}),
+    ("full", {"schedule.delay": 2}),
+    ("demo", {"schedule.delay": 2}),
+    ("stride", {"schedule.delay": 2, "value_dtype": "int8"}),
+    ("local_sgd", {"period": 4, "schedule.delay": 2}),
     ("streaming_diloco", {"layers": 1, "period": 8, "delay": 3}),
-    ("diloco", {"period": 4, "clock.delay": 6}),
-    ("muloco", {"period": 4, "clock.delay": 2}),
+    ("diloco", {"period": 4, "schedule.delay": 6}),
+    ("muloco", {"period": 4, "schedule.delay": 2}),
 ]
 
 
@@ -255,7 +255,7 @@ def _mean(rank, channel: str) -> torch.Tensor:
     return c.mean(Received(bodies, means, [1.0] * len(bodies)), flight["step"]).clone()
 
 
-@pytest.mark.parametrize("name, changes", [("demo", {"clock.delay": 2}), ("muloco", {"period": 4, "clock.delay": 2})])
+@pytest.mark.parametrize("name, changes", [("demo", {"schedule.delay": 2}), ("muloco", {"period": 4, "schedule.delay": 2})])
 def test_what_did_not_arrive_everywhere_is_taken_back(name: str, changes: dict, tmp_path, caplog) -> None:
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, Form(2, 2))
@@ -284,7 +284,7 @@ def test_an_island_is_lost(tmp_path, caplog) -> None:
     folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path)
     rank = resharded.make(conf, Form(1, 1), 0, Form(1).places(0)[0])
     with caplog.at_level(logging.WARNING, "fsdp_demo"):
-        state = convert(open_exchange(folders[0]), rank)
+        state = convert(load_exchange(folders[0]), rank)
     assert "saved by 2 islands, complete are [0]: what the others held is lost" in caplog.text
     whole = {n: resharded.value(0, "delta", "anchor", n) for n in SHAPES}
     assert torch.equal(state["channels"]["delta"]["anchor"], resharded.local(rank.channels[0], rank.channels[0].position, whole))
@@ -297,23 +297,23 @@ def test_errors(tmp_path) -> None:
     (folders[1] / "rank0.json").unlink()
     (folders[0] / "rank1.json").unlink()
     with pytest.raises(ValueError, match="no island is complete: one has 2 shards x 1"):
-        convert(open_exchange(*folders), rank)
+        convert(load_exchange(*folders), rank)
     folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path / "other")
     other = resharded.make(config("demo", {}), Form(1, 1), 0, Form(1).places(0)[0])
     with pytest.raises(ValueError, match=r"saved channels are \['delta'\], this configuration has \['momentum'\]"):
-        convert(open_exchange(*folders), other)
+        convert(load_exchange(*folders), other)
     with pytest.raises(ValueError, match=r"saved state has \['anchor', 'momentum'\], this configuration keeps \['anchor'\]"):
-        convert(open_exchange(*folders), resharded.make(config("diloco", {"momentum": 0.0}), Form(1, 1), 0, Form(1).places(0)[0]))
-    rank.shards.shards[0] = replace(rank.shards.shards[0], shape=(124, 61))
+        convert(load_exchange(*folders), resharded.make(config("diloco", {"momentum": 0.0}), Form(1, 1), 0, Form(1).places(0)[0]))
+    rank.shards.params[0] = replace(rank.shards.params[0], shape=(124, 61))
     with pytest.raises(ValueError, match=r"layers.0.weight of shape \(124, 122\) lies here as \(124, 61\)"):
-        convert(open_exchange(*folders), rank)
+        convert(load_exchange(*folders), rank)
 
 
 def test_low_precision_parameters(tmp_path) -> None:
     """bf16 parameters keep `written` beside the anchor; it is mixed as the parameters are."""
     conf, form = config("diloco", {}), Form(2, 2)
     saved = [[resharded.make(conf, form, i, p, fill=True, dtype=torch.bfloat16) for p in form.places(i)] for i in range(2)]
-    found = open_exchange(*resharded.save(saved, tmp_path))
+    found = load_exchange(*resharded.save(saved, tmp_path))
     rank = resharded.make(conf, Form(1, 1), 0, Form(1).places(0)[0], dtype=torch.bfloat16)
     state = convert(found, rank)
     whole = {n: (resharded.value(0, "delta", "written", n) + resharded.value(1, "delta", "written", n)) / 2 for n in SHAPES}

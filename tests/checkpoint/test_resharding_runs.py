@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_demo
-from fsdp_demo.checkpoint import open_exchange, save_exchange
+from fsdp_demo.checkpoint import load_exchange, save_exchange
 from fsdp_demo.checkpoint.reshard import average, shares
 
 from ..support import layered, probe
@@ -75,18 +75,18 @@ def run(me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mes
         parts = {j: torch.load(folder / f"island{j}" / "replica.pt", weights_only=True) for j in row}
         replica = average(list(parts.values()), list(row.values()))
     model, optimizer = start(me, sharded, name, replica)
-    saved = open_exchange(folder / "island0", folder / "island1") if resume and not fresh else None
+    saved = load_exchange(folder / "island0", folder / "island1") if resume and not fresh else None
     topology = fsdp_demo.Topology.from_mesh(dist.device_mesh.init_device_mesh("cpu", (me.procs,))) if mesh else None
     changes = RUNS[name][0]
     at = {"step": STOP} if fresh else {"state": saved}
     exchange = fsdp_demo.attach(optimizer, fsdp_demo.preset(name, **changes), model=model, topology=topology, **at)
-    flying = len(exchange._mailbox.flights)
+    flying = len(exchange._queue.flights)
     losses = []
     for t in range(STOP if resume else 0, STOP + MORE):
         if t == STOP and not resume:
             save_exchange(folder / f"island{island}", exchange)
             save_replica(me, model, optimizer, folder / f"island{island}")
-            flying = len(exchange._mailbox.flights)
+            flying = len(exchange._queue.flights)
         backward(model, t, island, *((0, 1) if mesh else (me.proc, me.procs)))
         optimizer.step()
         optimizer.zero_grad()

@@ -12,13 +12,17 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.checkpoint import Checkpoints, RunState
+from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..exchange.test_survivors import ENV, Small, backward
 
 pytest.importorskip("zmq")
 
-CASES = {"demo": preset("demo", inner="adamw"), "diloco": preset("diloco", period=3), "late": preset("demo", **{"clock.delay": 2})}
+CASES = {
+    "demo": preset("demo", inner_optimizer="adamw"),
+    "diloco": preset("diloco", period=3),
+    "late": preset("demo", **{"schedule.delay": 2}),
+}
 
 
 class Lines(logging.Handler):
@@ -39,7 +43,7 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
     model = Small()
     optimizer = fsdp_demo.base_optimizer(CASES[case], model.named_parameters(), lr=1e-2)
     topology, ends = fsdp_demo.Topology.from_env(), me.folder.parent / "ends"
-    state = RunState(Checkpoints(me.folder.parent / f"disk{me.island}", topology, keep=4), model, optimizer)
+    state = RunState(CheckpointManager(me.folder.parent / f"disk{me.island}", topology, keep=4), model, optimizer)
     state.restore("auto")
     exchange = fsdp_demo.attach(optimizer, CASES[case], model=model, topology=topology, step=state.step, state=state.saved)
     if exchange.newcomer:

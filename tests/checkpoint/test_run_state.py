@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint  # before the first fork: it takes a second
 
 import fsdp_demo
-from fsdp_demo.checkpoint import Checkpoints, RunState, run_state
+from fsdp_demo.checkpoint import CheckpointManager, RunState, run_state
 from fsdp_demo.checkpoint.files import read_part
 from fsdp_demo.checkpoint.random_state import random_states, set_random_states
 
@@ -25,10 +25,10 @@ class Job:
     def __init__(self, folder, resume, seed, delay=0):
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
-        config = fsdp_demo.load_config("diloco", ["period=2", f"delta.clock.delay={delay}"])
+        config = fsdp_demo.load_config("diloco", ["period=2", f"delta.schedule.delay={delay}"])
         self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), 0.01)
         topology = fsdp_demo.Topology.from_env()
-        self.state = state = RunState(Checkpoints(folder / topology.name, topology), self.model, self.optimizer, {"seed": seed})
+        self.state = state = RunState(CheckpointManager(folder / topology.name, topology), self.model, self.optimizer, {"seed": seed})
         state.restore(resume)
         self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=topology, step=state.step, state=state.saved)
         self.rows = state.extra.get("rows", 0)
@@ -86,8 +86,8 @@ def other_rank(me):
     one.exchange.finish()
     torch.manual_seed(9)
     before = torch.get_rng_state()
-    moved = Checkpoints(me.folder / "island0", fsdp_demo.Topology("islands", 1, 2, name="island1"))
-    moved.agreed = lambda resume, take_over: 2
+    moved = CheckpointManager(me.folder / "island0", fsdp_demo.Topology("islands", 1, 2, name="island1"))
+    moved.resolve_resume_step = lambda resume, take_over: 2
     state = RunState(moved, one.model, one.optimizer)
     state.restore()
     state.restore_random()

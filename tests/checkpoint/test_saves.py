@@ -18,12 +18,12 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import NotFinite, PeerLost
-from fsdp_demo.checkpoint import Checkpoints, folders
+from fsdp_demo.checkpoint import CheckpointManager, folders
 from fsdp_demo.checkpoint.fence import LOCK, Fence
 from fsdp_demo.checkpoint.files import read_head, write_part
 from fsdp_demo.checkpoint.finite import first_not_finite, refuse_not_finite
 from fsdp_demo.checkpoint.folders import ASIDE, put_aside, take_back
-from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 
@@ -32,7 +32,7 @@ def text(folder):
 
 
 def single(root, **more):
-    return Checkpoints(root, fsdp_demo.Topology(), **more)
+    return CheckpointManager(root, fsdp_demo.Topology(), **more)
 
 
 def names(root):
@@ -56,22 +56,22 @@ def leave(kept, step, rank=0, island=None, world=1, **applied):
 def lives(me, after):
     """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third does."""
     topology, home, stale = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}", me.folder / "stale"
-    first = Checkpoints(home, topology, keep=9)
-    first.agreed(False)
+    first = CheckpointManager(home, topology, keep=9)
+    first.resolve_resume_step(False)
     for step in range(10, 60, 10):
         first.save(step, text)
     first.close()
     if me.island == 1:
         shutil.copytree(home / "checkpoint-10", stale / "checkpoint-10")
-    second = Checkpoints(stale if me.island else home, topology)
-    out = [second.agreed(), names(home), sorted(p.name for p in home.glob(f"{ASIDE}/*/*"))]
+    second = CheckpointManager(stale if me.island else home, topology)
+    out = [second.resolve_resume_step(), names(home), sorted(p.name for p in home.glob(f"{ASIDE}/*/*"))]
     return [*out, after(me, topology, home, second)]
 
 
 def refused(me, topology, home, second):
     second.close()  # attach would refuse a wrong preset here
-    third = Checkpoints(home, topology)
-    step = third.agreed()
+    third = CheckpointManager(home, topology)
+    step = third.resolve_resume_step()
     third.verify(step)
     return step, names(home), (home / ASIDE).exists() and any((home / ASIDE).iterdir())
 
@@ -124,7 +124,7 @@ def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
     put_aside(tmp_path, 1, "life")
     assert "checkpoint-2, checkpoint-3, emergency-4" in caplog.text and names(tmp_path) == ["checkpoint-1"]
     again = single(tmp_path)
-    assert again.agreed() == 4 and again.holds(4) == "emergency"
+    assert again.resolve_resume_step() == 4 and again.has(4) == "emergency"
 
 
 # -- joined between two exchanges ---------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
 
 def unlike(me):
     topology, home = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}"
-    first = Checkpoints(home, topology)
+    first = CheckpointManager(home, topology)
 
     def write(folder):
         head = {"islands": 2, "island": me.island, "applied": {"delta": 9}}
@@ -144,9 +144,9 @@ def unlike(me):
     if me.proc == 0:
         leave(first, 23, me.proc, world=me.procs, delta=9)  # the other ranks did not come to it
     meet(me, 1)
-    second = Checkpoints(home, topology)
-    step = second.agreed()
-    return step, second.holds(step), names(home), second.common
+    second = CheckpointManager(home, topology)
+    step = second.resolve_resume_step()
+    return step, second.has(step), names(home), second.common
 
 
 def test_emergencies_of_unlike_steps_between_two_exchanges(run_ranks):
@@ -165,7 +165,7 @@ def full(folder):
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
     def job(me):
-        kept = Checkpoints(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+        kept = CheckpointManager(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
         caught = []
 
         def fails(folder):
@@ -189,7 +189,7 @@ def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
 
 def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
     def job(me):
-        kept = Checkpoints(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+        kept = CheckpointManager(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
 
         def state():
             if me.proc == 1:
@@ -226,11 +226,11 @@ def test_a_second_folder_for_emergencies(tmp_path, monkeypatch, caplog):
     place = leave(kept, 7)
     assert tmp_path / "second" in place.parents and "cannot be written" in caplog.text
     again = single(tmp_path / "run" / "island0")
-    assert again.agreed() == 7 and again.holds(7) == "emergency" and again.emergency(7) == place
+    assert again.resolve_resume_step() == 7 and again.has(7) == "emergency" and again.emergency(7) == place
     other = single(tmp_path / "elsewhere" / "island0")
-    assert other.agreed() is None  # another run's
+    assert other.resolve_resume_step() is None  # another run's
     monkeypatch.delenv("ISLAND_EMERGENCY")
-    assert single(tmp_path / "run" / "island0").agreed() == 1
+    assert single(tmp_path / "run" / "island0").resolve_resume_step() == 1
     (kept.root / "emergency-7").write_text("in the way")
     with pytest.raises(OSError):
         leave(single(tmp_path / "run" / "island0"), 7)
@@ -244,14 +244,14 @@ def test_a_torn_exchange_in_an_emergency_does_not_count(tmp_path, tear):
     kept = single(tmp_path)
     kept.save(3, text)
     place = leave(kept, 5)
-    assert kept.left() == [5]
+    assert kept.crash_saves() == [5]
     if tear == "all":
         shutil.rmtree(place / "exchange")
     elif tear == "json":
         (place / "exchange" / "rank0.json").write_text("{")
     else:
         (place / "exchange" / "rank0.safetensors").unlink()
-    assert kept.left() == [] and single(tmp_path).agreed() == 3
+    assert kept.crash_saves() == [] and single(tmp_path).resolve_resume_step() == 3
 
 
 def test_nested_json_is_damage(tmp_path):
@@ -265,15 +265,15 @@ def test_nested_json_is_damage(tmp_path):
     kept = single(tmp_path)
     kept.save(1, text)
     (kept.path(1) / "manifest.json").write_text(deep)
-    assert kept.complete() == [] and single(tmp_path).agreed() is None
+    assert kept.complete() == [] and single(tmp_path).resolve_resume_step() is None
 
 
 def test_swapped_folders(run_ranks):
     def job(me, take_over):
-        kept = Checkpoints(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
+        kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
         leave(kept, 5, island=1 - me.island, delta=4)
         try:
-            return kept.agreed(take_over=take_over)
+            return kept.resolve_resume_step(take_over=take_over)
         except NeedsDecision as error:
             return str(error)
 
@@ -287,10 +287,10 @@ def test_swapped_folders(run_ranks):
 
 def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
     old = single(tmp_path)
-    old.agreed(False)
+    old.resolve_resume_step(False)
     old.save(10, text)
     new = single(tmp_path)
-    assert new.agreed() == 10
+    assert new.resolve_resume_step() == 10
     with pytest.raises(Superseded, match="belongs to a later life"):
         leave(old, 13)
     with pytest.raises(Superseded):
@@ -301,13 +301,13 @@ def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
     leave(new, 41)
     old.common = 99
     old._rotate()
-    assert new.complete() == [30, 40] and new.left() == [41]
+    assert new.complete() == [30, 40] and new.crash_saves() == [41]
 
 
 def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
     old = single(tmp_path)
     with pytest.raises(Superseded):
-        old.save(10, lambda folder: lambda: single(tmp_path).agreed())
+        old.save(10, lambda folder: lambda: single(tmp_path).resolve_resume_step())
     assert old.complete() == []
 
     def late(part, step, world):
@@ -319,7 +319,7 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
         patch.setattr(folders, "seal", late)
         with pytest.raises(Superseded):
             third.save(10, text)
-    assert single(tmp_path).agreed() is None  # whole, but for its manifest: nobody gives it the name
+    assert single(tmp_path).resolve_resume_step() is None  # whole, but for its manifest: nobody gives it the name
     (tmp_path / LOCK).unlink()  # gone hinders nobody
     old.save(20, text)
     assert old.complete() == [20]
@@ -329,7 +329,7 @@ def test_a_refused_start_does_not_take_the_folder(tmp_path):
     running = single(tmp_path)
     running.save(10, text)
     with pytest.raises(NeedsDecision, match="go on from there"):
-        single(tmp_path).agreed(resume=False)
+        single(tmp_path).resolve_resume_step(resume=False)
     running.save(20, text)
     assert running.complete() == [10, 20]
 
@@ -355,24 +355,24 @@ def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplo
     try:
         where = f"127.0.0.1:{store.stdout.readline().strip()}"
         topology = fsdp_demo.Topology("islands", 0, 2, endpoint=where, timeout=30.0, run="r")
-        kept = Checkpoints(tmp_path, topology)
+        kept = CheckpointManager(tmp_path, topology)
         kept.save(1, text)
         assert "does not answer" not in caplog.text
         store.send_signal(signal.SIGSTOP)
-        asked = Board.exchange
+        asked = CheckpointRegistry.exchange
 
         def told(self, held):
             os.kill(os.getpid(), signal.SIGTERM)
             return asked(self, held)
 
-        monkeypatch.setattr(Board, "exchange", told)
+        monkeypatch.setattr(CheckpointRegistry, "exchange", told)
         kept.save(2, text)
         assert served == [1] and "no old checkpoint is removed: the store at" in caplog.text
         for step in range(3, 6):
             kept.save(step, text)
         assert kept.complete() == [1, 2, 3, 4, 5]
         store.send_signal(signal.SIGCONT)  # it is asked again when a connection stands
-        while (kept._board._opening is None or not kept._board._opening.done()) and kept._board._asker is None:
+        while (kept._registry._opening is None or not kept._registry._opening.done()) and kept._registry._asker is None:
             kept.save(6, text)
         caplog.clear()
         monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 20.0)
@@ -390,7 +390,7 @@ def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how
     """No file may grow over 20 kB: safetensors and torch.save have errors of their own."""
 
     def job(me):
-        kept, big = Checkpoints(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
+        kept, big = CheckpointManager(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
         writers = {
             "part": lambda folder: write_part(folder, "rank0", {}, {"t": big}),
             "torch": lambda folder: torch.save(big, folder / "t.pt"),
@@ -403,6 +403,6 @@ def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how
             kept.save_alone(2, lambda folder, check: (folder.mkdir(), writers[how](folder)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         kept.save(3, writers[how])
-        return kept.failed_saves, kept.complete(), kept.left()
+        return kept.failed_saves, kept.complete(), kept.crash_saves()
 
     assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3], [])]

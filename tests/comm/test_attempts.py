@@ -20,7 +20,7 @@ from fsdp_demo import PeerLost, Topology
 from fsdp_demo.comm import attempts, presence
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.stores import LARGEST
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.exchange import connections
 
 from ..support import threaded
@@ -195,7 +195,7 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
             Presence(topology).end("left")
             return ""
         with pytest.raises(PeerLost) as error:
-            topology.join(Position())
+            topology.join(ShardPosition())
         return str(error.value)
 
     text, _ = run_ranks(fn, 2, 1, env=run)
@@ -271,7 +271,7 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
         key = f"{topology.prefix()}/0/join/1/0.0"
         topology.open_store().set(key, note)
         with pytest.raises(ValueError) as error:
-            topology.join(Position())
+            topology.join(ShardPosition())
         return str(error.value).replace(key, "KEY")
 
     (text,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
@@ -301,10 +301,10 @@ def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any)
     def broken(*_: Any) -> None:
         raise RuntimeError("no control group")
 
-    everywhere.setattr(connections, "Island", broken)
+    everywhere.setattr(connections, "IslandGroup", broken)
 
     def run(me: Any) -> None:
-        results = threaded.islands(lambda i, topology: connections.Connections(topology, Position(), torch.device("cpu")))
+        results = threaded.islands(lambda i, topology: connections.Connections(topology, ShardPosition(), torch.device("cpu")))
         assert [str(r) for r in results] == ["no control group"] * 2
         assert not [t for t in threading.enumerate() if t.name == "exchange"]
 

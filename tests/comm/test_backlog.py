@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fsdp_demo.comm.backlog import INDEX, MARKS, Backlog
-from fsdp_demo.comm.collectives import Arrived
+from fsdp_demo.comm.collectives import ReceivedMessage
 from fsdp_demo.comm.header import PAYLOAD, Header
 from fsdp_demo.comm.joining import Expected, Snapshot, Tick, unpacked
 
 
-def arrived(n: int, size: int = 100) -> Arrived:
+def arrived(n: int, size: int = 100) -> ReceivedMessage:
     bodies = [torch.full((size,), n + i, dtype=torch.uint8) for i in range(2)]
-    return Arrived([Header(0, n, kind=PAYLOAD)] * 2, bodies, [torch.full((7,), float(n))], slots=(0, 1))
+    return ReceivedMessage([Header(0, n, kind=PAYLOAD)] * 2, bodies, [torch.full((7,), float(n))], slots=(0, 1))
 
 
 def filled(folder: Path, marks: int = 2, each: int = 3, limit: int = 1 << 20) -> Backlog:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fsdp_demo.comm import early, traffic
-from fsdp_demo.comm.collectives import Arrived
+from fsdp_demo.comm.collectives import ReceivedMessage
 from fsdp_demo.comm.header import PAYLOAD, QUESTION
 
 from ..support.elastic import Islands, agree, body, vectors, weight
@@ -31,12 +31,12 @@ def sent(line: Any, n: int, gathered: bool) -> tuple[Any, torch.Tensor, list[tup
     return head, body(slot, n, 40), [] if gathered else vectors(slot, n)
 
 
-def message(line: Any, n: int, gathered: bool) -> Arrived:
+def message(line: Any, n: int, gathered: bool) -> ReceivedMessage:
     head, data, own = sent(line, n, gathered)
     return line.exchange(head, data, own, lambda headers: [[h.weight for h in headers]] * len(own))
 
 
-def check(line: Any, n: int, arrived: Arrived, gathered: bool) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+def check(line: Any, n: int, arrived: ReceivedMessage, gathered: bool) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     """Sums over exactly the islands that it names, with their weights."""
     slots = arrived.slots
     assert [h.weight for h in arrived.headers] == [weight(s) for s in slots]

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_demo import Topology
 from fsdp_demo.comm import environment
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.errors import StoreSilent
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_an_unknown_variable_is_warned_of_once(name: str, meant: str, caplog: py
 def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for variables in ({"ISLAND_COUNT": "1"}, {"ISLANDS_RANK": "0"}, {}):
-        Topology.from_env(variables).join(Position())
+        Topology.from_env(variables).join(ShardPosition())
     said = [(r.levelno, r.getMessage()) for r in caplog.records if "one replica" in r.getMessage()]
     assert [level for level, _ in said] == [logging.INFO, logging.WARNING]
     assert "ISLAND_COUNT is not set" in said[1][1]
@@ -137,6 +137,6 @@ def test_a_public_address_without_a_token_is_warned_of_once(
     env = {"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", "ISLAND_ENDPOINT": endpoint, **more}
     for _ in range(2):
         with pytest.raises(StoreSilent):
-            Topology.from_env(env).join(Position())
+            Topology.from_env(env).join(ShardPosition())
     found = [r.getMessage() for r in caplog.records if "PUBLIC" in r.getMessage()]
     assert len(found) == bool(says) and all(says in text and "secret" not in text for text in found), found

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
 from fsdp_demo import Topology, preset
-from fsdp_demo.comm.island import Island
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.island import IslandGroup
+from fsdp_demo.comm.topology import ShardPosition
 
 from ..support import probe
 
@@ -38,8 +38,8 @@ def test_a_mesh_on_another_backend_votes_over_gloo(run_ranks) -> None:
         if topology.island == 1:
             while not mark.exists():
                 time.sleep(0.01)
-        island = Island(topology, Position(2, topology.rank), DEVICE)
-        votes = island.largest(float(me.rank), 1.0), island.total(float(me.rank))
+        island = IslandGroup(topology, ShardPosition(2, topology.rank), DEVICE)
+        votes = island.max(float(me.rank), 1.0), island.sum(float(me.rank))
         ranks, backend = dist.get_process_group_ranks(island.group), dist.get_backend(island.group)
         patience = island.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         own, copies = island.group is not topology.group, island.copies is topology.group
@@ -56,7 +56,7 @@ def test_a_mesh_on_another_backend_votes_over_gloo(run_ranks) -> None:
 def test_a_mesh_on_gloo_votes_over_its_own_group(run_ranks) -> None:
     def run(me):
         topology = Topology.from_mesh(joined(me, "gloo"))
-        return Island(topology, Position(2, topology.rank)).group is topology.group
+        return IslandGroup(topology, ShardPosition(2, topology.rank)).group is topology.group
 
     assert run_ranks(run, 1, 4, group=False) == [True] * 4
 
@@ -88,7 +88,7 @@ def test_copies_hear_the_first_of_them(run_ranks) -> None:
     def run(me):
         topology, out = Topology(world=4, rank=me.proc), []
         for shards in (1, 2, 4):
-            island = Island(topology, Position(shards, me.proc % shards, 4 // shards, me.proc // shards))
+            island = IslandGroup(topology, ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards))
             work = torch.tensor([me.proc], dtype=torch.uint8)
             island.broadcast(work)
             out.append(int(work))
@@ -105,8 +105,8 @@ def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
     """Over 4 ranks that hold `shards` shards, one of which has no gradient: as on the host, and as torch clips the whole."""
 
     def run(me):
-        position = Position(shards, me.proc % shards, 4 // shards, me.proc // shards)
-        island = Island(Topology(world=4, rank=me.proc), position)
+        position = ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
+        island = IslandGroup(Topology(world=4, rank=me.proc), position)
         gradients = [[torch.randn(n, generator=torch.Generator().manual_seed(10 * s + n)) for n in (5, 70)] for s in range(shards)]
         gradients[-1] = gradients[-1] if shards < 4 else []
         mine = gradients[position.shard]
@@ -117,8 +117,8 @@ def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
         )
         island.clip([*host, None], limit)
         patch = pytest.MonkeyPatch()  # of a rank, which ends with it
-        patch.setattr(Island, "_on_device", lambda self: True)
-        patch.setattr(Island, "total", lambda *_: pytest.fail("a number of the host"))
+        patch.setattr(IslandGroup, "_on_device", lambda self: True)
+        patch.setattr(IslandGroup, "sum", lambda *_: pytest.fail("a number of the host"))
         island.clip([*there, None], limit)
         for p in whole:
             p.grad = p.detach().clone()
@@ -138,8 +138,8 @@ def test_where_a_norm_is_reduced(run_ranks) -> None:
 
     def run(me):
         mesh = joined(me, "cpu:gloo")
-        topology, sharded, whole = Topology.from_mesh(mesh), Position(2, me.rank % 2), Position(1, 0, 2, me.rank % 2)
-        islands = [Island(topology, place, device) for place in (sharded, whole) for device in (DEVICE, torch.device("cpu"))]
+        topology, sharded, whole = Topology.from_mesh(mesh), ShardPosition(2, me.rank % 2), ShardPosition(1, 0, 2, me.rank % 2)
+        islands = [IslandGroup(topology, place, device) for place in (sharded, whole) for device in (DEVICE, torch.device("cpu"))]
         islands[0]._ranks = dist.new_group(backend="cpu:gloo,cuda:gloo")
         reached = islands[0]._on_device()
         islands[0]._ranks = topology.group

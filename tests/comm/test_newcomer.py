@@ -13,14 +13,14 @@ import torch
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
 from fsdp_demo.comm import agreement, meet
-from fsdp_demo.comm.collectives import Arrived, part_of_mean, shares, whole
+from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
 from fsdp_demo.comm.coming import Coming
+from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import Place
-from fsdp_demo.comm.member_line import MemberLine
 from fsdp_demo.comm.transport import Meeting
-from fsdp_demo.comm.worker import Courier
+from fsdp_demo.comm.worker import CommWorker
 from fsdp_demo.errors import WireError
 
 from ..support.elastic import Islands
@@ -33,7 +33,7 @@ MEANS: dict[tuple[int, str], torch.Tensor] = {}
 """What came back first, of each step and code."""
 
 
-def payload(line: MemberLine, step: int) -> tuple[int, ...]:
+def payload(line: ElasticPeerGroup, step: int) -> tuple[int, ...]:
     """The message of a step, and the norm in it; of whom it was."""
     agreement.mean_of(line, step, 1.0)
     noise = torch.randn(20_000, generator=torch.Generator().manual_seed(10 * step + line.slot))
@@ -47,7 +47,7 @@ def payload(line: MemberLine, step: int) -> tuple[int, ...]:
     return arrived.slots
 
 
-def questions(line: MemberLine, step: int, count: int) -> list[tuple[int, ...]]:
+def questions(line: ElasticPeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
     """Questions of all kinds between two steps; who has answered each."""
     found = []
     for k in range(count):
@@ -71,7 +71,7 @@ class Run:
         self.planned, self.asked, self.results = threading.Event(), threading.Event(), dict[int, Any]()
         self.thread = threading.Thread(target=self.joins)
 
-    def trains(self, line: MemberLine) -> Any:
+    def trains(self, line: ElasticPeerGroup) -> Any:
         """A member."""
         found, asked, step = [], [], 0
         while step < self.at + LAST:
@@ -90,7 +90,7 @@ class Run:
         self.thread.join(WAIT) if line.slot == 0 else None
         return found, asked
 
-    def meet(self, line: MemberLine) -> None:
+    def meet(self, line: ElasticPeerGroup) -> None:
         """The base is known, and lies among the next messages: nothing is launched before."""
         if line.slot == 0:
             self.thread.start()
@@ -118,11 +118,11 @@ class Run:
                 line.ending = True
                 line.release()
 
-    def follows(self, line: MemberLine) -> Any:
+    def follows(self, line: ElasticPeerGroup) -> Any:
         follow = line.following
         assert follow is not None
-        courier = Courier(line)
-        line.runs_in(courier.submit)
+        worker = CommWorker(line)
+        line.runs_in(worker.submit)
         while follow.head(LONGEST, 0.5, {}) is None:
             pass
         while follow.bodies([36000], 0.5) is None:
@@ -133,14 +133,14 @@ class Run:
             tick = follow.tick(0.0 if planned else 0.5)
             if tick is not None:
                 assert tick.step == step
-                courier.submit(lambda at=step: payload(line, at)).result()
+                worker.submit(lambda at=step: payload(line, at)).result()
                 step += 1
             ended = planned and tick is None
         follow.caught_up(step)
         assert self.asked.wait(WAIT), "the others wait for this island's first step"
         found = []
         while step < self.at + LAST:
-            found.append((step, courier.submit(lambda at=step: payload(line, at)).result()))
+            found.append((step, worker.submit(lambda at=step: payload(line, at)).result()))
             step += 1
         return found
 
@@ -185,7 +185,7 @@ def test_means_travel_in_their_code(count: int) -> None:
     weights = [[1.0] * count] * len(spans)
     parts = [part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :] for j in range(count)]
     means = whole(list(parts), spans)
-    arrived = Arrived([Header(0, 3)] * count, [torch.zeros(2, dtype=torch.uint8)] * count, means, slots=tuple(range(count)))
+    arrived = ReceivedMessage([Header(0, 3)] * count, [torch.zeros(2, dtype=torch.uint8)] * count, means, slots=tuple(range(count)))
     expected = Expected(PAYLOAD, 3, 2, spans)
     plain, coded = packed(arrived), packed(arrived, parts)
     assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [p.numel() for p in plain[1:]] == expected.sizes(plain[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_demo.comm.island import Island
+from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.errors import NeedsDecision, NotFinite, PeerLost, StoreSilent, Superseded
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def words(me: Any) -> list[Any]:
     ranks = Ranks.everywhere()
-    said = [ranks.largest(me.proc, -me.proc), ranks.total(1, me.proc), ranks.any(me.proc == 1), ranks.any(False)]
+    said = [ranks.max(me.proc, -me.proc), ranks.sum(1, me.proc), ranks.any(me.proc == 1), ranks.any(False)]
     said += [ranks.same(7), ranks.same(me.proc), ranks.everyone({"rank": me.proc, "text": "é" * me.proc}), ranks.everyone(None)]
     return [*said, ranks.from_first(lambda: ("only", me.proc, "ü")), ranks.together(lambda: me.proc, "work")]
 
@@ -34,8 +34,8 @@ def test_all_ranks_hear_the_same(run_ranks: Any) -> None:
 def test_one_rank_alone_needs_no_group() -> None:
     alone = Ranks.everywhere()
     assert (alone.group, alone.rank, alone.world) == (None, 0, 1)
-    assert alone.largest(2, 1) == [2, 1] and alone.same(3) and not alone.any(False) and alone.everyone("x") == ["x"]
-    assert alone.from_first(lambda: 5) == 5 and isinstance(alone, Ranks) and issubclass(Island, Ranks)
+    assert alone.max(2, 1) == [2, 1] and alone.same(3) and not alone.any(False) and alone.everyone("x") == ["x"]
+    assert alone.from_first(lambda: 5) == 5 and isinstance(alone, Ranks) and issubclass(IslandGroup, Ranks)
 
 
 def errors(me: Any, asked: list[Exception], worked: list[list[Exception | None]]) -> list[tuple[str, str]]:

@@ -21,10 +21,10 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import Topology
-from fsdp_demo.checkpoint.registry import Board
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm import attempts, topology
 from fsdp_demo.comm.presence import Presence
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.errors import StoreSilent
 
 runs = itertools.count()
@@ -71,7 +71,12 @@ def test_a_frozen_store_is_an_error_at_the_start(run_ranks, store) -> None:
     def fn(me: Any) -> list[str]:
         freeze()
         texts = []
-        for call in (lambda t: t.open_store(), lambda t: t.prefix(), lambda t: t.join(Position()), lambda t: Board(t).meet({})):
+        for call in (
+            lambda t: t.open_store(),
+            lambda t: t.prefix(),
+            lambda t: t.join(ShardPosition()),
+            lambda t: CheckpointRegistry(t).meet({}),
+        ):
             with pytest.raises(StoreSilent) as error:
                 call(Topology.from_env())
             texts.append(str(error.value))
@@ -90,7 +95,7 @@ def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ran
         timer = threading.Timer(0.4, freeze)
         timer.start()
         with pytest.raises(StoreSilent) as error:
-            topology.join(Position())
+            topology.join(ShardPosition())
         return str(error.value)
 
     (text,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
@@ -110,8 +115,8 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
         p = torch.nn.Parameter(torch.full((3,), float(me.island)))
         optimizer = torch.optim.SGD([p], lr=0.1)
         exchange = fsdp_demo.attach(optimizer, "full")
-        board = Board(exchange.topology)
-        board.exchange([1])
+        registry = CheckpointRegistry(exchange.topology)
+        registry.exchange([1])
         presence = Presence(exchange.topology)
         presence.start()
         assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)  # its thread is connected
@@ -123,7 +128,7 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
         met = presence.wait_for_stops(5.0)
         presence.end("left")
         with pytest.raises(StoreSilent):
-            board.exchange([2])
+            registry.exchange([2])
         for _ in range(3):
             p.grad = torch.ones(3)
             optimizer.step()

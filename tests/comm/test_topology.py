@@ -21,7 +21,7 @@ from fsdp_demo import PeerLost, Topology
 from fsdp_demo.comm import attempts
 from fsdp_demo.comm import environment as variables
 from fsdp_demo.comm.presence import Presence
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.errors import StoreSilent
 
 from ..support import probe
@@ -93,8 +93,8 @@ def test_an_island_without_a_count_is_refused() -> None:
 # ---- meeting -----------------------------------------------------------------------------------------------------------
 
 
-def join(env: dict[str, str], position: Position | None = None) -> Any:
-    return Topology.from_env(env).join(position or Position())
+def join(env: dict[str, str], position: ShardPosition | None = None) -> Any:
+    return Topology.from_env(env).join(position or ShardPosition())
 
 
 def test_missing_peers_are_listed_with_those_who_came(run_ranks) -> None:
@@ -123,7 +123,7 @@ def test_no_store_says_where_to_start_one() -> None:
 
 
 def test_another_layout_is_refused_on_both_sides_at_once(run_ranks) -> None:
-    positions = [Position(2, 0, 1, 0), Position(1, 0, 2, 0)]
+    positions = [ShardPosition(2, 0, 1, 0), ShardPosition(1, 0, 2, 0)]
 
     def fn(me: Any) -> tuple[str, str]:
         env = {**os.environ, "ISLAND_COUNT": "23"[me.island]}
@@ -145,7 +145,7 @@ def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_
     def fn(me: Any) -> Any:
         time.sleep((0.6, 0.0, 0.3)[me.island])
         exchange = fsdp_demo.attach(sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full")
-        out = exchange._line.names, exchange.topology.island, exchange.digests_equal()
+        out = exchange._peers.names, exchange.topology.island, exchange.digests_equal()
         exchange.finish()
         Presence(exchange.topology).end("finished")
         return out
@@ -203,12 +203,12 @@ def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
 def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> None:
     """One pair of processes goes through all cases, each under a run of its own."""
     cases: list[tuple[str, list[dict[str, Any]], list[str]]] = [
-        ("preset", [{"config": "demo"}, {"config": "diloco", "inner": "as_is"}], ["config.preset", "'demo'", "'diloco'"]),
+        ("preset", [{"config": "demo"}, {"config": "diloco", "inner_optimizers": "as_is"}], ["config.preset", "'demo'", "'diloco'"]),
         ("number", [{"config": "demo"}, {"config": "demo", "topk": 16}], ["config.channels.0.codec.topk", "32", "16"]),
         ("clip", [{"config": "full", "clip": 1.0}, {"config": "full"}], ["config.clip", "1.0", "None"]),
         ("pattern", [{"gradient.include": ("*", "x")}, {}], ["config.channels.0.include.1", "'x'", "None"]),
-        ("fact", [{"agree": {"steps": 300}}, {"agree": {"steps": 200}}], ["agree.steps", "300", "200"]),
-        ("lack", [{"agree": {"seq_len": 7}}, {}], ["agree.seq_len", "7", "None"]),
+        ("fact", [{"must_match": {"steps": 300}}, {"must_match": {"steps": 200}}], ["must_match.steps", "300", "200"]),
+        ("lack", [{"must_match": {"seq_len": 7}}, {}], ["must_match.seq_len", "7", "None"]),
         ("shape", [{"shape": (3, 4)}, {"shape": (4, 3)}], ["[3, 4]", "[4, 3]"]),
         ("frozen", [{"frozen": True}, {}], ["frozen", "trained"]),
         ("number of tensors", [{"shape": (3,)}, {"shape": (3,), "more": True}], ["parameters", "2", "3"]),
@@ -347,7 +347,7 @@ def play(me: Any, topology: Topology | None, mesh: Any = None, config: str = "de
     if mesh is not None:
         probe.shard(model, mesh)
     optimizer = sgd(model.parameters())
-    changes = {"period": 2, "inner": "as_is"} if config == "diloco" else {}
+    changes = {"period": 2, "inner_optimizers": "as_is"} if config == "diloco" else {}
     exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, **changes)
     equal = []
     for t in range(4):

@@ -15,7 +15,7 @@ from fsdp_demo import PeerLost, preset
 from fsdp_demo.comm import peers
 from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
-from fsdp_demo.comm.peers import Line, streams
+from fsdp_demo.comm.peers import PeerGroup, streams
 
 from ..support import probe, threaded
 
@@ -28,7 +28,7 @@ def on_lines(fn: Any, count: int, connections: int = 1, timeout: float = 10.0) -
         return dist.ProcessGroupGloo(dist.PrefixStore(str(k), store), rank, count, datetime.timedelta(seconds=timeout))
 
     def work(rank: int) -> None:
-        line = Line(connect(rank, 0), rank, count, [f"island{i}" for i in range(count)], timeout)
+        line = PeerGroup(connect(rank, 0), rank, count, [f"island{i}" for i in range(count)], timeout)
         line.more = [connect(rank, k) for k in range(1, connections)]
         try:
             results[rank] = fn(line)
@@ -56,7 +56,7 @@ class Noting:
         return self.group.recv(tensors, rank, tag)
 
 
-def exchanges(line: Line) -> tuple[list[Any], list[int], dict[str, Any]]:
+def exchanges(line: PeerGroup) -> tuple[list[Any], list[int], dict[str, Any]]:
     """A gather, a swap of unequal sizes and a reduce; what came, as lists, and the counts."""
     generator = torch.Generator().manual_seed(line.rank)
     body = torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator)
@@ -92,7 +92,7 @@ def test_connections_change_neither_a_bit_nor_a_count(run_ranks, everywhere, cou
 def test_receives_are_posted_before_sends_and_pieces_take_turns(run_ranks, everywhere) -> None:
     everywhere.setattr(peers, "PIECE", 1000)
 
-    def watched(line: Line) -> list[tuple[str, int, int]]:
+    def watched(line: PeerGroup) -> list[tuple[str, int, int]]:
         notes: list[tuple[str, int, int]] = []
         line.group, line.more = Noting(line.group, notes), [Noting(g, notes, k + 1) for k, g in enumerate(line.more)]
         line.all_gather(torch.zeros(2500, dtype=torch.uint8))
@@ -114,7 +114,7 @@ def test_how_many_connections_follows_from_the_round_trip() -> None:
 def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late, expected) -> None:
     """One rank's clock sees a longer way than those of the others (which here are near): all open the same number."""
 
-    def widened(line: Line) -> tuple[list[int], int, int]:
+    def widened(line: PeerGroup) -> tuple[list[int], int, int]:
         if line.rank == 1 and late:
             whole = line.all_gather
 
@@ -146,7 +146,7 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
 def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> None:
     everywhere.setattr(peers, "PIECE", 1000)
 
-    def goes(line: Line) -> Any:
+    def goes(line: PeerGroup) -> Any:
         line.all_gather(torch.zeros(5000, dtype=torch.uint8))
         if line.rank == 1:
             return "gone"
@@ -164,7 +164,7 @@ def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> N
 def test_training_over_several_connections_is_the_same_training(run_ranks, everywhere, name) -> None:
     """Real islands whose lines open all connections (every round trip counts as long), against one connection."""
     config = preset(name) if name == "demo" else preset(name, period=2, momentum_warmup=0)
-    config = config.changed({"clip": None, "inner": ["as_is"]})
+    config = config.changed({"clip": None, "inner_optimizers": ["as_is"]})
 
     def run(me: Any) -> Any:
         model = probe.Probe()
@@ -176,7 +176,7 @@ def test_training_over_several_connections_is_the_same_training(run_ranks, every
             optimizer.zero_grad()
         out = {n: p.detach().clone() for n, p in model.named_parameters()}
         counts = {k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))}
-        more = len(exchange._line.more)
+        more = len(exchange._peers.more)
         exchange.finish()
         return out, counts, more
 

@@ -35,10 +35,10 @@ def uint8(data: bytes) -> torch.Tensor:
 # ---- golden vectors: a change here is a new wire version ---------------------------------------------------------------
 
 HEADER = (
-    "4644583202010100efcdab896745230170110100090000000400000000000000feffffffffffffff0000c03f0000104059d0539c2c65cd94"
+    "4644583203010100efcdab896745230170110100090000000400000000000000feffffffffffffff0000c03f0000104059d0539cf0897ca9"
     "010203ff"
 )
-EMPTY = "46445832020100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000dc3c3980"
+EMPTY = "46445832030100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f0000000000d088bd"
 SECTIONS = {
     "fp32": "3040ffc33040ffc33040ff4300c03956093040ffc33040ff433040ff43993395400a3040ffc33040ff433040ff439603953d0a3040ffc3c080fec33040ff"
     "4393c3894d090000000000000000000020c00010006400caa846422f55cf436c33b7c2",
@@ -75,7 +75,7 @@ def test_golden_header_by_hand() -> None:
     """The documented layout, read without the library."""
     raw = bytes.fromhex(HEADER)
     fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
-    assert fields[:11] == (b"FDX2", 2, frame.PAYLOAD, 1, DIGEST, STEP, 9, 4, 2**64 - 2, 1.5, 2.25)
+    assert fields[:11] == (b"FDX2", 3, frame.PAYLOAD, 1, DIGEST, STEP, 9, 4, 2**64 - 2, 1.5, 2.25)
     assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
 
 
@@ -133,9 +133,9 @@ def test_sparse_bytes_is_the_real_length(tensors: list[tuple[int, ...]], data: s
     kinds = [data.draw(st.sampled_from(["transform", "plain", "dense"])) for _ in tensors]
     k, code = data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])), data.draw(st.sampled_from(["fp32", "bf16", "int8"]))
     codec = Codec("none", "topk", k, code)
-    lanes = data.draw(st.integers(1, 3))
-    for lane in range(lanes):
-        layout = Layout(tensors, kinds, lane, lanes)
+    active_copies = data.draw(st.integers(1, 3))
+    for active_copy in range(active_copies):
+        layout = Layout(tensors, kinds, active_copy, active_copies)
         work = layout.pack([torch.randn(s) for s in tensors], layout.new("cpu"))
         coded = sparse.encode_sparse(layout, codec, work)
         assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
@@ -194,9 +194,9 @@ def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
 SMALL = {"topk": 2, "clip": None}
 CONFIGS = {
     "demo": preset("demo", **SMALL),
-    "consensus": preset("decoupled_momentum", transform=True, period=2, inner="as_is", **SMALL),
-    "released": preset("decoupled_momentum", transform=True, rule="released", period=2, inner="as_is", **SMALL),
-    "diloco": preset("diloco", period=2, inner="as_is", clip=None),
+    "consensus": preset("decoupled_momentum", transform=True, period=2, inner_optimizers="as_is", **SMALL),
+    "released": preset("decoupled_momentum", transform=True, rule="released", period=2, inner_optimizers="as_is", **SMALL),
+    "diloco": preset("diloco", period=2, inner_optimizers="as_is", clip=None),
     "full": preset("full"),
 }
 
@@ -220,7 +220,7 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
 
         for t in range(steps):
             step(t)
-        while not config.channels[0].clock.due(exchange.step):
+        while not config.channels[0].schedule.due(exchange.step):
             step(exchange.step)
         now, (channel,) = exchange.step, exchange.channels
         kept = {k: v.clone() for k, v in channel.state().workspaces.items()}
@@ -320,11 +320,11 @@ def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
 METERED = {
     "full": (preset("full"), 1),
     "demo": (preset("demo"), 1),
-    "diloco-bf16": (preset("diloco", period=3, code="bf16", inner="as_is"), 3),
-    "diloco-int8": (preset("diloco", period=3, code="int8", inner="as_is"), 3),
-    "consensus": (preset("decoupled_momentum", transform=True, period=3, code="bf16", inner="as_is"), 3),
-    "released": (preset("decoupled_momentum", transform=True, period=3, rule="released", inner="as_is"), 3),
-    "delayed": (preset("demo", **{"clock.delay": 2}), 1),
+    "diloco-bf16": (preset("diloco", period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
+    "diloco-int8": (preset("diloco", period=3, value_dtype="int8", inner_optimizers="as_is"), 3),
+    "consensus": (preset("decoupled_momentum", transform=True, period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
+    "released": (preset("decoupled_momentum", transform=True, period=3, rule="released", inner_optimizers="as_is"), 3),
+    "delayed": (preset("demo", **{"schedule.delay": 2}), 1),
 }
 
 
@@ -344,7 +344,7 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
             optimizer.step()
         exchange.flush()
         out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.sent)
-        assert exchange.digests_equal() == config.consensus or not config.channels[0].clock.due(steps - 1)
+        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[0].schedule.due(steps - 1)
         after = exchange.metrics()
         assert (after["bytes_sent"], after["messages"]) == (out[0]["bytes_sent"], out[0]["messages"])
         assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(out[2])

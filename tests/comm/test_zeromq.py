@@ -23,9 +23,9 @@ from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.inbox import EARLY, Inbox, Place
-from fsdp_demo.comm.peers import Line
+from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.store_client import Asker
-from fsdp_demo.comm.topology import Position, Topology
+from fsdp_demo.comm.topology import ShardPosition, Topology
 from fsdp_demo.comm.transport import Meeting, opener
 from fsdp_demo.config.names import FORMATS
 
@@ -80,11 +80,11 @@ def on_transports(
     return results
 
 
-def on_lines(fn: Callable[[Line], Any], count: int, connections: int = 1, **how: Any) -> list[Any]:
+def on_lines(fn: Callable[[PeerGroup], Any], count: int, connections: int = 1, **how: Any) -> list[Any]:
     """fn(line) on `count` threads."""
 
     def work(transport: Any, rank: int) -> Any:
-        line = Line(transport.open(0), rank, count, [f"island{i}" for i in range(count)], how.get("timeout", 10.0))
+        line = PeerGroup(transport.open(0), rank, count, [f"island{i}" for i in range(count)], how.get("timeout", 10.0))
         line.more = [transport.open(k) for k in range(1, connections)]
         try:
             return fn(line)
@@ -127,7 +127,7 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
 # ---- the same as gloo --------------------------------------------------------------------------------------------------
 
 
-def exchanges(line: Line) -> tuple[Any, ...]:
+def exchanges(line: PeerGroup) -> tuple[Any, ...]:
     """A gather, a swap of unequal sizes and a reduce of every code; what came, as lists, and the counts."""
     generator = torch.Generator().manual_seed(line.rank)
     header = line.header(PAYLOAD, 2)
@@ -158,7 +158,7 @@ def test_the_same_bytes_and_counts_as_gloo(run_ranks, everywhere, count: int, co
 @needs_zmq
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, token: str) -> None:
-    def swap(line: Line) -> int:
+    def swap(line: PeerGroup) -> int:
         body = torch.full((3 * peers.PIECE + 5,), line.rank + 1, dtype=torch.uint8)
         _, bodies = line.gather(line.header(PAYLOAD), body)
         message = [torch.zeros(HEADER.size + body.numel(), dtype=torch.uint8)] * 2
@@ -176,7 +176,7 @@ def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, t
 @needs_zmq
 def test_training_over_it_is_the_same_training(run_ranks) -> None:
     """Islands that find each other in a real store, by ISLAND_TRANSPORT."""
-    config = preset("diloco", period=2, momentum_warmup=0).changed({"clip": None, "inner": ["as_is"]})
+    config = preset("diloco", period=2, momentum_warmup=0).changed({"clip": None, "inner_optimizers": ["as_is"]})
 
     def trained(me: Any) -> Any:
         model = probe.Probe()
@@ -187,13 +187,13 @@ def test_training_over_it_is_the_same_training(run_ranks) -> None:
             optimizer.step()
             optimizer.zero_grad()
         counts = {k: v for k, v in exchange.metrics().items() if k.startswith("bytes")}
-        kind = type(exchange._line).__name__
+        kind = type(exchange._peers).__name__
         exchange.finish()
         return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, kind
 
     env = [{"ISLAND_TRANSPORT": "gloo"}, {}, {"ISLAND_TRANSPORT": "zeromq", "ISLAND_TOKEN": TOKEN}]
     found = [run_ranks(trained, 2, 1, env=changes) for changes in env]
-    assert [each[0][2] for each in found] == ["Line", "MemberLine", "MemberLine"]
+    assert [each[0][2] for each in found] == ["Line", "ElasticPeerGroup", "ElasticPeerGroup"]
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one[1] == two[1] and all(torch.equal(one[0][n], two[0][n]) for n in one[0])
@@ -396,7 +396,7 @@ def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
                 guest.send(b"let me in")
                 time.sleep(0.3)
 
-        def talk(line: Line) -> list[int]:
+        def talk(line: PeerGroup) -> list[int]:
             return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
 
         out = good(on_lines(talk, 2, store=Store(change), token=[TOKEN] * 2))
@@ -420,7 +420,7 @@ def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
         if key.endswith("at/0"):
             ports.append(note["ports"]["1"])
 
-    def talk(line: Line) -> list[int]:
+    def talk(line: PeerGroup) -> list[int]:
         line.all_gather(piece(5, line.rank))
         met.wait()
         if line.rank == 1:
@@ -582,7 +582,7 @@ def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
 
 @needs_zmq
 def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
-    def talk(line: Line) -> list[int]:
+    def talk(line: PeerGroup) -> list[int]:
         return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
 
     def run() -> Any:
@@ -631,7 +631,7 @@ def test_islands_with_two_transports_are_told_at_once(run_ranks) -> None:
     def fn(me: Any) -> str:
         os.environ["ISLAND_TRANSPORT"] = ["gloo", "zeromq"][me.island]
         with pytest.raises(ValueError) as error:
-            Topology.from_env().join(Position())
+            Topology.from_env().join(ShardPosition())
         return str(error.value)
 
     one, two = run_ranks(fn, 2, 1)
@@ -663,7 +663,7 @@ def test_a_peer_that_goes_is_named_by_the_line() -> None:
         def wait(self, timeout: timedelta) -> None:
             raise WireError("a piece of 5 bytes")
 
-    line = Line(None, 0, 2, ["oslo", "rome"], 3.0)
+    line = PeerGroup(None, 0, 2, ["oslo", "rome"], 3.0)
     with pytest.raises(PeerLost, match=r"island 1 \(rome\) is gone or was silent for 3 s: connection closed by peer"):
         line._wait(1, Gone())
     with pytest.raises(WireError, match="a piece of 5 bytes"):

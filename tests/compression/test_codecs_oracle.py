@@ -51,8 +51,8 @@ def slots(layout: Layout, work: torch.Tensor) -> list[tuple[int, int, torch.Tens
 
 @quick
 @given(st.lists(st.tuples(shapes, kinds), min_size=1, max_size=4), st.integers(1, 3))
-def test_layout_is_the_block_rule(tensors, lanes):
-    """Over all lanes every element is in exactly one place, and the blocks are those of the rule; pack and unpack are inverse."""
+def test_layout_is_the_block_rule(tensors, active_copies):
+    """Over all active copies every element is in exactly one place, and the blocks are those of the rule; pack and unpack are inverse."""
     first, many = 1, []
     for shape, _ in tensors:
         numel = math.prod(shape)
@@ -60,8 +60,8 @@ def test_layout_is_the_block_rule(tensors, lanes):
         first += numel
     got_blocks, got_dense = [], []
     back = [torch.full_like(t, -1) for t in many]
-    for lane in range(lanes):
-        layout = Layout([s for s, _ in tensors], [k for _, k in tensors], lane, lanes)
+    for active_copy in range(active_copies):
+        layout = Layout([s for s, _ in tensors], [k for _, k in tensors], active_copy, active_copies)
         work = layout.pack(many, torch.full((layout.numel,), float("nan")))
         assert layout.numel == layout.num_blocks * 4096 + layout.num_dense
         found = slots(layout, work)
@@ -81,12 +81,12 @@ def test_layout_is_the_block_rule(tensors, lanes):
 
 
 def test_lanes_are_even():
-    """Every lane gets its share of each group's blocks and of the dense elements, to within one."""
+    """Every active copy gets its share of each group's blocks and of the dense elements, to within one."""
     shapes, kinds = [(512, 250), (9000,), (33,)], ["transform", "plain", "transform"]
     whole = Layout(shapes, kinds)
     counts = {(g.transform, g.r, g.s): g.count for g in whole.groups}
-    for lanes in (2, 3, 4):
-        parts = [Layout(shapes, kinds, lane, lanes) for lane in range(lanes)]
+    for active_copies in (2, 3, 4):
+        parts = [Layout(shapes, kinds, active_copy, active_copies) for active_copy in range(active_copies)]
         for key, total in counts.items():
             share = [sum(g.count for g in p.groups if (g.transform, g.r, g.s) == key) for p in parts]
             assert sum(share) == total and max(share) - min(share) <= 1
@@ -268,7 +268,7 @@ def test_header_by_hand():
     body = torch.arange(5, dtype=torch.uint8)
     header = frame.Header(digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7)
     message = bytes(frame.seal(header, body).tolist())
-    fields = (2, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
+    fields = (3, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
     head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
     assert message == head + struct.pack("<I", zlib.crc32(head)) + bytes(range(5))
     assert len(head) + 4 == frame.HEADER.size == 56

@@ -13,8 +13,8 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
-from fsdp_demo.channels.channel import ActiveChannel, Incoming, Outgoing, Received
-from fsdp_demo.channels.codec import Section
+from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
+from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
@@ -23,9 +23,9 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.precision import onednn
 from fsdp_demo.compression.sparse import decode_sparse
 from fsdp_demo.compression.transform import Transform, matrix
-from fsdp_demo.compression.windows import Contiguous
+from fsdp_demo.compression.windows import ContiguousViews
 from fsdp_demo.config.channel import BLOCK, Codec
-from fsdp_demo.hosts.torch_params import TorchShards
+from fsdp_demo.hosts.torch_params import TorchHost
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -53,16 +53,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- windows -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_windows_are_the_workspace(lanes: int, small: None) -> None:
+@pytest.mark.parametrize("active_copies", [1, 2, 3])
+def test_windows_are_the_workspace(active_copies: int, small: None) -> None:
     """They follow each other without gaps, as do their parts; packing them one by one is packing the whole."""
     tensors = [random(*s, seed=i) for i, s in enumerate(SHAPES)]
     tensors[0] = tensors[0].t().contiguous().t()  # in another order in memory
-    for lane in range(lanes):
-        layout = Layout(SHAPES, KINDS, lane, lanes)
+    for active_copy in range(active_copies):
+        layout = Layout(SHAPES, KINDS, active_copy, active_copies)
         windows, whole = layout.windows("cpu"), layout.pack(tensors, torch.full((layout.numel,), torch.nan))
         assert [w.begin for w in windows] == [0, *(w.end for w in windows[:-1])] and windows[-1].end == layout.numel
-        with Contiguous(tensors) as memory:
+        with ContiguousViews(tensors) as memory:
             for w in windows:
                 assert [p.begin for p in w.inner] == [w.begin, *(p.end for p in w.inner[:-1])] and w.inner[-1].end == w.end
                 for part in w.inner:
@@ -138,15 +138,15 @@ def test_the_faster_products_are_fp32() -> None:
 # ---- a channel ---------------------------------------------------------------------------------------------------------
 
 
-def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[ActiveChannel, list[nn.Parameter]]:
+def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[ChannelRunner, list[nn.Parameter]]:
     named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
-    made = ActiveChannel(config.channels[0], Placement(TorchShards([fsdp_demo.base_optimizer(config, named)]), islands=size))
+    made = ChannelRunner(config.channels[0], Placement(TorchHost([fsdp_demo.base_optimizer(config, named)]), islands=size))
     made.start()
     return made, [p for _, p in named]
 
 
 @torch.no_grad()
-def step(made: ActiveChannel, parameters: list[nn.Parameter], seed: int) -> Outgoing:
+def step(made: ChannelRunner, parameters: list[nn.Parameter], seed: int) -> ChannelPayload:
     for i, p in enumerate(parameters):
         p.grad = random(*p.shape, seed=100 * seed + i)
     out = made.encode(0, made.accumulate())
@@ -158,7 +158,7 @@ def step(made: ActiveChannel, parameters: list[nn.Parameter], seed: int) -> Outg
 @pytest.mark.parametrize("code", ["int8", "fp32", "2bit"])
 def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: None) -> None:
     """The accumulator before it was sent, less the decoded section, is the accumulator after, bit for bit."""
-    config = preset("demo", topk=9, code=code, **{"codec.products": products})
+    config = preset("demo", topk=9, value_dtype=code, **{"codec.transform_precision": products})
     (one, p), (two, q) = channel(config, 2), channel(config, 2)
     sent = step(one, p, 1)
     for i, parameter in enumerate(q):
@@ -176,7 +176,7 @@ def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: No
 @pytest.mark.parametrize("kind, clip", [("senders", "none"), ("replicas", "none"), ("senders", "median_norm")])
 def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[float], small: None) -> None:
     """Window by window as element by element, and as few terms; also where blocks are many for the cache."""
-    config = preset("demo", topk=40, **{"reducer.kind": kind, "reducer.clip": clip})
+    config = preset("demo", topk=40, **{"reducer.mean_over": kind, "reducer.clip": clip})
     made, parameters = channel(config, 3)
     bodies = [step(made, parameters, seed).body for seed in range(3)]
     section = made.section
@@ -202,7 +202,7 @@ def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[flo
 
 def test_bf16_products_follow_fp32(small: None) -> None:
     """The same steps with both: nearly the same choice, and gradients whose signs nearly all agree."""
-    configs = [preset("demo", topk=8, **{"codec.products": products}) for products in ("fp32", "bf16")]
+    configs = [preset("demo", topk=8, **{"codec.transform_precision": products}) for products in ("fp32", "bf16")]
     found = []
     for config in configs:
         made, parameters = channel(config, 1, [(512, 512)])
@@ -218,10 +218,10 @@ def test_bf16_products_follow_fp32(small: None) -> None:
 @torch.no_grad()
 def test_what_is_not_transformed_is_not_transformed_back() -> None:
     """Embeddings are plain by default: with bf16 products, too, their gradient is what was sent, where it was sent."""
-    config = preset("demo", topk=8, **{"applier.phi": "identity", "codec.products": "bf16"})
+    config = preset("demo", topk=8, **{"applier.sign": False, "codec.transform_precision": "bf16"})
     embedding = nn.Parameter(torch.zeros(128, 64))
     optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
-    made = ActiveChannel(config.channels[0], Placement(TorchShards([optimizer])))
+    made = ChannelRunner(config.channels[0], Placement(TorchHost([optimizer])))
     made.start()
     sent = step(made, [embedding], 1)
     assert [g.transform for g in made.layout.groups] == [False]
@@ -233,19 +233,19 @@ def test_what_is_not_transformed_is_not_transformed_back() -> None:
 
 
 def test_products_are_part_of_the_configuration() -> None:
-    config = preset("demo", **{"codec.products": "bf16"})
+    config = preset("demo", **{"codec.transform_precision": "bf16"})
     assert ExchangeConfig.from_yaml(config.to_yaml()) == config and config.digest() != preset("demo").digest()
-    with pytest.raises(ValueError, match=r"codec.products='fp16'.*fp32.*bf16"):
-        Codec("dct", "topk", products="fp16")
+    with pytest.raises(ValueError, match=r"codec.transform_precision='fp16'.*fp32.*bf16"):
+        Codec("dct", "topk", transform_precision="fp16")
     with pytest.raises(ValueError, match="about the transform"):
-        Codec("none", "topk", products="bf16")
+        Codec("none", "topk", transform_precision="bf16")
 
 
 @pytest.mark.parametrize("select_", ["random", "stride"])
 def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
     config = preset(select_, topk=5)
     made, parameters = channel(config, 1, [(512, 256), (130, 70)])
-    assert isinstance(made.section, Section)
+    assert isinstance(made.section, ChannelCodec)
     with torch.no_grad():
         for p in parameters:
             p.grad = torch.ones_like(p)

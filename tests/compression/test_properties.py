@@ -1,4 +1,4 @@
-"""What must hold for any shapes, number of replicas, k, codec and residual: hypothesis draws them, threads play the islands."""
+"""What must hold for any shapes, number of replicas, k, codec and feedback: hypothesis draws them, threads play the islands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, Reducer, presets
+from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, Reducer, SyncSchedule, presets
 from fsdp_demo.compression import dense, selection
 from fsdp_demo.config.channel import CODES
 
@@ -36,29 +36,29 @@ class Bag(nn.Module):
         self.bag = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in shapes])
 
 
-RESIDUALS = ("subtract", "subtract from deltas", "keep", "put_back")
-KINDS = [(r, c) for r in RESIDUALS for c in ("all", "topk", "seeded") if (r, c) != ("put_back", "all")]
+FEEDBACKS = ("subtract", "subtract from deltas", "none", "put_back")
+KINDS = [(r, c) for r in FEEDBACKS for c in ("dense", "topk", "seeded") if (r, c) != ("put_back", "dense")]
 
 
 @st.composite
-def channels(draw: st.DrawFn, residual: str, selection: str) -> Channel:
+def channels(draw: st.DrawFn, feedback: str, selection: str) -> Channel:
     """A channel with an accumulator that means something."""
     chosen = draw(st.sampled_from(["random", "stride"])) if selection == "seeded" else selection
-    turned = "dct" if chosen != "all" and draw(st.booleans()) else "none"
+    turned = "dct" if chosen != "dense" and draw(st.booleans()) else "none"
     k = draw(st.one_of(st.sampled_from([1, 32, 4095, 4096]), st.integers(1, 4096)))
-    source = "delta" if residual == "put_back" or residual.endswith("deltas") else draw(st.sampled_from(["gradient", "delta"]))
-    residual = residual.split()[0]
+    source = "delta" if feedback == "put_back" or feedback.endswith("deltas") else draw(st.sampled_from(["gradient", "delta"]))
+    feedback = feedback.split()[0]
     return Channel(
         "any",
         source,
-        Clock(1),
+        SyncSchedule(1),
         Accumulator(draw(st.sampled_from([0.9, 0.0, 1.0])), draw(st.sampled_from([0.3, 1.0])), draw(st.sampled_from([0.2, 1.0]))),
         Codec(turned, chosen, k, draw(st.sampled_from(CODES))),
-        residual,
+        feedback,
         Reducer(draw(st.sampled_from(["replicas", "replicas", "senders"])) if chosen == "topk" else "replicas"),
-        Applier("gradient") if source == "gradient" else Applier("outer", local_delta=residual == "put_back"),
-        dense=("bag.1",) * draw(st.booleans()),
-        plain=("bag.2",) * draw(st.booleans()),
+        Applier("gradient") if source == "gradient" else Applier("outer_step", local_delta=feedback == "put_back"),
+        uncompressed=("bag.1",) * draw(st.booleans()),
+        no_transform=("bag.2",) * draw(st.booleans()),
     )
 
 
@@ -114,24 +114,24 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
         came = sum(a.beta * s["before"].double() + a.gain * s["source"].double() for s in steps)
         kept = sum(s["after"].double() for s in steps)
         mean = steps[0]["mean"].double()
-        share = {"keep": 0.0, "subtract": a.alpha, "put_back": 0.0}[channel.residual]
+        share = {"none": 0.0, "subtract": a.alpha, "put_back": 0.0}[channel.feedback]
         size = sum(s["source"].abs().max() + s["before"].abs().max() for s in steps) if came.numel() else torch.zeros(())
-        gathers = channel.codec.indexed or slow.gathers(channel.codec.code, replicas)
-        back = "fp32" if gathers else "int8" if channel.codec.code in slow.BYTES else channel.codec.code
-        if channel.codec.sparse and not gathers and channel.codec.code != "fp32":
-            back = "bf16" if channel.codec.code == "bf16" else "int8"  # dense elements come back in bf16, which is closer
-        taken = {"keep": 0.0, "subtract": a.alpha, "put_back": 1.0}[channel.residual]  # of what was sent
+        gathers = channel.codec.indexed or slow.gathers(channel.codec.value_dtype, replicas)
+        back = "fp32" if gathers else "int8" if channel.codec.value_dtype in slow.BYTES else channel.codec.value_dtype
+        if channel.codec.sparse and not gathers and channel.codec.value_dtype != "fp32":
+            back = "bf16" if channel.codec.value_dtype == "bf16" else "int8"  # dense elements come back in bf16, which is closer
+        taken = {"none": 0.0, "subtract": a.alpha, "put_back": 1.0}[channel.feedback]  # of what was sent
         bound = (4e-6 + taken * BITS[back]) * float(size) * replicas
         assert float((kept + share * replicas * mean - came).abs().max() if came.numel() else 0.0) <= bound
 
 
-@pytest.mark.parametrize("residual, selection", KINDS)
-def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, residual, selection) -> None:
+@pytest.mark.parametrize("feedback, selection", KINDS)
+def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, feedback, selection) -> None:
     def run():
         @settings(quick, max_examples=9)
         @given(
             bags,
-            channels(residual, selection),
+            channels(feedback, selection),
             st.sampled_from([3, 2, 5, 4, 1]),
             st.integers(0, 99),
             st.sampled_from([1.0, 1e-4, 300.0]),
@@ -147,7 +147,7 @@ def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, residua
             for other in history[1:]:
                 assert all(torch.equal(x, y) for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True))
             assert (history[0][-1]["sent"] == 0) == (replicas == 1)
-            if channel.reducer.kind == "replicas" or replicas == 1:
+            if channel.reducer.mean_over == "replicas" or replicas == 1:
                 conserved(history, channel, replicas)
 
         holds()
@@ -268,7 +268,7 @@ def test_one_replica_works_and_sends_nothing(monkeypatch, name) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Layered(0)
     config = fsdp_demo.preset(name)
-    if config.channels[0].clock.period > 1:
+    if config.channels[0].schedule.sync_every > 1:
         changes = {"period": 4} | ({"delay": 2} if name == "streaming_diloco" else {})
         config = fsdp_demo.preset(name, **changes)
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=0.01)

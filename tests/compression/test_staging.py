@@ -28,10 +28,10 @@ def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
         assert plug.streams[1].held == tensors  # their memory is not handed on before they are copied
         plug.log.clear()
         found: list[torch.Tensor] = []
-        courier = threading.Thread(target=lambda: found.extend(waits()), name="courier")
-        courier.start()
-        courier.join()
-        assert plug.log == ["courier waits for stream1"]
+        worker = threading.Thread(target=lambda: found.extend(waits()), name="worker")
+        worker.start()
+        worker.join()
+        assert plug.log == ["worker waits for stream1"]
         assert [t.tolist() for t in found] == [[0, 1, 2], [0, 1, 2, 3, 4]]
         assert all(not isinstance(t, There) and t.untyped_storage()._cdata in Accelerator.pinned for t in found)
         assert staging.to_host([])() == [] and len(plug.streams) == 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo import Accumulator, Applier, Channel, Clock, Codec, ExchangeConfig, preset
+from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, SyncSchedule, preset
 
 PACKAGE = Path(__file__).parents[2] / "fsdp_demo"
-REPLACE, OUTER = Applier("replace"), Applier("outer", lr=0.7)
+REPLACE, OUTER = Applier("replace"), Applier("outer_step", lr=0.7)
 
 
 def facts(c: Channel) -> dict[str, Any]:
@@ -22,22 +22,22 @@ def facts(c: Channel) -> dict[str, Any]:
     ("channel", "differs"),
     [
         (Channel("a", "gradient"), {"target": "gradient", "writes_parameters": False}),
-        (Channel("a", "gradient", Clock(2, delay=5), Accumulator(0.9)), {"target": "gradient", "writes_parameters": False}),
+        (Channel("a", "gradient", SyncSchedule(2, delay=5), Accumulator(0.9)), {"target": "gradient", "writes_parameters": False}),
         (Channel("a", "parameter", applier=REPLACE), {}),
-        (Channel("a", "parameter", Clock(8, delay=1), applier=REPLACE), {"corrects": True, "needs_own": True}),
-        (Channel("a", "delta", Clock(8, delay=7), applier=OUTER), {}),
-        (Channel("a", "delta", Clock(8, delay=8), applier=OUTER), {"queues": True, "needs_own": True}),
+        (Channel("a", "parameter", SyncSchedule(8, delay=1), applier=REPLACE), {"corrects": True, "needs_own": True}),
+        (Channel("a", "delta", SyncSchedule(8, delay=7), applier=OUTER), {}),
+        (Channel("a", "delta", SyncSchedule(8, delay=8), applier=OUTER), {"queues": True, "needs_own": True}),
         (
-            Channel("a", "state:exp_avg", Clock(8, delay=9), applier=REPLACE),
+            Channel("a", "state:exp_avg", SyncSchedule(8, delay=9), applier=REPLACE),
             {"target": "state:exp_avg", "writes_parameters": False, "state_name": "exp_avg"},
         ),
         (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), applier=OUTER), {}),
-        (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), residual="subtract", applier=OUTER), {"taken": 0.25}),
+        (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), feedback="subtract", applier=OUTER), {"taken": 0.25}),
         (
             Channel(
-                *("a", "delta", Clock(4), Accumulator(0.9, alpha=0.25), Codec(select="topk")),
-                residual="put_back",
-                applier=Applier("outer", local_delta=True),
+                *("a", "delta", SyncSchedule(4), Accumulator(0.9, alpha=0.25), Codec(select="topk")),
+                feedback="put_back",
+                applier=Applier("outer_step", local_delta=True),
             ),
             {"taken": 1.0, "needs_own": True},
         ),
@@ -74,14 +74,14 @@ def test_what_a_method_calls_its_model(name: str, changes: dict[str, Any], alone
 
 def test_a_lone_state_channel_trains_nothing() -> None:
     config = ExchangeConfig("moments", (Channel("m", "state:exp_avg", applier=REPLACE),))
-    assert not config.consensus and not config.shared and config.result(2) == "parameters"
+    assert not config.equal_after_exchange and not config.equal_at_end and config.result(2) == "parameters"
 
 
 def test_nobody_derives_them_anew() -> None:
     """As a reader would find it: the expressions that these properties stand for, anywhere else in the package."""
     anew = re.compile(
         r"""source (?:not )?in \(|"parameter" if .*source|startswith\("state:"""
-        r"""|clock\.delay >= \S*clock\.period|residual == "put_back" else|source == "parameter" and \S*clock\.delay"""
+        r"""|schedule\.delay >= \S*schedule\.sync_every|residual == "put_back" else|source == "parameter" and \S*schedule\.delay"""
     )
     found = [
         f"{f.relative_to(PACKAGE)}:{n}: {line.strip()}"

@@ -18,7 +18,7 @@ from ..support import joining, zero  # noqa: E402
 N = 6
 CASES = {
     ("zero1", "full"): {},
-    ("zero2", "demo"): {"clock.delay": 2},
+    ("zero2", "demo"): {"schedule.delay": 2},
     ("zero3-parts", "diloco"): {"period": 2},
     ("wrapper", "streaming_diloco"): {"period": 3, "delay": 1, "layers": 1},
     ("wrapper", "full"): {},
@@ -34,7 +34,7 @@ def engine(stage: str, name: str) -> Any:
 def now(made: Any, exchange: Any) -> dict[str, Any]:
     counters = (made.global_steps, made.global_samples, made.lr_scheduler.last_epoch, made.lr_scheduler.get_last_lr())
     rates = [float(r) for r in exchange.shards.rates()]
-    return joining.stand(exchange._flow) | {"counters": counters, "rates": rates}
+    return joining.stand(exchange._runtime) | {"counters": counters, "rates": rates}
 
 
 @pytest.mark.parametrize("stage, name", CASES)

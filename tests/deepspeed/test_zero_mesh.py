@@ -21,8 +21,8 @@ from torch import nn
 from deepspeed_ext.confinement import assert_confined
 from deepspeed_ext.node_config import node_config, refuse_beside
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
-from fsdp_demo.comm.island import Island
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.island import IslandGroup
+from fsdp_demo.comm.topology import ShardPosition
 
 from ..support import zero
 from ..support.collectives import Recorder
@@ -267,9 +267,9 @@ def placed(me) -> dict[str, Any]:
     mpu = installed()
     made = zero.engine(zero.settings("zero2"), zero.sgd)
     topology = topology_of(made)
-    position = Position(shards=topology.world, shard=topology.rank)
-    island = Island(topology, position)
-    line, lanes = topology.join(position)
+    position = ShardPosition(shards=topology.world, shard=topology.rank)
+    island = IslandGroup(topology, position)
+    line, active_copies = topology.join(position)
     heard = line.all_gather(torch.tensor([10 * me.rank], dtype=torch.uint8))
     handle.remove()
     after = (deepspeed.initialize, partition_parameters.Init.__init__, stage3.assert_ints_same_as_other_ranks, nn.Module.apply)
@@ -279,10 +279,10 @@ def placed(me) -> dict[str, Any]:
     return {
         "before": (nobody, again, isinstance(mpu, NodeMPU), mpu is made.mpu),
         "topology": (topology.kind, topology.island, topology.islands, topology.name, topology.timeout, topology.rank, topology.world),
-        "groups": (dist.get_process_group_ranks(topology.group), dist.get_process_group_ranks(topology.line_group)),
-        "said": (island.total(me.rank), island.largest(me.rank), [int(t) for t in heard], line.label(1), lanes),
+        "groups": (dist.get_process_group_ranks(topology.group), dist.get_process_group_ranks(topology.peer_group)),
+        "said": (island.sum(me.rank), island.max(me.rank), [int(t) for t in heard], line.label(1), active_copies),
         "restored": (after == before, topology_of(plain), plain.seq_dp_world_size, groups.mpu is other.mpu),
-        "alone": (alone.islands, alone.world, alone.group, dist.get_process_group_ranks(alone.line_group)),
+        "alone": (alone.islands, alone.world, alone.group, dist.get_process_group_ranks(alone.peer_group)),
     }
 
 

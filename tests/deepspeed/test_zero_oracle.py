@@ -115,7 +115,7 @@ def run(me: Any, name: str, stage: str, seed: int, steps: int, variant: Variant)
     settings = zero.settings(stage, clip=variant.clip, accumulate=variant.accumulate, **variant.settings)
     made = zero.engine(settings, case.inner, model, groups=variant.inner(case, model))
     exchange = deepspeed_ext.attach(made, case.config)
-    pieces = [(s.name, s.shape, s.offset) for s in exchange.shards.shards]
+    pieces = [(s.name, s.shape, s.offset) for s in exchange.shards.params]
     history = []
     for t in range(steps):
         given = fed(name, variant, seed, t, me.island, me.proc)

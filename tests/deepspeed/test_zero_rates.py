@@ -28,7 +28,7 @@ def test_rates_are_those_of_the_groups(run_ranks, stage):
         shards = exchange.shards
         held = [c.accumulator for c in exchange.channels]
         exchange.detach()
-        return list(zip([s.name for s in shards.shards], shards.rates(), strict=True)), bool(held[0].any())
+        return list(zip([s.name for s in shards.params], shards.rates(), strict=True)), bool(held[0].any())
 
     for rates, moved in run_ranks(run, 1, 2, group=True):
         assert moved and {name.startswith("layers") for name, _ in rates} == {True, False}

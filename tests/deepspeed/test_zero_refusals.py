@@ -194,9 +194,13 @@ def test_gradient_channels_that_split_a_partition():
         patterns = (("embed*", "norm*"), ("layers*", "head*"))
         made = [
             dataclasses.replace(
-                demo, name=f"g{i}", clock=fsdp_demo.Clock(**clock), include=patterns[i] if len(clocks) > 1 else ("*",), exclude=exclude
+                demo,
+                name=f"g{i}",
+                schedule=fsdp_demo.SyncSchedule(**schedule),
+                include=patterns[i] if len(clocks) > 1 else ("*",),
+                exclude=exclude,
             )
-            for i, clock in enumerate(clocks)
+            for i, schedule in enumerate(clocks)
         ]
         return dataclasses.replace(preset("demo"), channels=tuple(made))
 

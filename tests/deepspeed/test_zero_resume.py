@@ -17,7 +17,7 @@ import fsdp_demo
 from deepspeed_ext import checkpoints
 from deepspeed_ext.checkpoint_choice import choose_tags
 from deepspeed_ext.checkpoints import separate
-from fsdp_demo.checkpoint import open_exchange
+from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.fence import Fence
 from fsdp_demo.checkpoint.files import copied
 from fsdp_demo.checkpoint.inspect import inspect
@@ -370,8 +370,8 @@ def test_stretches_and_rows(tmp_path) -> None:
     config, form = fsdp_demo.preset("diloco"), resharded.Form(2, 2)
     by_rows, by_zero = ([[resharded.make(config, form, i, p, fill=True) for p in form.places(i)] for i in range(2)] for _ in range(2))
     for rank in (r for island in by_zero for r in island):
-        rank.shards.shards[:] = [replace(s, offset=0) for s in rank.shards.shards]
-    rows, stretches = (open_exchange(*resharded.save(s, tmp_path / n)) for s, n in ((by_rows, "rows"), (by_zero, "zero")))
+        rank.shards.params[:] = [replace(s, offset=0) for s in rank.shards.params]
+    rows, stretches = (load_exchange(*resharded.save(s, tmp_path / n)) for s, n in ((by_rows, "rows"), (by_zero, "zero")))
     rows.check(by_rows[0][0])
     stretches.check(by_zero[0][1])
     for saved, rank in ((rows, by_zero[0][0]), (stretches, by_rows[1][0])):
@@ -501,7 +501,7 @@ def test_inspect_and_anchors(run_ranks, tmp_path) -> None:
     for f in found:
         assert f["complete"] and f["step"] == N and f["islands"] == 2 and f["shards"] == 2 and f["parameters"] == count
     assert inspect(tmp_path / "island1" / f"global_step{N}")[0]["holds"] == {"1": "island1"}
-    whole = anchors(open_exchange(tmp_path / "island0" / f"global_step{N}" / "exchange"), 0)
+    whole = anchors(load_exchange(tmp_path / "island0" / f"global_step{N}" / "exchange"), 0)
     merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
     assert sum(t.numel() for t in whole.values()) == count and all(torch.equal(merged[n], t) for n, t in whole.items())
     (tmp_path / "island0" / f"global_step{N}" / "exchange" / "rank1.json").unlink()

@@ -54,13 +54,13 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
         settings = zero.settings(layout.split("-r")[0].split("-a")[0], bf16=bf16)
         settings["zero_optimization"] |= LAYOUTS[layout]
         made = zero.engine(settings)
-        shards = deepspeed_ext.ZeroShards(made)
-        assert shards.position(me.proc, me.procs) == fsdp_demo.comm.topology.Position(3, me.proc, 1, 0)
+        shards = deepspeed_ext.ZeroHost(made)
+        assert shards.position(me.proc, me.procs) == fsdp_demo.comm.topology.ShardPosition(3, me.proc, 1, 0)
         with zero.gathered(made.module):  # what the model computes with, and the masters are made of
             full = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
         held = [
             (s.name, s.offset, bool(torch.equal(full[s.name].reshape(-1)[s.offset : s.offset + x.numel()].view(s.shape), x)), x.numel())
-            for s, x in zip(shards.shards, shards.read("parameter"), strict=True)
+            for s, x in zip(shards.params, shards.read("parameter"), strict=True)
         ]
         with torch.no_grad():
             for x in shards.read("parameter"):
@@ -103,7 +103,7 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
         made = zero.engine(zero.settings("zero3"), optimizer, model())
         exchange = deepspeed_ext.attach(made, preset, **periods)
         losses = zero.train(made, steps, me.rank)
-        return losses, vars(exchange._meter), zero.whole(made), [s.shape for s in exchange.shards.shards]
+        return losses, vars(exchange._meter), zero.whole(made), [s.shape for s in exchange.shards.params]
 
     def with_fsdp2(me):
         from torch.distributed.fsdp import fully_shard
@@ -121,7 +121,7 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
             inner.zero_grad()
             losses.append(float(loss))
         whole = {n: p.full_tensor().detach().clone() for n, p in made.named_parameters()}
-        return losses, vars(exchange._meter), whole, [s.shape for s in exchange.shards.shards]
+        return losses, vars(exchange._meter), whole, [s.shape for s in exchange.shards.params]
 
     for ours, theirs in zip(run_ranks(with_zero), run_ranks(with_fsdp2), strict=True):
         assert ours[0] == theirs[0] and ours[3] == theirs[3]
@@ -366,9 +366,9 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
 
     def run(me):
         config = fsdp_demo.preset(preset)
-        made = zero.engine(zero.settings(stage, bf16=True), zero.sgd if config.inner[0] == "sgd" else zero.adamw)
+        made = zero.engine(zero.settings(stage, bf16=True), zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw)
         exchange = deepspeed_ext.attach(made, preset, **({} if config.channels[0].before_step else {"period": 2}))
-        sections = [c.section for c in (*exchange.channels, *exchange._flow.buffers)]
+        sections = [c.section for c in (*exchange.channels, *exchange._runtime.buffers)]
         planned = Plan(sections, me.islands, me.island).over(range(4)).bytes_sent
         zero.train(made, range(4), me.rank)
         counted = exchange.metrics()["bytes_sent"]

@@ -24,7 +24,7 @@ from .test_zero_trainer import extra, run, settings, shown, whole  # noqa: E402
 
 RESUMED = {
     "zero1, bf16": ("zero1", "desloc", {"period": 3}, {"bf16": True}),
-    "zero2, in flight": ("zero2", "demo", {"clock.delay": 2}, {}),
+    "zero2, in flight": ("zero2", "demo", {"schedule.delay": 2}, {}),
     "zero3": ("zero3", "decoupled_momentum", {"period": 3, "rule": "released"}, {}),
     "zero3, sub-groups": ("zero3-parts", "streaming_diloco", {"period": 4, "delay": 2}, {}),
 }

@@ -16,7 +16,7 @@ from ..support import zero
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
 def test_steps_that_would_be_lost_and_switched_parameters(run_ranks: Any, stage: str) -> None:
     def run(me: Any) -> None:
-        for preset, changes in (("diloco", {"period": 2}), ("demo", {"inner": "as_is"})):
+        for preset, changes in (("diloco", {"period": 2}), ("demo", {"inner_optimizers": "as_is"})):
             made = zero.engine(zero.settings(stage))
             with zero.another_run():
                 exchange = deepspeed_ext.attach(made, preset, **changes)

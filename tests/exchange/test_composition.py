@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo import Applier, Channel, Clock, Codec, ExchangeConfig, Fragments, preset
+from fsdp_demo import Applier, Channel, Codec, ExchangeConfig, Fragments, SyncSchedule, preset
 from fsdp_demo.config.channel import Accumulator, Reducer
 from fsdp_demo.config.fragments import expand, layer_of
 
@@ -23,7 +23,7 @@ LLAMA = ["model.embed_tokens.weight", *LLAMA, "model.norm.weight", "lm_head.weig
 
 
 def average_after(name: str, first: str, delay: int = 0) -> Channel:
-    return Channel(name, "state:x" if name == "a" else "parameter", Clock(4, delay=delay), applier=Applier("replace"), after=first)
+    return Channel(name, "state:x" if name == "a" else "parameter", SyncSchedule(4, delay=delay), applier=Applier("replace"), after=first)
 
 
 # -- fragments ---------------------------------------------------------------------------------------------------------
@@ -41,8 +41,8 @@ def test_fragments_hold_layers_and_the_last_one_the_rest(order, wanted) -> None:
     parts = expand(preset("streaming_diloco", layers=3, order=order, period=30), LLAMA)
     assert [layers(c) for c in parts] == wanted
     assert sorted(n for c in parts for n in c.include) == sorted(LLAMA)
-    assert [(c.clock.offset, c.clock.period, c.clock.delay) for c in parts] == [(p * 30 // 4, 30, 5) for p in range(4)]
-    due = [c.name for t in range(60, 90) for c in parts if c.clock.due(t)]
+    assert [(c.schedule.offset, c.schedule.sync_every, c.schedule.delay) for c in parts] == [(p * 30 // 4, 30, 5) for p in range(4)]
+    due = [c.name for t in range(60, 90) for c in parts if c.schedule.due(t)]
     assert sorted(due) == [f"delta.{p}" for p in range(4)]
 
 
@@ -52,15 +52,15 @@ def test_fragments_of_any_names() -> None:
     assert [[fsdp_demo.config.fragments.covers(c, n) for n in names] for c in parts] == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
     assert layer_of("h.12.mlp.0.weight") == 12 and layer_of("layer12.weight") is None and layer_of("3") == 3
     few = expand(preset("streaming_diloco", layers=50, period=9), LLAMA[1:5])
-    assert len(few) == 1 and few[0].clock.offset == 0
+    assert len(few) == 1 and few[0].schedule.offset == 0
     with pytest.raises(ValueError, match="no parameter name holds a layer number"):
         expand(preset("streaming_diloco"), ["embed.weight", "head.weight"])
 
 
 def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
     """The patterns alone do not tell that they meet: the names do."""
-    delta = Channel("delta", "delta", Clock(10), applier=Applier("outer"), include=("*.q_proj.*",))
-    other = Channel("other", "delta", Clock(10), applier=Applier("outer"), include=("model.layers.0.*",))
+    delta = Channel("delta", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("*.q_proj.*",))
+    other = Channel("other", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("model.layers.0.*",))
     config = ExchangeConfig("two", (delta, other))
     with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj.weight': channels 'delta' and 'other' both exchange 'delta'"):
         expand(config, LLAMA)
@@ -71,7 +71,7 @@ def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
 
 
 def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
-    config = preset("decoupled_momentum", transform=True, rule="released", period=2, average_every=3, clip=None, inner="as_is")
+    config = preset("decoupled_momentum", transform=True, rule="released", period=2, average_every=3, clip=None, inner_optimizers="as_is")
 
     def run(me):
         def each(t, exchange):
@@ -96,16 +96,18 @@ def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) ->
     sparse = Channel(
         "delta",
         "delta",
-        Clock(2),
+        SyncSchedule(2),
         Accumulator(0.95),
         Codec("dct", "topk", 64, "int8"),
         "subtract",
         Reducer("senders"),
-        Applier("outer"),
+        Applier("outer_step"),
         exclude=("embed*",),
     )
-    embed = Channel("embeddings", "delta", Clock(4), codec=Codec(code="bf16"), applier=Applier("outer", lr=0.7), include=("embed*",))
-    moments = [Channel(n, f"state:{n}", Clock(p), applier=Applier("replace")) for n, p in (("exp_avg", 6), ("exp_avg_sq", 8))]
+    embed = Channel(
+        "embeddings", "delta", SyncSchedule(4), codec=Codec(value_dtype="bf16"), applier=Applier("outer_step", lr=0.7), include=("embed*",)
+    )
+    moments = [Channel(n, f"state:{n}", SyncSchedule(p), applier=Applier("replace")) for n, p in (("exp_avg", 6), ("exp_avg_sq", 8))]
     config = ExchangeConfig("mixture", (sparse, embed, *moments))
 
     def run(me):
@@ -137,7 +139,7 @@ def test_one_norm_over_the_islands(run_ranks, procs) -> None:
         if me.procs > 1:
             probe.shard(model, me.mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        exchange = fsdp_demo.attach(optimizer, preset("local_sgd", period=100), model=model, clip=limit, clip_over="islands")
+        exchange = fsdp_demo.attach(optimizer, preset("local_sgd", period=100), model=model, clip=limit, clip_scope="islands")
         before = probe.whole(model)
         probe.backward(model, me, 0, 0, me.procs > 1)
         for p in model.parameters():
@@ -165,9 +167,9 @@ def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
     def play(island: int, topology: fsdp_demo.Topology) -> Any:
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = preset("diloco", period=4, inner="as_is", **{"clock.delay": 3, "applier.mix": 0.5})
+        config = preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 3, "applier.mix": 0.5})
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
-        gate, line = threading.Event(), exchange._line
+        gate, line = threading.Event(), exchange._peers
         swap = line.swap
 
         def held(*args: Any, **kw: Any) -> Any:
@@ -183,7 +185,7 @@ def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            flying.append(len(exchange._mailbox.flights))
+            flying.append(len(exchange._queue.flights))
         exchange.finish()
         return flying, [(f.step, f.applied, f.channels, f.ended > f.began) for f in exchange.timeline()]
 
@@ -199,10 +201,10 @@ def test_host_memory_is_where_anchors_and_momentum_may_live(run_ranks) -> None:
     """On the CPU both are the same memory; the rules around it must not care."""
 
     def run(me, where):
-        config = preset("diloco", period=3, clip=None, inner="as_is", outer_state=where)
+        config = preset("diloco", period=3, clip=None, inner_optimizers="as_is", offload_outer_state=where)
         return probe.train(me, config, sgd, 7)["params"][-1]
 
-    for a, b in zip(*(run_ranks(run, 2, 1, args=(where,)) for where in ("device", "host")), strict=True):
+    for a, b in zip(*(run_ranks(run, 2, 1, args=(where,)) for where in (False, True)), strict=True):
         assert all(torch.equal(a[n], b[n]) for n in a)
 
 
@@ -211,13 +213,13 @@ def test_host_memory_is_where_anchors_and_momentum_may_live(run_ranks) -> None:
 def test_anchors_in_pinned_memory_beside_a_gpu(monkeypatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     results = []
-    for where in ("device", "host"):
+    for where in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(200, 200).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner="as_is", outer_state=where)
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner_optimizers="as_is", offload_outer_state=where)
         anchor = exchange.channels[0].anchor
-        assert (anchor.device.type, anchor.is_pinned()) == (("cpu", True) if where == "host" else ("cuda", False))
+        assert (anchor.device.type, anchor.is_pinned()) == (("cpu", True) if where else ("cuda", False))
         for _ in range(6):
             model(torch.ones(2, 200, device="cuda")).square().sum().backward()
             optimizer.step()
@@ -261,14 +263,14 @@ def walk(config: ExchangeConfig | str, steps: int, g: float = 0.125, dtype: torc
     values = []
     for _ in range(steps):
         model.w.grad = torch.full_like(model.w, g)
-        exchange.note(tokens=3)
+        exchange.report(tokens=3)
         optimizer.step()
         values.append(float(model.w[0].detach()))
     exchange.finish()
     return values, float(model.w[0].detach())
 
 
-PLAIN = {"lr": 1.0, "momentum": 0.0, "inner": "as_is", "clip": None}
+PLAIN = {"lr": 1.0, "momentum": 0.0, "inner_optimizers": "as_is", "clip": None}
 
 
 @pytest.fixture
@@ -282,26 +284,26 @@ def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
 
 
 def test_finish_keeps_the_order_of_channels(alone) -> None:
-    delta = Channel("delta", "delta", Clock(4), applier=Applier("outer", lr=0.5))
-    config = ExchangeConfig("two", (delta, Channel("average", "parameter", Clock(4), applier=Applier("replace"), after="delta")))
+    delta = Channel("delta", "delta", SyncSchedule(4), applier=Applier("outer_step", lr=0.5))
+    config = ExchangeConfig("two", (delta, Channel("average", "parameter", SyncSchedule(4), applier=Applier("replace"), after="delta")))
     assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375  # a part of a round has outer rate 1
 
 
 def test_finish_sends_what_a_queue_has_not(alone) -> None:
     for steps in (7, 8, 9, 11):
-        assert walk("diloco", steps, period=4, **PLAIN, **{"clock.delay": 4})[1] == 1 - 0.125 * steps
+        assert walk("diloco", steps, period=4, **PLAIN, **{"schedule.delay": 4})[1] == 1 - 0.125 * steps
 
 
 def test_a_first_exchange_at_the_end_has_no_momentum(alone) -> None:
-    assert walk("diloco", 1, g=0.5, period=100, lr=1.0, inner="as_is", clip=None)[1] == 0.5
-    assert [Applier("outer", momentum=0.9, momentum_warmup=3).momentum_in(n) for n in range(5)] == [0, 0, 0.3, 0.6, 0.9]
+    assert walk("diloco", 1, g=0.5, period=100, lr=1.0, inner_optimizers="as_is", clip=None)[1] == 0.5
+    assert [Applier("outer_step", momentum=0.9, momentum_warmup=3).momentum_in(n) for n in range(5)] == [0, 0, 0.3, 0.6, 0.9]
 
 
 def test_a_flush_of_gradients_leaves_others_alone(alone) -> None:
     """Channel b is two steps late: at the end its gradients are applied once, those of a, which have been, not again."""
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    channels = (Channel("a", "gradient", include=("a",)), Channel("b", "gradient", Clock(delay=2), include=("b",)))
+    channels = (Channel("a", "gradient", include=("a",)), Channel("b", "gradient", SyncSchedule(delay=2), include=("b",)))
     exchange = fsdp_demo.attach(optimizer, ExchangeConfig("late", channels), model=model)
     for _ in range(3):
         for p in model.values():
@@ -319,11 +321,11 @@ def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
 
     model = Deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = preset("streaming_diloco", period=6, delay=0, layers=1, inner="as_is", **{"reducer.weight": "tokens"})
+    config = preset("streaming_diloco", period=6, delay=0, layers=1, inner_optimizers="as_is", **{"reducer.weight": "tokens"})
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     sent = []
-    launch = exchange._mailbox.launch
-    exchange._mailbox.launch = lambda outgoing, step, said: (
+    launch = exchange._queue.launch
+    exchange._queue.launch = lambda outgoing, step, said: (
         sent.append((list(outgoing), step, said.weight)),
         launch(outgoing, step, said),
     )
@@ -333,7 +335,7 @@ def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
             assert state["tokens"][0] == 9 * 5
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        exchange.note(tokens=5)
+        exchange.report(tokens=5)
         optimizer.step()
     exchange.finish()
     assert all(weight == 30 for names, step, weight in sent if step >= 10 and step < 14), sent
@@ -343,7 +345,7 @@ def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
     def run(me):
         model = nn.Linear(6, 6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3, inner="as_is", clip_over="islands")
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3, inner_optimizers="as_is", clip_scope="islands")
         for t in range(7):
             model(torch.ones(2, 6)).sum().backward()
             if (t, me.island) == (1, 1):
@@ -358,14 +360,17 @@ def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
 
 
 def test_names_and_forms(alone) -> None:
-    assert preset("demo", inner="as_is").channels[0].applier.phi == "sign" and preset("random", inner="as_is").lr == 4e-4
+    assert (
+        preset("demo", inner_optimizers="as_is").channels[0].applier.sign == "sign"
+        and preset("random", inner_optimizers="as_is").lr == 4e-4
+    )
     assert not preset("demo", version=2).clips_mean and not preset("random", sign=False).clips_mean and preset("full").clips_mean
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no parameter name holds a layer number"):
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco")
     assert preset("decoupled_momentum", transform=True, **{"fragments.layers": 2}).channels[0].fragments == Fragments(2)
-    body = Channel("body", "delta", Clock(10), applier=Applier("outer"), exclude=("*embed*",))
-    rest = Channel("rest", "delta", Clock(10), applier=Applier("outer"), include=("model.embed_tokens.weight",))
+    body = Channel("body", "delta", SyncSchedule(10), applier=Applier("outer_step"), exclude=("*embed*",))
+    rest = Channel("rest", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("model.embed_tokens.weight",))
     assert len(expand(ExchangeConfig("apart", (body, rest)), LLAMA)) == 2
 
 
@@ -374,7 +379,7 @@ def test_names_and_forms(alone) -> None:
     [
         ((average_after("a", "b"), average_after("b", "a")), "an order has two places"),
         ((Channel("g", "gradient"), average_after("b", "g")), "gradient channels act before the base step"),
-        ((Channel("d", "delta", Clock(4), applier=Applier("outer")), average_after("b", "d", delay=1)), "use delay=0"),
+        ((Channel("d", "delta", SyncSchedule(4), applier=Applier("outer_step")), average_after("b", "d", delay=1)), "use delay=0"),
         ((Channel("a.b", "gradient"),), "no dot"),
     ],
 )

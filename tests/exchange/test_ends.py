@@ -17,12 +17,12 @@ from ..support import layered
 from ..support.ends import trained
 
 STEPS = 18  # of a period of 4: two steps after an exchange
-LOCO = coded("sparse_loco", period=4, code="fp32", lr=0.65, **{"applier.dense_lr": 0.8})
+LOCO = coded("sparse_loco", period=4, value_dtype="fp32", lr=0.65, **{"applier.dense_lr": 0.8})
 ENDS = {
     "diloco": CASES["diloco"],
     "diloco-warmup": CASES["diloco-warmup"],
     "consensus": Case(
-        coded("decoupled_momentum", period=4, code="fp32", lr=0.5),
+        coded("decoupled_momentum", period=4, value_dtype="fp32", lr=0.5),
         oracle.DecoupledMomentum,
         sgd,
         {"period": 4, "lr": 0.5, "dense_lr": 0.5, "coding": coding(transform=False)},
@@ -62,7 +62,7 @@ def test_the_end_inside_a_round_follows_the_oracle(run_ranks, name, steps):
 @pytest.mark.parametrize("name", ["diloco", "muloco"])
 def test_a_part_of_a_round_does_no_harm_to_validation(run_ranks, name):
     """With the published constant momentum a whole outer step for one step of work was 1.4 and 1.5 times worse than the anchor before."""
-    config = preset(name, period=10, momentum_warmup=0).changed({"inner": ["as_is"]})
+    config = preset(name, period=10, momentum_warmup=0).changed({"inner_optimizers": ["as_is"]})
     ends = run_ranks(lambda me: [(r.anchor, r.after, r.equal, r.before, r.final) for r in trained(config, 121)], 1, 1)[0]
     for anchor, after, equal, _, final in ends:
         assert equal and after <= anchor * 1.01
@@ -76,7 +76,7 @@ def test_the_momentum_is_that_of_the_last_whole_round(monkeypatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner="as_is", momentum_warmup=0)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner_optimizers="as_is", momentum_warmup=0)
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

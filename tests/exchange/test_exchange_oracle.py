@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo import Channel, Clock, Codec, ExchangeConfig, PeerLost, WireError, preset
+from fsdp_demo import Channel, Codec, ExchangeConfig, PeerLost, SyncSchedule, WireError, preset
 
 from ..channels.test_presets_oracle import adamw, coding, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
@@ -97,11 +97,11 @@ def test_full_is_large_batch_training(run_ranks, clip):
 
 
 @pytest.mark.parametrize("transformed", [True, False])
-@pytest.mark.parametrize("residual", ["subtract", "keep"])
-def test_everything_kept_is_a_dense_method(run_ranks, residual, transformed):
-    """k = block, no sign, divisor R. subtract: nothing stays, plain SGD on the mean gradient; keep: dense momentum SGD."""
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, topk=4096, code="fp32", sign=False, beta=0.9, transform=transformed, clip=None)
-    config = config.changed({"residual": residual, "reducer.kind": "replicas"})  # over senders an exact zero would not count
+@pytest.mark.parametrize("feedback", ["subtract", "none"])
+def test_everything_kept_is_a_dense_method(run_ranks, feedback, transformed):
+    """k = block, no sign, divisor R. subtract: nothing stays, plain SGD on the mean gradient; none: dense momentum SGD."""
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, topk=4096, value_dtype="fp32", sign=False, beta=0.9, transform=transformed, clip=None)
+    config = config.changed({"feedback": feedback, "reducer.mean_over": "replicas"})  # over senders an exact zero would not count
 
     def run(me):
         return probe.train(me, config, sgd)["params"][-1]
@@ -109,7 +109,7 @@ def test_everything_kept_is_a_dense_method(run_ranks, residual, transformed):
     def momentum(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
-    truth = follow(oracle.Full(start(0), 2, momentum if residual == "keep" else sgd), 0, 20)[-1][0]
+    truth = follow(oracle.Full(start(0), 2, momentum if feedback == "none" else sgd), 0, 20)[-1][0]
     for params in run_ranks(run):
         assert difference(truth, params) < 2e-5
 
@@ -160,7 +160,7 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
 def test_one_world_with_a_mesh(run_ranks, name):
     """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over the other."""
     config = (
-        preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None)
+        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
         if name == "demo"
         else preset("diloco", momentum_warmup=0, period=2, clip=None)
     )
@@ -191,8 +191,8 @@ def test_one_world_with_a_mesh(run_ranks, name):
 
 
 def test_hsdp_inside_one_island(run_ranks):
-    """Two shards in two copies each: the lanes of a shard complete each other inside the island (R = 1 here)."""
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None)
+    """Two shards in two copies each: the active copies of a shard complete each other inside the island (R = 1 here)."""
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
 
     def run(me):
         mesh = mesh_of_islands(me, ("copy", "shard"))
@@ -222,10 +222,10 @@ def test_hsdp_inside_one_island(run_ranks):
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "released"])
 def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
     config = {
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
         "full": preset("full"),
         "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
-        "released": preset("decoupled_momentum", transform=True, rule="released", period=2, code="fp32", clip=None),
+        "released": preset("decoupled_momentum", transform=True, rule="released", period=2, value_dtype="fp32", clip=None),
     }[name]
     inner = sgd if name == "demo" else adamw
 
@@ -261,7 +261,7 @@ def test_scalar_parameters_are_exchanged(run_ranks):
 
 
 def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None)
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
 
     def run(me):
         out = probe.train(me, config, sgd, 6, seed=6, finish=True)
@@ -278,7 +278,7 @@ def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
 
 def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
     """Rule released, mean over replicas, int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding."""
-    config = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None, inner="as_is")
+    config = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None, inner_optimizers="as_is")
 
     def run(me):
         kept = []
@@ -287,9 +287,9 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
             channel = exchange.channels[0]
             work = exchange.state_dict()["channels"]["delta"]["accumulator"].clone()
             transform(channel.layout, work, inverse=True)
-            out = [torch.zeros(channel.shards.shards[i].shape) for i in channel.covered]
+            out = [torch.zeros(channel.shards.params[i].shape) for i in channel.covered]
             channel.layout.unpack(work, out)
-            kept.append({channel.shards.shards[i].name: x for i, x in zip(channel.covered, out, strict=True)})
+            kept.append({channel.shards.params[i].name: x for i, x in zip(channel.covered, out, strict=True)})
 
         probe.train(me, config, sgd, 10, each=look)
         return kept
@@ -308,7 +308,15 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
 def test_senders_inflate_the_sum_of_the_accumulators(run_ranks, kind):
     """R = 3; row 0 is sent by one replica only, row 1 by two, row 2 by all: over senders their sum grows R / |senders| times."""
     config = preset(
-        "decoupled_momentum", rule="released", reducer=kind, topk=3, code="fp32", transform=False, period=1, clip=None, inner="as_is"
+        "decoupled_momentum",
+        rule="released",
+        reducer=kind,
+        topk=3,
+        value_dtype="fp32",
+        transform=False,
+        period=1,
+        clip=None,
+        inner_optimizers="as_is",
     )
 
     def run(me):
@@ -352,8 +360,8 @@ def metered(me: Any, config: ExchangeConfig, steps: int, sharded: bool = True, n
     if sharded:
         probe.shard(model, me.mesh())
     optimizer = sgd(model.parameters())
-    exchange = fsdp_demo.attach(optimizer, config, model=model, inner="as_is")
-    counting = exchange._line.group = Counting(exchange._line.group)
+    exchange = fsdp_demo.attach(optimizer, config, model=model, inner_optimizers="as_is")
+    counting = exchange._peers.group = Counting(exchange._peers.group)
     sends = []
     for t in range(steps):
         for micro in range(3):
@@ -485,7 +493,9 @@ def test_optimizer_steps_while_paused_do_not_count(run_ranks):
 def test_a_skipped_step_leaves_the_replicas_together(run_ranks, name):
     """Replica 1 drops steps 2 and 3: full takes the mean over the others; demo adds nothing to its momentum; diloco stays where it is."""
     diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
-    config = {"full": preset("full"), "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", clip=None), "diloco": diloco}[name]
+    config = {"full": preset("full"), "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None), "diloco": diloco}[
+        name
+    ]
     inner = sgd if name == "demo" else adamw
     skips = ((2, 1), (3, 1))
 
@@ -524,14 +534,14 @@ def test_weights_are_honoured(run_ranks, name):
     """Island 0 saw one token for each three of island 1; two processes of an island add up."""
     config = {
         "full": preset("full"),
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32", sign=False, clip=None),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", sign=False, clip=None),
         "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
     }[name]
     config = config.changed({"reducer.weight": "tokens"})
     inner = sgd if name == "demo" else adamw
 
     def run(me):
-        out = probe.train(me, config, inner, 4, seed=6, before=lambda t, e: e.note(50 if me.island == 0 else 150, loss=me.island + t))
+        out = probe.train(me, config, inner, 4, seed=6, before=lambda t, e: e.report(50 if me.island == 0 else 150, loss=me.island + t))
         return out["params"], out["metrics"]["loss"]
 
     method = {
@@ -552,10 +562,10 @@ def test_clipping(run_ranks, name):
     """full: the mean is clipped; the others clip each replica's gradient, over all its shards."""
     config = {
         "full": preset("full"),
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, code="fp32"),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32"),
         "diloco": preset("diloco", momentum_warmup=0, period=2),
     }[name]
-    config = config.changed({"clip": 3.0, "inner": ["as_is"]})
+    config = config.changed({"clip": 3.0, "inner_optimizers": ["as_is"]})
 
     def run(me):
         return probe.train(me, config, sgd, 4, seed=6)["params"]
@@ -576,7 +586,7 @@ def test_clipping(run_ranks, name):
 
 def test_a_delayed_gradient_arrives_in_order(run_ranks):
     """delay 2: after step t the parameters are those of t - 2 without delay; flush brings the rest; digests may be asked for in flight."""
-    config = preset("full").changed({"clock.delay": 2})
+    config = preset("full").changed({"schedule.delay": 2})
 
     def run(me):
         out = probe.train(me, config, sgd, 8, finish=True)
@@ -592,7 +602,7 @@ def test_a_delayed_gradient_arrives_in_order(run_ranks):
 
 def test_a_delayed_delta(run_ranks):
     """delay 1 on the outer step: replicas are equal after it was applied, and finish() leaves them equal."""
-    config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"clock.delay": 1})
+    config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"schedule.delay": 1})
 
     def run(me):
         out = probe.train(me, config, adamw, 7, finish=True)
@@ -604,7 +614,9 @@ def test_a_delayed_delta(run_ranks):
 
 def test_a_gradient_channel_with_a_period_accumulates(run_ranks):
     """Every third step the base optimizer steps with what gathered; in between it does nothing."""
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, sign=False, code="fp32", topk=4096, beta=1.0, clip=None).changed({"clock.period": 3})
+    config = preset("demo", **probe.PLAIN_EMBEDDINGS, sign=False, value_dtype="fp32", topk=4096, beta=1.0, clip=None).changed(
+        {"schedule.sync_every": 3}
+    )
 
     def run(me):
         return probe.train(me, config, sgd, 6)["params"]
@@ -617,15 +629,18 @@ def test_a_gradient_channel_with_a_period_accumulates(run_ranks):
 
 
 def two_channels(first: Channel, second: Channel) -> ExchangeConfig:
-    return ExchangeConfig("two", (first, second), inner=("any",))
+    return ExchangeConfig("two", (first, second), inner_optimizers=("any",))
 
 
 def test_channels_that_are_due_together(run_ranks):
     """A sparse delta channel beside a gradient channel, and two sparse delta channels with different clocks, also at finish()."""
-    full, sparse = preset("full").channels[0], preset("decoupled_momentum", transform=True, period=2, topk=4096, code="fp32").channels[0]
+    full, sparse = (
+        preset("full").channels[0],
+        preset("decoupled_momentum", transform=True, period=2, topk=4096, value_dtype="fp32").channels[0],
+    )
     gradient = replace(full, name="gradient", include=("aligned*", "bias"))
     delta = replace(sparse, name="delta", exclude=("aligned*", "bias"))
-    odd = replace(sparse, name="odd", include=("odd*", "layer*"), clock=Clock(3))
+    odd = replace(sparse, name="odd", include=("odd*", "layer*"), schedule=SyncSchedule(3))
     rest = replace(sparse, name="rest", exclude=("odd*", "layer*"))
 
     def run(me):
@@ -737,12 +752,12 @@ def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
 RESUMED = {
     "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
     "random": preset("random", clip=None),
-    "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"clock.delay": 1}),
-    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None, **{"clock.delay": 5}),
+    "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"schedule.delay": 1}),
+    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None, **{"schedule.delay": 5}),
     "decoupled_momentum": preset("decoupled_momentum", transform=True, period=3, clip=None),
     "released": preset("decoupled_momentum", transform=True, period=2, rule="released", average_every=2, clip=None),
     "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0),
-    "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"clock.delay": 5}),
+    "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"schedule.delay": 5}),
     "desloc": preset("desloc", embeddings=True, period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
 }
@@ -827,13 +842,13 @@ DAMAGE = [
 def test_a_damaged_payload_is_refused_and_nothing_of_it_is_applied(run_ranks, name, message, at):
     """The island that got it raises, its parameters and momentum stay as they were."""
     config = preset(name) if name in ("demo", "full") else preset(name, period=1)
-    config = config.changed({"clip": None, "inner": ["as_is"]})
+    config = config.changed({"clip": None, "inner_optimizers": ["as_is"]})
 
     def run(me):
         model = probe.Probe()
         optimizer = sgd(model.parameters())
         exchange = fsdp_demo.attach(optimizer, config, model=model)
-        damaging = exchange._line.group = Damaging(exchange._line.group)
+        damaging = exchange._peers.group = Damaging(exchange._peers.group)
         for t in range(2):
             probe.backward(model, me, t, 0, False)
             optimizer.step()
@@ -893,7 +908,7 @@ def test_the_codec_config_is_used(run_ranks):
         out = []
         for code in ("fp32", "bf16", "int8"):
             os.environ["ISLAND_RUN"] += "+"
-            config = preset("decoupled_momentum", transform=True, period=2, code=code, clip=None, inner="as_is")
+            config = preset("decoupled_momentum", transform=True, period=2, value_dtype=code, clip=None, inner_optimizers="as_is")
             assert config.channels[0].codec == Codec("dct", "topk", 32, code)
             out.append(probe.train(me, config, sgd, 8, seed=4)["params"][-1])
         return out
@@ -923,7 +938,7 @@ def test_process_groups_end_cleanly(run_ranks):
 
 def test_bf16_parameters_keep_what_rounding_takes(run_ranks):
     """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6."""
-    config = preset("diloco", momentum_warmup=0, period=1, lr=0.1, momentum=0.0, clip=None, inner="as_is")
+    config = preset("diloco", momentum_warmup=0, period=1, lr=0.1, momentum=0.0, clip=None, inner_optimizers="as_is")
 
     def run():
         weight = nn.Parameter(torch.ones(70, 3, dtype=torch.bfloat16))

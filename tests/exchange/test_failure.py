@@ -30,9 +30,9 @@ from ..support.threaded import Tap, values
 SILENCE = 3.0  # ISLAND_TIMEOUT here, seconds
 runs = itertools.count()
 
-DEMO = preset("demo", code="fp32")
-DILOCO = preset("diloco", period=2, inner="as_is")
-CONSENSUS = preset("decoupled_momentum", transform=True, period=2, code="bf16", inner="as_is")
+DEMO = preset("demo", value_dtype="fp32")
+DILOCO = preset("diloco", period=2, inner_optimizers="as_is")
+CONSENSUS = preset("decoupled_momentum", transform=True, period=2, value_dtype="bf16", inner_optimizers="as_is")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ LOST = {
     "killed between exchanges": Case(DEMO),
     "killed inside an exchange": Case(DEMO, message=0),
     "killed inside the second leg of a reduce": Case(DILOCO, message=2),
-    "killed with a payload in flight": Case(DEMO.changed({"clock.delay": 2})),
+    "killed with a payload in flight": Case(DEMO.changed({"schedule.delay": 2})),
     "silent": Case(CONSENSUS, with_signal=signal.SIGSTOP, timed_out=True),
     "2x2, all of it killed": Case(DEMO, 2, (0, 1)),
     "2x2, one rank killed inside an exchange": Case(CONSENSUS, 2, (1,), message=0, timed_out=True),
@@ -117,8 +117,8 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
     outcomes = run_ranks(job, 2, case.procs, timeout=45, env=env, check=False, args=(case,))
     folder = next(tmp_path.glob("ranks-*"))
     struck = float((folder / "struck").read_text())
-    due = case.at if case.config.channels[0].clock.due(case.at) else case.at + 1
-    expected = [due + d + (not case.config.channels[0].before_step) for d in range(case.config.channels[0].clock.delay + 1)]
+    due = case.at if case.config.channels[0].schedule.due(case.at) else case.at + 1
+    expected = [due + d + (not case.config.channels[0].before_step) for d in range(case.config.channels[0].schedule.delay + 1)]
     where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in outcomes[0].log]
     assert len(where) == 1, outcomes[0].log
     for rank in range(case.procs):
@@ -127,7 +127,7 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
         assert f"island0 (island 0, rank {rank}), step {where[0]}:" in log
         assert "python job.py --resume" in outcomes[0].log
         saved = torch.load(folder / f"saved{rank}")
-        delay, before = case.config.channels[0].clock.delay, case.config.channels[0].before_step
+        delay, before = case.config.channels[0].schedule.delay, case.config.channels[0].before_step
         sent = saved["last"][case.config.channels[0].name]  # what was sent and not received is kept, to be sent once more
         assert saved["step"] == where[0] and sent == where[0] + before and 1 <= saved["flights"] <= delay + 1
         assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
@@ -146,8 +146,8 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
 def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None:
     config, procs = {
         "2x2, every step": (DEMO, 2),
-        "in flight": (DEMO.changed({"clock.delay": 2}), 1),
-        "every few steps": (preset("diloco", period=5, inner="as_is"), 1),
+        "in flight": (DEMO.changed({"schedule.delay": 2}), 1),
+        "every few steps": (preset("diloco", period=5, inner_optimizers="as_is"), 1),
     }[name]
 
     def run(me: Any) -> None:
@@ -180,7 +180,7 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
     assert steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
     if name != "every few steps":
         for r in range(procs):
-            assert len(saved[r][1]["in_flight"]) == len(saved[procs + r][1]["in_flight"]) == config.channels[0].clock.delay
+            assert len(saved[r][1]["in_flight"]) == len(saved[procs + r][1]["in_flight"]) == config.channels[0].schedule.delay
             assert all(torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True))
 
 
@@ -239,7 +239,7 @@ def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
         return threaded.islands(island, timeout=2)
 
     def run(me: Any) -> None:
-        for config in (DEMO, preset("full"), preset("diloco", period=2, inner="as_is")):
+        for config in (DEMO, preset("full"), preset("diloco", period=2, inner_optimizers="as_is")):
             for name, other in {
                 "finish": lambda e, step: e.finish(),
                 "digest": lambda e, step: e.digests_equal(),
@@ -256,13 +256,15 @@ def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
 
 RESUMED = {
     "full": preset("full"),
-    "full, in flight": preset("full", clip=0.5, **{"clock.delay": 2}),
+    "full, in flight": preset("full", clip=0.5, **{"schedule.delay": 2}),
     "demo": preset("demo"),
-    "demo, in flight": preset("demo", **{"clock.delay": 2}),
-    "diloco": preset("diloco", period=4, inner="as_is"),
-    "diloco, in flight": preset("diloco", period=4, inner="as_is", **{"clock.delay": 2}),
-    "consensus": preset("decoupled_momentum", transform=True, period=4, inner="as_is"),
-    "released, in flight": preset("decoupled_momentum", transform=True, rule="released", period=4, inner="as_is", **{"clock.delay": 2}),
+    "demo, in flight": preset("demo", **{"schedule.delay": 2}),
+    "diloco": preset("diloco", period=4, inner_optimizers="as_is"),
+    "diloco, in flight": preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}),
+    "consensus": preset("decoupled_momentum", transform=True, period=4, inner_optimizers="as_is"),
+    "released, in flight": preset(
+        "decoupled_momentum", transform=True, rule="released", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}
+    ),
 }
 
 
@@ -373,7 +375,7 @@ def test_survivors_go_on_with_a_fresh_island(run_ranks, name) -> None:
         results = values(threaded.islands(second, 3))
         for start, equal, params in results:
             assert start == saved[0][2]["step"] and same(params, results[0][2])
-            assert any(equal) == config.consensus
+            assert any(equal) == config.equal_after_exchange
             if config.channels[0].before_step:
                 assert all(equal)
 
@@ -450,7 +452,7 @@ def test_a_state_of_something_else_is_refused(run_ranks) -> None:
         with pytest.raises(ValueError, match="saved channels"):
             fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
         with pytest.raises(ValueError, match="keeps"):
-            fsdp_demo.attach(optimizer, preset("decoupled_momentum", transform=True, inner="as_is"), state=states["diloco"])
+            fsdp_demo.attach(optimizer, preset("decoupled_momentum", transform=True, inner_optimizers="as_is"), state=states["diloco"])
         smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
         with pytest.raises(ValueError, match="elements, here it has"):
             fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])
@@ -475,7 +477,7 @@ def job(island, number, ending):
     os.environ.update(ISLAND_RANK=str(island), ISLAND_RUN=f"end-{number}")  # one run, as often as it is joined
     model = torch.nn.Linear(70, 70)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    changes = {"agree": {"island": island}} if ending == "refused" else {"clock.delay": 1}
+    changes = {"must_match": {"island": island}} if ending == "refused" else {"schedule.delay": 1}
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, **changes)
     for t in range(6):
         if ending == "error" and t == 4 and island == 0:

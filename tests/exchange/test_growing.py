@@ -36,7 +36,7 @@ def grown(me: Any, case: str, late: int, islands: int) -> Any:
     optimizer = kind(model.parameters(), lr=1e-3)
     exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
     first, topology = exchange.step, exchange.topology
-    slots = exchange._line.slots
+    slots = exchange._peers.slots
     while exchange.step < (int(together.read_text() or 10**9) if together.exists() else 10**9):
         backward(model, topology.island, exchange.step)
         optimizer.step()
@@ -45,12 +45,12 @@ def grown(me: Any, case: str, late: int, islands: int) -> Any:
             begun.touch()
         if me.island == 0 and not together.exists():
             time.sleep(0.02)
-            if len(exchange._line.slots) == islands:
+            if len(exchange._peers.slots) == islands:
                 part = me.folder / f"part{os.getpid()}"
                 part.write_text(str(exchange.step + MORE))
                 part.rename(together)
     exchange.finish()
-    found = exchange._line.slots if exchange._line else None
+    found = exchange._peers.slots if exchange._peers else None
     values = [p.detach().clone() for p in model.parameters()]
     parts = topology.starters, topology.islands, topology.count
     return first, slots, exchange.digests_equal(), exchange.step, values, parts, found

@@ -60,14 +60,14 @@ def recorded(config: Any, steps: int = STEPS, brings: Any = None, made: Any = ma
     def island(i: int, topology: Any) -> Any:
         with SEEDED:
             model, optimizer, schedule = made(config, i)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, agree={"steps": 100})
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, must_match={"steps": 100})
         record = joining.Record(exchange, brings) if i == 0 else None
-        stands = [joining.stand(exchange._flow)]
+        stands = [joining.stand(exchange._runtime)]
         for t in range(steps):
-            exchange.note(tokens=10 + 3 * i + t, loss=float(t))
+            exchange.report(tokens=10 + 3 * i + t, loss=float(t))
             step(model, optimizer, t, i)
             schedule.step()
-            stands.append(joining.stand(exchange._flow))
+            stands.append(joining.stand(exchange._runtime))
         exchange.state_dict()  # what is under way comes in
         exchange.detach()
         return record, stands
@@ -80,11 +80,11 @@ def joins(
 ) -> tuple[list[dict[str, Any]], Any, Net]:
     """A newcomer joins at step `at`: where it stood after each step that it has made up for, its exchange and its model."""
     stands: list[dict[str, Any]] = []
-    patch = joining.watched(lambda flow: stands.append(joining.stand(flow)))
+    patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))
     try:
         model, optimizer, _ = made(config, 7)
         fed = joining.Fed(record, at, until)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), agree={"steps": 100})
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), must_match={"steps": 100})
     finally:
         patch.undo()
     assert exchange.newcomer and fed.goes_on == exchange.step and fed.asked == [p.numel() for p in fed.parts[1:]]
@@ -93,34 +93,34 @@ def joins(
 
 CASES = {
     "full": preset("full"),
-    "full-late": preset("full", **{"clock.delay": 2}, clip=0.1),
-    "demo-seldom": preset("demo", **{"clock.period": 2, "clock.delay": 5}),
+    "full-late": preset("full", **{"schedule.delay": 2}, clip=0.1),
+    "demo-seldom": preset("demo", **{"schedule.sync_every": 2, "schedule.delay": 5}),
     "demo": preset("demo"),
-    "demo-late": preset("demo", **{"clock.delay": 3}),
-    "demo-norm": preset("demo", clip=0.05, clip_over="islands"),
+    "demo-late": preset("demo", **{"schedule.delay": 3}),
+    "demo-norm": preset("demo", clip=0.05, clip_scope="islands"),
     "demo-rates": preset("demo", lr_inside=True),
     "demo-2": preset("demo", version=2),
-    "demo-adamw": preset("demo", inner="adamw"),
+    "demo-adamw": preset("demo", inner_optimizer="adamw"),
     "random": preset("random"),
-    "stride": preset("stride", inner="adamw"),
+    "stride": preset("stride", inner_optimizer="adamw"),
     "local_sgd": preset("local_sgd", period=4),
-    "local_sgd-late": preset("local_sgd", period=4, **{"clock.delay": 2, "applier.mix": 0.25}),
-    "local_sgd-queue": preset("local_sgd", period=2, **{"clock.delay": 5}),
+    "local_sgd-late": preset("local_sgd", period=4, **{"schedule.delay": 2, "applier.mix": 0.25}),
+    "local_sgd-queue": preset("local_sgd", period=2, **{"schedule.delay": 5}),
     "local_adam": preset("local_adam", period=3),
-    "desloc": preset("desloc", period=2, **{"exp_avg.clock.delay": 1}),
+    "desloc": preset("desloc", period=2, **{"exp_avg.schedule.delay": 1}),
     "diloco": preset("diloco", period=3, momentum_warmup=2),
-    "diloco-int8": preset("diloco", period=3, code="int8"),
-    "diloco-late": preset("diloco", period=4, **{"clock.delay": 3, "applier.mix": 0.5}),
-    "diloco-queue": preset("diloco", period=2, **{"clock.delay": 5}),
+    "diloco-int8": preset("diloco", period=3, value_dtype="int8"),
+    "diloco-late": preset("diloco", period=4, **{"schedule.delay": 3, "applier.mix": 0.5}),
+    "diloco-queue": preset("diloco", period=2, **{"schedule.delay": 5}),
     "diloco-tokens": preset("diloco", period=3, **{"reducer.weight": "tokens"}),
     "streaming_diloco": preset("streaming_diloco", period=4, layers=1, delay=2),
-    "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, code="fp32"),
+    "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, value_dtype="fp32"),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
-    "consensus-late": preset("decoupled_momentum", period=3, **{"clock.delay": 2, "applier.mix": 0.5}),
+    "consensus-late": preset("decoupled_momentum", period=3, **{"schedule.delay": 2, "applier.mix": 0.5}),
     "released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
     "sparse_loco": preset("sparse_loco", period=2),
     "muloco": preset("muloco", period=3),
-    "muloco-queue": preset("muloco", period=2, code="int4", **{"clock.delay": 3}),
+    "muloco-queue": preset("muloco", period=2, value_dtype="int4", **{"schedule.delay": 3}),
 }
 
 
@@ -139,9 +139,9 @@ def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
         assert joining.same(now["parameters"], then["parameters"]) and joining.same(now["states"], then["states"])
     for c in config.channels:
         t = now["step"] - 1
-        if c.source == "parameter" and not c.clock.delay and not c.applier.mix and c.clock.due(t):
+        if c.source == "parameter" and not c.schedule.delay and not c.applier.mix and c.schedule.due(t):
             assert joining.same(now["parameters"], then["parameters"])
-        if c.state_name and c.clock.due(t) and not c.clock.delay and not c.exclude:
+        if c.state_name and c.schedule.due(t) and not c.schedule.delay and not c.exclude:
             assert all(torch.equal(a[c.state_name], b[c.state_name]) for a, b in zip(now["states"], then["states"], strict=True))
         if c.state_name:
             assert all(torch.equal(a["step"], b["step"]) for a, b in zip(now["states"], then["states"], strict=True))
@@ -159,7 +159,7 @@ def test_a_newcomer_stands_where_the_others_stand(run_ranks, name: str) -> None:
             stands, exchange, model = joins(config, record, at)
             assert [s["step"] for s in stands] == list(range(at + 1, STEPS + 1)) and exchange.step == STEPS
             assert exchange.optimizers[0].param_groups[0]["lr"] == exchange.optimizers[0].param_groups[0]["initial_lr"]
-            for now in [*stands, joining.stand(exchange._flow)]:
+            for now in [*stands, joining.stand(exchange._runtime)]:
                 compare(config, now, truth[now["step"]])
             exchange.detach()
 
@@ -183,18 +183,18 @@ def test_sharded(run_ranks, name: str) -> None:
 
         model, optimizer, schedule = sharded(me.island)
         exchange = fsdp_demo.attach(optimizer, config, model=model)
-        record, truth = joining.Record(exchange), [joining.stand(exchange._flow)]
+        record, truth = joining.Record(exchange), [joining.stand(exchange._runtime)]
         for t in range(8):
             step(model, optimizer, t, me.island)
             schedule.step()
-            truth.append(joining.stand(exchange._flow))
+            truth.append(joining.stand(exchange._runtime))
         exchange.state_dict()
         exchange.detach()
         if me.island:
             return
         for at in (1, 4, 7):
             stands: list[dict[str, Any]] = []
-            patch = joining.watched(lambda flow: stands.append(joining.stand(flow)))  # noqa: B023
+            patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))  # noqa: B023
             model, optimizer, _ = sharded(7)
             fed = joining.Fed(record, at)
             fed.waits = me.proc  # its snapshot comes later than that of the other rank
@@ -211,29 +211,29 @@ def test_sharded(run_ranks, name: str) -> None:
     run_ranks(run, islands=2, procs=2)
 
 
-@pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one lane", "two lanes"])
+@pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one active copy", "two active copies"])
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "full-late"])
 def test_copies(run_ranks, name: str, procs: list[int]) -> None:
-    """Two ranks hold the whole model. They share two lanes; or one, and the second has no line and gets all through its island."""
-    config, lanes = CASES[name], min(procs)
+    """Two ranks hold the whole model. They share two active copies; or one, and the second has no line and gets all through its island."""
+    config, active_copies = CASES[name], min(procs)
 
     def run(me: Any) -> Any:
         model, optimizer, schedule = made(config, me.island)
         exchange = fsdp_demo.attach(optimizer, config, model=model)
-        record, truth = joining.Record(exchange), [joining.stand(exchange._flow)]
+        record, truth = joining.Record(exchange), [joining.stand(exchange._runtime)]
         for t in range(8):
             step(model, optimizer, t, me.island)
             schedule.step()
-            truth.append(joining.stand(exchange._flow))
+            truth.append(joining.stand(exchange._runtime))
         exchange.state_dict()
         exchange.detach()
         if me.island:
             return None
         model, optimizer, _ = made(config, 7)
-        fed = joining.Fed(record, 3) if me.proc < lanes else None
-        where = joining.topology(fed, lanes=lanes, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD)
+        fed = joining.Fed(record, 3) if me.proc < active_copies else None
+        where = joining.topology(fed, active_copies=active_copies, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD)
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
-        now = joining.stand(exchange._flow)
+        now = joining.stand(exchange._runtime)
         compare(config, now, truth[8])
         buffers = [b.clone() for b in model.buffers()]
         exchange.detach()
@@ -260,7 +260,7 @@ def test_it_trains_on_before_its_messages_count(run_ranks, name: str) -> None:
             for t in range(until, STEPS):
                 step(model, optimizer, t, 5)
                 schedule.step()
-                now, then = joining.stand(exchange._flow), truth[t + 1]
+                now, then = joining.stand(exchange._runtime), truth[t + 1]
                 assert joining.same(now["clocks"], then["clocks"])
                 assert joining.same(now["anchors"], then["anchors"]) and joining.same(now["momenta"], then["momenta"])
                 if config.channels[0].before_step:
@@ -292,12 +292,12 @@ def into(*path: Any, value: Any) -> Any:
 
 
 SPOILT = {
-    "format": (into("format", value=7), r"has format 7, written by fsdp_demo .* reads format 1"),
+    "format": (into("format", value=7), r"has format 7, written by fsdp_demo .* reads format 2"),
     "no form": (into("stand", value=[]), "is of another form"),
     "no JSON": (lambda parts: [parts[0][:-9], *parts[1:]], "the head of a snapshot is no JSON"),
     "shards": (into("place", "shards", value=4), r"island 0 \(island0\) runs something else than newcomer: shards: 1 here, 4 there"),
     "islands": (into("place", "islands", value=3), "islands: 2 here, 3 there"),
-    "facts": (into("facts", "agree.steps", value=7), "agree.steps: 100 here, 7 there"),
+    "facts": (into("facts", "must_match.steps", value=7), "must_match.steps: 100 here, 7 there"),
     "dtype": (into("parameters", 1, 3, value="bfloat16"), r"parameter 1 is .* float32, trained here, .* bfloat16, trained there"),
     "fewer": (damaged(lambda head: head["parameters"].pop()), "11 parameters here, 10 there"),
     "states": (into("states", value=["exp_avg"]), r"keep states exp_avg, exp_avg_sq, step of \d+ tensors here, exp_avg, step of"),
@@ -316,7 +316,7 @@ SPOILT = {
 
 
 def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
-    config = preset("demo", inner="adamw", **{"clock.delay": 2})
+    config = preset("demo", inner_optimizer="adamw", **{"schedule.delay": 2})
 
     def run() -> None:
         record, _ = recorded(config, 6)
@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
                 joins(config, record, 5)
         record.snapshots[5] = parts, under_way
         for other, message in (
-            (preset("demo", inner="adamw", **{"clock.delay": 1}), "config.channels.0.clock.delay: 1 here, 2 there"),
+            (preset("demo", inner_optimizer="adamw", **{"schedule.delay": 1}), "config.channels.0.schedule.delay: 1 here, 2 there"),
             (preset("full"), "config.preset: 'full' here, 'demo' there"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -335,21 +335,21 @@ def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
         wide = nn.Linear(66, 70)
         optimizer = base_optimizer(config, wide.named_parameters())
         with pytest.raises(ValueError, match=r"2 parameters here, 11 there; parameter 0 is weight \[70, 66\] float32, trained here"):
-            fsdp_demo.attach(optimizer, config, model=wide, topology=joining.topology(joining.Fed(record, 5)), agree={"steps": 100})
+            fsdp_demo.attach(optimizer, config, model=wide, topology=joining.topology(joining.Fed(record, 5)), must_match={"steps": 100})
         model, optimizer, _ = made(config)
         nameless = joining.topology(joining.Fed(record, 5))
         with pytest.raises(ValueError, match="parameter 0 is optimizer0.group0.parameter0|pass model= on all islands"):
-            fsdp_demo.attach(base_optimizer(config, model.parameters()), config, topology=nameless, agree={"steps": 100})
+            fsdp_demo.attach(base_optimizer(config, model.parameters()), config, topology=nameless, must_match={"steps": 100})
 
     run_ranks(run, islands=1, procs=1)
 
 
 def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
-    config = preset("demo", inner="adamw")
+    config = preset("demo", inner_optimizer="adamw")
 
     def run() -> None:
         record, _ = recorded(config, 6)
-        good, messages = dict(record.ticks), list(record.messages)
+        good, messages = dict(record.hooks), list(record.messages)
         spoilt = {
             "another step": (Tick(4, Tick.unpack(good[3]).rates).pack(), WireError, "step 4 came to be made up for, here comes 3"),
             "other groups": (Tick(3, []).pack(), ValueError, r"rates of \[\] groups came, the optimizers here have \[1\]"),
@@ -357,10 +357,10 @@ def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
             "no tick": (to_bytes({"step": 3}), WireError, "a tick of another form came"),
         }
         for name, (tick, kind, message) in spoilt.items():
-            record.ticks = good | {3: tick}
+            record.hooks = good | {3: tick}
             with named(name), pytest.raises(kind, match=message):
                 joins(config, record, 2)
-        record.ticks = good
+        record.hooks = good
         wrong = {
             "missing": ([m for m in messages if m.headers[0].step != 3], r"are of \(kind, step\) \[\(1, 4\)\], here comes \(1, 3\)"),
             "short": ([replace(m, bodies=[b[:-1] for b in m.bodies]) for m in messages], r"has bodies of \[.*\] bytes"),
@@ -378,7 +378,7 @@ def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
 
 
 def test_a_stop_of_the_others_while_it_joins(run_ranks) -> None:
-    config = preset("demo", inner="adamw")
+    config = preset("demo", inner_optimizer="adamw")
 
     def run() -> None:
         record, _ = recorded(config, 6)
@@ -391,7 +391,7 @@ def test_a_stop_of_the_others_while_it_joins(run_ranks) -> None:
 
 
 def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
-    """A state and a step of an older life; the council asks at the step of the others from then on."""
+    """A state and a step of an older life; the islands are asked at the step of the others from then on."""
     config = preset("diloco", period=3)
 
     def run() -> None:
@@ -400,9 +400,9 @@ def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
         state = fsdp_demo.attach(optimizer, config, model=model, topology=fsdp_demo.Topology()).state_dict()
         model, optimizer, _ = made(config, 7)
         where, facts = joining.topology(joining.Fed(record, 4)), {"steps": 100, "at": 2}  # the Trainer's step, where it starts anew
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, agree=facts)
-        compare(config, joining.stand(exchange._flow), truth[6])
-        assert exchange.council._step() == 6
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, must_match=facts)
+        compare(config, joining.stand(exchange._runtime), truth[6])
+        assert exchange.across_islands._step() == 6
         exchange.detach()
 
     run_ranks(run, islands=1, procs=1)
@@ -425,7 +425,7 @@ def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
         whole, _ = recorded(config, 3, made=lora)
         model, optimizer, _ = lora(config, 7)
         fed = joining.Fed(whole, 1)
-        fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), agree={"steps": 100}).detach()
+        fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), must_match={"steps": 100}).detach()
         less, truth = recorded(config, 3, fed.brought, made=lora)
         sizes = [[p.numel() for p in record.snapshots[2][0][1:]] for record in (whole, less)]
         assert sizes[0][1:] == sizes[1] and sizes[0][0] > 10_000
@@ -459,7 +459,7 @@ WEIGHTS = {
     # joined at step 4: own steps are 4 and 5 of the round that ends with step 5, then 6 to 8, then 9 to 11
     "tokens": (preset("diloco", period=3, **{"reducer.weight": "tokens"}), [(5, 9.0), (8, 21.0), (11, 30.0)]),
     "equal": (preset("diloco", period=3), [(5, -1.0), (8, 1.0), (11, 1.0)]),
-    "gradients": (preset("demo", **{"clock.period": 3}), [(5, -1.0), (8, 1.0), (11, 1.0)]),
+    "gradients": (preset("demo", **{"schedule.sync_every": 3}), [(5, -1.0), (8, 1.0), (11, 1.0)]),
     "every step": (preset("demo"), [(t, 1.0) for t in range(4, 12)]),
     "parameters": (preset("local_sgd", period=3), [(5, 1.0), (8, 1.0), (11, 1.0)]),  # the donor's, and two steps on
 }
@@ -474,10 +474,10 @@ def test_what_the_first_contributions_weigh(run_ranks, name: str) -> None:
         record, _ = recorded(config, STEPS)
         _, exchange, model = joins(config, record, 2, 4)
         assert exchange.step == 4
-        optimizer, line = exchange.optimizers[0], exchange._line
+        optimizer, line = exchange.optimizers[0], exchange._peers
         replayed = len(line.said)
         for t in range(4, STEPS):
-            exchange.note(tokens=t)
+            exchange.report(tokens=t)
             step(model, optimizer, t, 5)
         exchange.flush()
         assert line.said[replayed:] == expected, line.said

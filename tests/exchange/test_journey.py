@@ -36,16 +36,16 @@ def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int])
 
 def test_the_hooks_are_the_step_itself(alone: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, "demo", inner="as_is")
-    ticks, flow = exchange._ticks, exchange._flow
-    assert (ticks._run_before, ticks._run_after) == (flow.before, flow.after)
+    exchange = fsdp_demo.attach(optimizer, "demo", inner_optimizers="as_is")
+    hooks, runtime = exchange._hooks, exchange._runtime
+    assert (hooks._run_before, hooks._run_after) == (runtime.before, runtime.after)
     exchange.detach()
 
 
 def test_gradients_are_read_once_per_channel(alone: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, "demo", inner="as_is")
+    exchange = fsdp_demo.attach(optimizer, "demo", inner_optimizers="as_is")
     read, reads = exchange.shards.read, Counter()
 
     def counted(source: str) -> Any:

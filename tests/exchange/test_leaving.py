@@ -14,7 +14,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.config.channel import Applier, Channel, Clock, Codec, Reducer
+from fsdp_demo.config.channel import Applier, Channel, Codec, Reducer, SyncSchedule
 from fsdp_demo.config.schema import ExchangeConfig
 
 from .test_survivors import Small, backward
@@ -33,8 +33,8 @@ SAID = "for that of step 8 of the others, counts there"
 
 def plain(code: str = "fp32", weight: str = "equal") -> ExchangeConfig:
     """The anchor less the mean delta: numbers that can be followed by hand."""
-    outer = Applier("outer", lr=1.0, momentum=0.0, nesterov=False)
-    channel = Channel("delta", "delta", Clock(4), codec=Codec(code=code), reducer=Reducer(weight=weight), applier=outer)
+    outer = Applier("outer_step", lr=1.0, momentum=0.0, nesterov=False)
+    channel = Channel("delta", "delta", SyncSchedule(4), codec=Codec(value_dtype=code), reducer=Reducer(weight=weight), applier=outer)
     return ExchangeConfig("plain", (channel,))
 
 
@@ -53,7 +53,7 @@ def trained(me: Any, config: ExchangeConfig, tokens: int = 0) -> Any:
             if me.island == VICTIM and t == AT:
                 os.kill(os.getpid(), signal.SIGTERM)
             (w * GRADIENTS[me.island]).sum().backward()
-            exchange.note(tokens=tokens)
+            exchange.report(tokens=tokens)
             optimizer.step()
             optimizer.zero_grad()
         exchange.finish()
@@ -83,7 +83,7 @@ def test_the_steps_since_the_last_exchange_count_with_their_share(run_ranks, con
 
 
 def test_all_ranks_of_an_island_leave_at_one_step(run_ranks) -> None:
-    """Two copies with a lane each; the signal comes to both, at unlike moments."""
+    """Two copies, both active; the signal comes to both, at unlike moments."""
     found = run_ranks(trained, 3, 2, env=ENV, args=(plain(),), check=False)
     values = ended(found, 2)
     rounds = [4 * sum(GRADIENTS) / 3, (4 * 15 + 4 * 45 + 0.5 * 2 * 30) / 2.5, 4 * (15 + 45) / 2]
@@ -92,11 +92,11 @@ def test_all_ranks_of_an_island_leave_at_one_step(run_ranks) -> None:
 
 CASES = {
     "diloco": preset("diloco", period=4, momentum_warmup=0),
-    "diloco, int4": preset("diloco", period=4, momentum_warmup=0, code="int4"),
+    "diloco, int4": preset("diloco", period=4, momentum_warmup=0, value_dtype="int4"),
     "sparse_loco": preset("sparse_loco", period=4),
     "muloco": preset("muloco", period=4),
     "decoupled_momentum": preset("decoupled_momentum", period=4),
-    "decoupled_momentum, late": preset("decoupled_momentum", period=4, **{"clock.delay": 3}),
+    "decoupled_momentum, late": preset("decoupled_momentum", period=4, **{"schedule.delay": 3}),
     "streaming_diloco": preset("streaming_diloco", period=8, delay=3, layers=2),
     "local_sgd": preset("local_sgd", period=4),
     "desloc": preset("desloc", period=4),
@@ -136,5 +136,5 @@ def test_presets(run_ranks, case: str) -> None:
     one, two = ended(found)
     assert "counts there" in found[VICTIM].log and "saved as it was before" in found[VICTIM].log, found[VICTIM].log
     assert all(torch.isfinite(v).all() for v in one[1].values())
-    if CASES[case].consensus:
+    if CASES[case].equal_after_exchange:
         assert one[0] and two[0] and all(torch.equal(one[1][n], two[1][n]) for n in one[1])

@@ -17,8 +17,8 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset, presets
-from fsdp_demo.channels.channel import ActiveChannel
-from fsdp_demo.channels.codec import Section
+from fsdp_demo.channels.channel import ChannelRunner
+from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm import peers
 from fsdp_demo.compression import blocks, dense, quantize
@@ -26,7 +26,7 @@ from fsdp_demo.exchange import memory
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
 from fsdp_demo.exchange.plan import local_shape, plan_model
 from fsdp_demo.hosts.optimizers import materialise
-from fsdp_demo.hosts.torch_params import TorchShards
+from fsdp_demo.hosts.torch_params import TorchHost
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -42,16 +42,16 @@ CASES: dict[str, ExchangeConfig] = {
     **{name: weighing.shortened(name) for name in presets()},
     "desloc": preset("desloc", period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),  # a cycle of 4 steps, not of 12
     # forms that no preset takes by default
-    "demo, late": preset("demo", **{"clock.delay": 3}),
-    "demo, no senders": preset("demo", **{"reducer.kind": "replicas"}),
-    "diloco, int8": preset("diloco", period=2, code="int8"),
-    "diloco, queued": preset("diloco", period=1, **{"clock.delay": 2}),
-    "local_sgd, late": preset("local_sgd", period=3, **{"clock.delay": 1}),
-    "muloco, int4": preset("muloco", period=2, code="int4"),
-    "muloco, no codes": preset("muloco", period=2, code="fp32"),
+    "demo, late": preset("demo", **{"schedule.delay": 3}),
+    "demo, no senders": preset("demo", **{"reducer.mean_over": "replicas"}),
+    "diloco, int8": preset("diloco", period=2, value_dtype="int8"),
+    "diloco, queued": preset("diloco", period=1, **{"schedule.delay": 2}),
+    "local_sgd, late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
+    "muloco, int4": preset("muloco", period=2, value_dtype="int4"),
+    "muloco, no codes": preset("muloco", period=2, value_dtype="fp32"),
     "released": preset("decoupled_momentum", rule="released", period=2),
     "released, averaged": preset("decoupled_momentum", rule="released", period=1, average_every=2),
-    "streaming_diloco, whole": preset("streaming_diloco", period=3, layers=0, delay=1, code="bf16"),
+    "streaming_diloco, whole": preset("streaming_diloco", period=3, layers=0, delay=1, value_dtype="bf16"),
 }
 FOUR = ("demo", "random", "diloco", "streaming_diloco", "muloco")  # each way to travel: with positions, seeded, reduced, in few bits
 RUNS = [(name, 2) for name in CASES] + [
@@ -117,13 +117,13 @@ def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
 def test_a_vector_that_is_reduced_is_held_once(name: str, smaller: None) -> None:
     """The message itself is what these presets send, 4 bytes per element of each channel that is due; nothing of that size comes on top."""
     sent = max(
-        sum(_vectors(s) for s in plan_model(CASES[name], TENSORS, 2)[0].sections if s.channel.clock.due(step))
+        sum(_vectors(s) for s in plan_model(CASES[name], TENSORS, 2)[0].sections if s.channel.schedule.due(step))
         for step in range(weighing.steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
 
 
-def _vectors(section: Section) -> int:
+def _vectors(section: ChannelCodec) -> int:
     return sum(4 * n for n, _ in section.spans)
 
 
@@ -168,14 +168,14 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Anchors and outer momenta go to their home (here the meta device), nothing else does."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    config = replace(CASES[name], outer_state="host")
+    config = replace(CASES[name], offload_outer_state=True)
     planned = plan_memory(config, TENSORS, 2)
     kept = {"cpu": 0, "meta": 0}
     for section in plan_model(config, TENSORS, 2)[0].sections:
         named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
         optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
         materialise(optimizer)
-        active = ActiveChannel(section.channel, Placement(TorchShards([optimizer]), islands=2, home="meta"))
+        active = ChannelRunner(section.channel, Placement(TorchHost([optimizer]), islands=2, home="meta"))
         active.start()
         assert len(active.covered) == section.layout.num_tensors
         for work in (active.accumulator, active.anchor, active.momentum):

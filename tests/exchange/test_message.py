@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_demo.channels.channel import Outgoing
-from fsdp_demo.channels.codec import Section
-from fsdp_demo.comm.collectives import Arrived, legs
+from fsdp_demo.channels.channel import ChannelPayload
+from fsdp_demo.channels.codec import ChannelCodec
+from fsdp_demo.comm.collectives import ReceivedMessage, legs
 from fsdp_demo.comm.header import HEADER, Header
 from fsdp_demo.compression import dense
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.channel import Accumulator, Channel, Codec
 from fsdp_demo.exchange.message import MessageLayout
 
-INDEXED = Codec("none", "topk", 4, code="int8")
-SEEDED = Codec("none", "random", 4, code="bf16")
+INDEXED = Codec("none", "topk", 4, value_dtype="int8")
+SEEDED = Codec("none", "random", 4, value_dtype="bf16")
 
 
-def section(name: str, tensors: int, codec: Codec, source: str = "gradient", size: int = 3) -> Section:
+def section(name: str, tensors: int, codec: Codec, source: str = "gradient", size: int = 3) -> ChannelCodec:
     """Of a channel over a matrix of two blocks and small tensors."""
     layout = Layout([(64, 128), *[(3,)] * (tensors - 1)], ["plain", *["dense"] * (tensors - 1)])
-    accumulator = None if codec.select == "all" else Accumulator()
-    return Section(layout, Channel(name, source, accumulator=accumulator, codec=codec), size)
+    accumulator = None if codec.select == "dense" else Accumulator()
+    return ChannelCodec(layout, Channel(name, source, accumulator=accumulator, codec=codec), size)
 
 
 def test_channels_lie_in_order() -> None:
@@ -34,14 +34,14 @@ def test_channels_lie_in_order() -> None:
     assert message.vectors == [*made[1].spans, *made[2].spans] and len(message.vectors) == 3
     assert message.body_bytes == 2 + made[0].num_bytes + made[3].num_bytes and message.num_bytes == HEADER.size + message.body_bytes
 
-    def part(s: Section, r: int) -> Outgoing:
+    def part(s: ChannelCodec, r: int) -> ChannelPayload:
         flags = present[s.channel.name] if r == 1 else [False] * s.layout.num_tensors
-        return Outgoing(0, bodies[s.channel.name][r] if s.gathered else None, [torch.zeros(n) for n, _ in s.spans], present=flags)
+        return ChannelPayload(0, bodies[s.channel.name][r] if s.gathered else None, [torch.zeros(n) for n, _ in s.spans], present=flags)
 
     packed = [message.pack({s.channel.name: part(s, r) for s in reversed(made)}) for r in range(3)]
     assert packed[1][0].tolist() == [0b11100101, 0b00001111]  # 3 + 2 + 7 + 1 bits, the lowest first
     assert [v.numel() for v in packed[0][2]] == [n for n, _ in message.vectors]
-    arrived = Arrived([Header(0, 0, weight=2.0)] * 3, [torch.cat([bits, *sections]) for bits, sections, _ in packed], means)
+    arrived = ReceivedMessage([Header(0, 0, weight=2.0)] * 3, [torch.cat([bits, *sections]) for bits, sections, _ in packed], means)
     assert {len(b) for b in arrived.bodies} == {message.body_bytes}
     for s in made:
         name, found = s.channel.name, message.split(s.channel.name, arrived)
@@ -53,7 +53,9 @@ def test_channels_lie_in_order() -> None:
 def test_messages_after_the_step_have_no_bits() -> None:
     message = MessageLayout([section("a", 9, INDEXED, "delta"), section("b", 2, Codec(), "parameter")])
     assert not message.before_step and message.body_bytes == message.sections["a"].num_bytes
-    found = message.split("b", Arrived([Header(0, 0)] * 3, [torch.zeros(message.body_bytes, dtype=torch.uint8)] * 3, [torch.ones(8198)]))
+    found = message.split(
+        "b", ReceivedMessage([Header(0, 0)] * 3, [torch.zeros(message.body_bytes, dtype=torch.uint8)] * 3, [torch.ones(8198)])
+    )
     assert found.present is None and found.bodies == [] and found.means[0].numel() == 8198
     nothing = MessageLayout([])
     assert (nothing.body_bytes, nothing.num_bytes, nothing.vectors) == (0, HEADER.size, [])

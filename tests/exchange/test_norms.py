@@ -18,21 +18,21 @@ from fsdp_demo.exchange.norms import LEAST, MESSAGES, Norms, read
 from ..support import probe
 from ..support.threaded import islands, values
 
-PLAIN = {"clip": None, "inner": "as_is"}
+PLAIN = {"clip": None, "inner_optimizers": "as_is"}
 CONFIGS = {
     "full": preset("full", **PLAIN),
     "demo": preset("demo", **PLAIN),
-    "demo late": preset("demo", **PLAIN, **{"clock.delay": 2}),
+    "demo late": preset("demo", **PLAIN, **{"schedule.delay": 2}),
     "random": preset("random", clip=None, **{"codec.topk": 512}),
     "diloco": preset("diloco", period=1, **PLAIN),
-    "diloco-int8": preset("diloco", period=1, code="int8", **PLAIN),
-    "diloco queue": preset("diloco", period=1, **PLAIN, **{"clock.delay": 2}),
+    "diloco-int8": preset("diloco", period=1, value_dtype="int8", **PLAIN),
+    "diloco queue": preset("diloco", period=1, **PLAIN, **{"schedule.delay": 2}),
     "streaming_diloco": preset("streaming_diloco", period=2, delay=1, layers=1, **PLAIN),
     "decoupled_momentum": preset("decoupled_momentum", period=1, **PLAIN),
     "released": preset("decoupled_momentum", period=1, rule="released", **PLAIN),
     "sparse_loco": preset("sparse_loco", period=1, **PLAIN),
     "local_sgd": preset("local_sgd", period=1, **PLAIN),
-    "local_sgd late": preset("local_sgd", period=2, **PLAIN, **{"clock.delay": 1}),
+    "local_sgd late": preset("local_sgd", period=2, **PLAIN, **{"schedule.delay": 1}),
 }
 ROUNDS = ("diloco queue", "local_sgd late", "local_sgd")
 """Where parameters were huge for a while and later ones are counted from them, which rounds; or where only the others' share is taken."""
@@ -63,7 +63,7 @@ class Island:
 
 def judge(exchange: Any, found: list[tuple[int, list[int]]], told: dict[int, list[int]] | None = None) -> None:
     """Note which islands are left out of which message (its number); `told`: leave these out instead, whatever their norm."""
-    norms, plain, seen = exchange._mailbox.norms, exchange._mailbox.norms.judged, dict[int, int]()
+    norms, plain, seen = exchange._queue.norms, exchange._queue.norms.judged, dict[int, int]()
 
     def judged(members: Any, headers: list[Header]) -> list[Header]:
         n = seen.setdefault(headers[0].number, len(seen))
@@ -184,7 +184,7 @@ def test_one_shard_speaks_for_its_island(run_ranks: Callable[..., Any], name: st
                 model.layer.weight.grad.detach().to_local().mul_(1e6)
             optimizer.step()
             optimizer.zero_grad()
-        headers = exchange._mailbox.norms.state()
+        headers = exchange._queue.norms.state()
         exchange.finish()
         largest = max(float(p.abs().max()) for p in probe.parts(model).values() if p.numel())
         return headers, exchange.metrics()["far"], largest < 50, exchange.digests_equal()
@@ -213,7 +213,7 @@ def test_what_is_remembered_is_saved_and_taken_over(run_ranks: Callable[..., Any
             optimizer = torch.optim.SGD(named, lr=0.01)
             state = saved[0][1] if i == 0 else None
             exchange = fsdp_demo.attach(optimizer, CONFIGS["diloco queue"], topology=topology, state=state)
-            first = exchange._mailbox.norms.state()
+            first = exchange._queue.norms.state()
             for t in range(3):
                 for k, (_, p) in enumerate(named):
                     p.grad = torch.randn(p.shape, generator=g.manual_seed(100 * t + 10 * i + k)) * (1e6 if i == 1 and t == 0 else 1.0)

@@ -15,26 +15,26 @@ from fsdp_demo.exchange.local_status import LIMIT
 from ..support import probe
 from ..support.threaded import islands, values
 
-AS_IS = {"inner": "as_is"}
+AS_IS = {"inner_optimizers": "as_is"}
 CONFIGS = {
     "full": preset("full"),
     "full clipped": preset("full", clip=1.0),
     "demo": preset("demo"),
     "demo without clip": preset("demo", clip=None),
-    "demo late": preset("demo", **{"clock.delay": 2}),
+    "demo late": preset("demo", **{"schedule.delay": 2}),
     "random": preset("random", **AS_IS),
     "diloco": preset("diloco", period=2),
     "diloco without clip": preset("diloco", period=2, clip=None),
-    "diloco late": preset("diloco", period=3, **{"clock.delay": 1, "applier.mix": 0.5}),
-    "diloco queue": preset("diloco", period=2, **{"clock.delay": 3}),
-    "one norm": preset("diloco", period=2, clip_over="islands"),
+    "diloco late": preset("diloco", period=3, **{"schedule.delay": 1, "applier.mix": 0.5}),
+    "diloco queue": preset("diloco", period=2, **{"schedule.delay": 3}),
+    "one norm": preset("diloco", period=2, clip_scope="islands"),
     "streaming_diloco": preset("streaming_diloco", period=4, delay=1, layers=0),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
     "released": preset("decoupled_momentum", period=2, rule="released"),
     "sparse_loco": preset("sparse_loco", period=2),
     "muloco": preset("muloco", period=2, **AS_IS),
     "local_sgd": preset("local_sgd", period=2),
-    "local_sgd late": preset("local_sgd", period=3, **{"clock.delay": 1}),
+    "local_sgd late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
     "local_adam": preset("local_adam", period=2),
     "desloc": preset("desloc", period=2),
 }
@@ -47,7 +47,7 @@ class Island:
         g = torch.Generator().manual_seed(7)
         self.me = topology.island
         self.named = [(n, torch.nn.Parameter(torch.randn(s, generator=g))) for n, s in (("a", (70, 66)), ("b", (64, 64)), ("c", (5,)))]
-        plain = config.inner[0] == "sgd" or config.preset in ("random", "muloco")
+        plain = config.inner_optimizers[0] == "sgd" or config.preset in ("random", "muloco")
         self.optimizer: Any = torch.optim.SGD(self.named, lr=0.01) if plain else torch.optim.AdamW(self.named, lr=0.01)
         self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology)
 

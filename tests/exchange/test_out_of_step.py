@@ -22,13 +22,13 @@ from .test_failure import Small
 
 CONFIGS = {
     "demo": preset("demo"),
-    "demo, late": preset("demo", **{"clock.delay": 2}),
+    "demo, late": preset("demo", **{"schedule.delay": 2}),
     "full": preset("full"),
-    "random": preset("random", inner="adamw"),
-    "diloco": preset("diloco", period=2, inner="as_is"),
-    "consensus": preset("decoupled_momentum", period=2, inner="as_is"),
-    "released": preset("decoupled_momentum", rule="released", period=2, inner="as_is"),
-    "streaming_diloco": preset("streaming_diloco", period=2, delay=1, layers=0, inner="as_is"),
+    "random": preset("random", inner_optimizer="adamw"),
+    "diloco": preset("diloco", period=2, inner_optimizers="as_is"),
+    "consensus": preset("decoupled_momentum", period=2, inner_optimizers="as_is"),
+    "released": preset("decoupled_momentum", rule="released", period=2, inner_optimizers="as_is"),
+    "streaming_diloco": preset("streaming_diloco", period=2, delay=1, layers=0, inner_optimizers="as_is"),
     "local_sgd": preset("local_sgd", period=2),
     "desloc": preset("desloc", period=2),
 }
@@ -94,7 +94,7 @@ def test_other_calls_at_one_step(run_ranks: Callable[..., Any]) -> None:
         if i:
             small.exchange.digests_equal()
         else:
-            small.exchange.council.same("eval")
+            small.exchange.across_islands.all_equal("eval")
 
     def run() -> Any:
         asked, compared = both(CONFIGS["diloco"], acts)
@@ -216,7 +216,7 @@ def test_on_unlike_machines_it_is_said_and_goes_on(run_ranks: Callable[..., Any]
     def run(me: Any) -> Any:
         logging.basicConfig(level=logging.INFO, force=True)
         small = Small(Topology.from_env(), CONFIGS["demo"])
-        small.exchange._mailbox.watch.unlike = True
+        small.exchange._queue.watch.unlike = True
         small.train(3)
         small.params[0].data.view(-1)[7] += 1e-6 * me.island
         small.train(10)
@@ -265,7 +265,7 @@ def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
     """Every message of a run, set-up and questions included, begins with a header that says what it is."""
 
     def island(i: int, topology: Topology) -> Any:
-        small = Small(topology, replace(CONFIGS["diloco"], clip=1.0, clip_over="islands"))
+        small = Small(topology, replace(CONFIGS["diloco"], clip=1.0, clip_scope="islands"))
         seen: list[tuple[int, int]] = []
 
         def note(data: torch.Tensor, index: int) -> torch.Tensor:
@@ -276,7 +276,7 @@ def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
 
         Tap(small.exchange, note)
         small.train(2)
-        small.exchange.council.mean([1.0])
+        small.exchange.across_islands.mean([1.0])
         small.exchange.digests_equal()
         small.exchange.finish()
         return seen

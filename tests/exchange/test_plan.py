@@ -58,11 +58,11 @@ CASES: dict[str, ExchangeConfig] = {
     "sparse_loco": preset("sparse_loco", period=3),
     "muloco": preset("muloco", period=4),
     # forms that no preset takes by default
-    "demo, late": preset("demo", topk=3, **{"clock.delay": 2}),
-    "diloco, int8": preset("diloco", period=4, code="int8"),
-    "muloco, int4": preset("muloco", period=4, code="int4"),
-    "muloco, later than its period": preset("muloco", period=2, **{"clock.delay": 5}),
-    "streaming_diloco, e2m1": preset("streaming_diloco", period=4, layers=1, delay=1, code="fp4_e2m1", order="sequential"),
+    "demo, late": preset("demo", topk=3, **{"schedule.delay": 2}),
+    "diloco, int8": preset("diloco", period=4, value_dtype="int8"),
+    "muloco, int4": preset("muloco", period=4, value_dtype="int4"),
+    "muloco, later than its period": preset("muloco", period=2, **{"schedule.delay": 5}),
+    "streaming_diloco, e2m1": preset("streaming_diloco", period=4, layers=1, delay=1, value_dtype="fp4_e2m1", order="sequential"),
     "decoupled_momentum, released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
 }
 
@@ -102,7 +102,7 @@ def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]
         for layer in model.layers:
             fully_shard(layer, mesh=me.mesh())
         fully_shard(model, mesh=me.mesh())
-    kind = torch.optim.SGD if config.inner[0] == "sgd" else torch.optim.AdamW
+    kind = torch.optim.SGD if config.inner_optimizers[0] == "sgd" else torch.optim.AdamW
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     out, before = [], (0, 0, 0, 0)

@@ -19,16 +19,16 @@ from .test_joining import Net, compare, joins, made, step
 STEPS = 10
 CASES = {
     "full": preset("full"),
-    "demo-adamw": preset("demo", inner="adamw"),
-    "demo-late": preset("demo", **{"clock.delay": 3}),
+    "demo-adamw": preset("demo", inner_optimizer="adamw"),
+    "demo-late": preset("demo", **{"schedule.delay": 3}),
     "diloco": preset("diloco", period=3, momentum_warmup=2),
-    "diloco-int8": preset("diloco", period=3, code="int8"),
-    "diloco-queue": preset("diloco", period=2, **{"clock.delay": 5}),
-    "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, code="fp32"),
+    "diloco-int8": preset("diloco", period=3, value_dtype="int8"),
+    "diloco-queue": preset("diloco", period=2, **{"schedule.delay": 5}),
+    "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, value_dtype="fp32"),
     "sparse_loco": preset("sparse_loco", period=2),
-    "muloco-queue": preset("muloco", period=2, code="int4", **{"clock.delay": 3}),
+    "muloco-queue": preset("muloco", period=2, value_dtype="int4", **{"schedule.delay": 3}),
     "local_sgd": preset("local_sgd", period=4),
-    "desloc": preset("desloc", period=2, **{"exp_avg.clock.delay": 1}),
+    "desloc": preset("desloc", period=2, **{"exp_avg.schedule.delay": 1}),
     "released": preset("decoupled_momentum", rule="released", period=2, average_every=4),
 }
 """Presets of each way to keep what replicas share."""
@@ -60,7 +60,7 @@ def cloned(tree: Any) -> Any:
     return [cloned(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def saved(flow: Any, exchange: Any, model: Any, optimizer: Any) -> OwnCheckpoint:
+def saved(runtime: Any, exchange: Any, model: Any, optimizer: Any) -> OwnCheckpoint:
     """As a checkpoint on a disk would have it: nothing of it is shared with what trains on."""
     state = cloned(exchange.state_dict())
     weights, inner = cloned(model.state_dict()), cloned(optimizer.state_dict())
@@ -70,7 +70,7 @@ def saved(flow: Any, exchange: Any, model: Any, optimizer: Any) -> OwnCheckpoint
         joined.optimizers[0].load_state_dict(cloned(inner))
         return cloned(state)
 
-    return OwnCheckpoint(exchange.step, returning.mark(flow, model), load)
+    return OwnCheckpoint(exchange.step, returning.mark(runtime, model), load)
 
 
 def lives(config: Any, make: Any = plain) -> tuple[joining.Record, dict[int, OwnCheckpoint], list[dict[str, Any]]]:
@@ -78,17 +78,20 @@ def lives(config: Any, make: Any = plain) -> tuple[joining.Record, dict[int, Own
 
     def island(i: int, topology: Any) -> Any:
         model, optimizer, schedule = make(config, i)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, agree={"steps": 100})
-        flow, record = exchange._flow, joining.Record(exchange) if i == 0 else None
-        stands, disk = [joining.stand(flow)], {}
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, must_match={"steps": 100})
+        runtime, record = exchange._runtime, joining.Record(exchange) if i == 0 else None
+        stands, disk = [joining.stand(runtime)], {}
         for t in range(STEPS):
-            exchange.note(tokens=10 + 3 * i + t, loss=float(t))
+            exchange.report(tokens=10 + 3 * i + t, loss=float(t))
             step(model, optimizer, t, i)
             schedule.step()
-            disk[t + 1] = saved(flow, exchange, model, optimizer)
+            disk[t + 1] = saved(runtime, exchange, model, optimizer)
             if record is not None:
-                record.marks[disk[t + 1].mark] = t + 1, snapshot.without_tensors(flow, {"agree.steps": 100}, disk[t + 1].mark).pack()
-            stands.append(joining.stand(flow))
+                record.marks[disk[t + 1].mark] = (
+                    t + 1,
+                    snapshot.without_tensors(runtime, {"must_match.steps": 100}, disk[t + 1].mark).pack(),
+                )
+            stands.append(joining.stand(runtime))
         exchange.state_dict()
         exchange.detach()
         return record, disk, stands
@@ -100,12 +103,12 @@ def lives(config: Any, make: Any = plain) -> tuple[joining.Record, dict[int, Own
 def comes_back(config: Any, record: joining.Record, own: OwnCheckpoint, make: Any = plain, seed: int = 7) -> Any:
     """It joins with this checkpoint: where it stood after each step that it made up for, its exchange, and what its donor sent."""
     stands: list[dict[str, Any]] = []
-    patch = joining.watched(lambda flow: stands.append(joining.stand(flow)))
+    patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))
     try:
         model, optimizer, _ = make(config, seed)
         load = OwnCheckpoint(own.step, own.mark, lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1])
         fed = joining.Fed(record, own.step)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), agree={"steps": 100}, state=load)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), must_match={"steps": 100}, state=load)
     finally:
         patch.undo()
     assert exchange.newcomer and fed.goes_on == exchange.step == STEPS
@@ -131,7 +134,7 @@ def test_it_stands_where_a_snapshot_would_have_put_it(run_ranks, name: str) -> N
                 used.append(at)
             others, other, _ = joins(config, record, at, made=plain)
             assert [s["step"] for s in stands] == list(range(at + 1, STEPS + 1))
-            for now, then in zip([*stands, joining.stand(exchange._flow)], [*others, joining.stand(other._flow)], strict=True):
+            for now, then in zip([*stands, joining.stand(exchange._runtime)], [*others, joining.stand(other._runtime)], strict=True):
                 compare(config, now, truth[now["step"]])
                 assert now.pop("loss") == then.pop("loss") or now["step"] <= at + 5, "before the first message nothing is known"
                 here, there = without_inner(now, config), without_inner(then, config)
@@ -148,7 +151,7 @@ def test_it_stands_where_a_snapshot_would_have_put_it(run_ranks, name: str) -> N
 
 def test_what_belongs_to_one_island_is_no_snapshot(run_ranks) -> None:
     """Running statistics; another history; a checkpoint that does not load as it was saved."""
-    config = preset("demo", inner="adamw")
+    config = preset("demo", inner_optimizer="adamw")
 
     def run() -> None:
         record, disk, _ = lives(config, made)
@@ -157,7 +160,7 @@ def test_what_belongs_to_one_island_is_no_snapshot(run_ranks) -> None:
         other = OwnCheckpoint(4, "0" * 32, disk[4].load)
         stands, exchange, fed = comes_back(config, record, other)
         assert fed.asked and len(stands) == STEPS - 4  # a snapshot
-        compare(config, joining.stand(exchange._flow), truth[STEPS])
+        compare(config, joining.stand(exchange._runtime), truth[STEPS])
         exchange.detach()
 
         def spoilt(exchange: Any) -> dict[str, Any]:
@@ -176,28 +179,30 @@ def keeps(me: Any, config: Any, make: Any) -> tuple[joining.Record, dict[int, Ow
     """`lives` of ranks in processes: this rank's own."""
     model, optimizer, schedule = make(config, me.island)
     exchange = fsdp_demo.attach(optimizer, config, model=model)
-    record, disk, stands = joining.Record(exchange), {}, [joining.stand(exchange._flow)]
+    record, disk, stands = joining.Record(exchange), {}, [joining.stand(exchange._runtime)]
     for t in range(8):
         step(model, optimizer, t, me.island)
         schedule.step()
-        own = disk[t + 1] = saved(exchange._flow, exchange, model, optimizer)
-        if exchange._flow.line is not None:
-            record.marks[own.mark] = t + 1, snapshot.without_tensors(exchange._flow, {}, own.mark).pack()
-        stands.append(joining.stand(exchange._flow))
+        own = disk[t + 1] = saved(exchange._runtime, exchange, model, optimizer)
+        if exchange._runtime.peers is not None:
+            record.marks[own.mark] = t + 1, snapshot.without_tensors(exchange._runtime, {}, own.mark).pack()
+        stands.append(joining.stand(exchange._runtime))
     exchange.state_dict()
     exchange.detach()
     return record, disk, stands
 
 
-def rejoins(me: Any, config: Any, make: Any, record: joining.Record, own: OwnCheckpoint | None, at: int, lanes: int | None = None) -> Any:
+def rejoins(
+    me: Any, config: Any, make: Any, record: joining.Record, own: OwnCheckpoint | None, at: int, active_copies: int | None = None
+) -> Any:
     """An island of several ranks comes back: where this one stands, and whether a snapshot was asked for."""
     model, optimizer, _ = make(config, 7)
-    fed = joining.Fed(record, at) if lanes is None or me.proc < lanes else None
-    given = {} if lanes is None else {"lanes": lanes}
+    fed = joining.Fed(record, at) if active_copies is None or me.proc < active_copies else None
+    given = {} if active_copies is None else {"active_copies": active_copies}
     where = joining.topology(fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD, **given)
     load = own and OwnCheckpoint(at, own.mark, lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1])
     exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=load)
-    now = joining.stand(exchange._flow)
+    now = joining.stand(exchange._runtime)
     exchange.detach()
     return now, bool(fed and fed.asked)
 
@@ -231,17 +236,17 @@ def test_sharded(run_ranks, name: str) -> None:
     run_ranks(run, islands=2, procs=2)
 
 
-@pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one lane", "two lanes"])
+@pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one active copy", "two active copies"])
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue"])
 def test_copies(run_ranks, name: str, procs: list[int]) -> None:
-    """Two ranks hold the whole model; beyond the lanes they have no line, and no mark is asked of them."""
-    config, lanes = CASES[name], min(procs)
+    """Two ranks hold the whole model; the one that is not active has no peers, and no mark is asked of them."""
+    config, active_copies = CASES[name], min(procs)
 
     def run(me: Any) -> Any:
         record, disk, truth = keeps(me, config, plain)
         if me.island:
             return None
-        now, whole = rejoins(me, config, plain, record, disk[3], 3, lanes)
+        now, whole = rejoins(me, config, plain, record, disk[3], 3, active_copies)
         compare(config, now, truth[8])
         assert not whole
         return now["parameters"], now["clocks"]

@@ -43,7 +43,7 @@ def under_way() -> tuple[nn.Module, fsdp_demo.Exchange]:
     """After two steps, with a message under way that is applied after the third."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner="as_is", **{"clock.delay": 1}), model=model)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1}), model=model)
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -99,7 +99,7 @@ def test_the_queue_only_queues(alone: Any) -> None:
     model, exchange = under_way()
     (c,) = exchange.channels
     assert c.anchor is not None
-    before, anchor, queue = model.weight.detach().clone(), c.anchor.clone(), exchange._mailbox
+    before, anchor, queue = model.weight.detach().clone(), c.anchor.clone(), exchange._queue
     with torch.no_grad():
         assert queue.oldest() == ([c], 2) and list(queue.receive([c], 1)) == []
         ((of, arrived),) = queue.receive([c], 2)
@@ -113,7 +113,7 @@ def test_the_queue_only_queues(alone: Any) -> None:
 def taken_up(state: dict[str, Any]) -> fsdp_demo.Exchange:
     """A new exchange that goes on from `state`."""
     model = nn.Linear(3, 2)
-    config = preset("diloco", period=2, inner="as_is", **{"clock.delay": 1})
+    config = preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1})
     return fsdp_demo.attach(torch.optim.SGD(model.parameters(), lr=0.1), config, model=model, state=state)
 
 

@@ -19,7 +19,7 @@ from fsdp_demo import Topology, preset
 from .test_failure import Small, same
 
 PERIOD = 500
-CONFIG = preset("diloco", period=PERIOD, inner="as_is")
+CONFIG = preset("diloco", period=PERIOD, inner_optimizers="as_is")
 
 
 def stopped(me: Any, config: Any, strike: Callable[[Any, Small, int], None]) -> None:
@@ -98,7 +98,7 @@ def test_one_island_told_brings_the_others_to_a_stop(run_ranks: Callable[..., An
 @pytest.mark.gloo
 def test_who_waits_for_an_island_that_stops_is_told(run_ranks: Callable[..., Any], tmp_path: Path, procs: int) -> None:
     """Island 0 stands in the exchange of step 20, to which island 1 will not come."""
-    config = preset("diloco", period=20, inner="as_is")
+    config = preset("diloco", period=20, inner_optimizers="as_is")
 
     def strike(me: Any, small: Small, t: int) -> None:
         if me.island == 1 and t == 18:

@@ -23,16 +23,16 @@ except ModuleNotFoundError:
 pytestmark = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 CASES = {
     "demo": preset("demo"),
-    "demo, late": preset("demo", **{"clock.delay": 2}),
+    "demo, late": preset("demo", **{"schedule.delay": 2}),
     "random": preset("random"),
     "full": preset("full"),
     "diloco": preset("diloco", period=3, momentum_warmup=0),
-    "diloco, int4": preset("diloco", period=3, momentum_warmup=0, code="int4"),
+    "diloco, int4": preset("diloco", period=3, momentum_warmup=0, value_dtype="int4"),
     "diloco, tokens": preset("diloco", period=3, momentum_warmup=0, **{"reducer.weight": "tokens"}),
     "streaming_diloco": preset("streaming_diloco", period=6, delay=3, layers=1),
     "desloc": preset("desloc", period=2),
     "decoupled_momentum": preset("decoupled_momentum", period=3),
-    "decoupled_momentum, late": preset("decoupled_momentum", period=2, **{"clock.delay": 3}),
+    "decoupled_momentum, late": preset("decoupled_momentum", period=2, **{"schedule.delay": 3}),
     "muloco": preset("muloco", period=3),
 }
 BY_SGD = ("demo", "random", "full")
@@ -77,13 +77,13 @@ def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
             if me.island == victim and t == at:
                 os._exit(9)
             backward(model, me.island, t)
-            exchange.note(tokens=10 + me.island, loss=1.0 + me.island)
+            exchange.report(tokens=10 + me.island, loss=1.0 + me.island)
             optimizer.step()
             optimizer.zero_grad()
         metrics = exchange.metrics()
         exchange.finish()
         values = {n: p.detach().clone() for n, p in model.named_parameters()}
-        return exchange.digests_equal(), exchange._line and exchange._line.slots, metrics, values
+        return exchange.digests_equal(), exchange._peers and exchange._peers.slots, metrics, values
     finally:
         if me.island == victim:
             os._exit(1)
@@ -95,7 +95,7 @@ def test_survivors_train_on(run_ranks, case: str) -> None:
     assert found[1] == 9
     one, two = found[0], found[2]
     assert all(torch.isfinite(v).all() for v in one[3].values())
-    if CASES[case].consensus:
+    if CASES[case].equal_after_exchange:
         assert one[0] and two[0]
         assert all(torch.equal(one[3][n], two[3][n]) for n in one[3])
     assert one[2]["loss"] == two[2]["loss"] == 2.0  # of islands 0 and 2

@@ -127,10 +127,10 @@ def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
     [
         (preset("diloco", period=10), 121, ["121 steps", "period 10", "120 or 130"]),
         (preset("diloco", period=10), 7, ["a round: 10"]),
-        (preset("diloco", period=10, **{"clock.offset": 3}), 120, ["113 or 123"]),
+        (preset("diloco", period=10, **{"schedule.offset": 3}), 120, ["113 or 123"]),
         (preset("sparse_loco"), 100, ["90 or 120"]),
         (preset("diloco", period=10), 120, []),
-        (preset("diloco", period=10, **{"clock.offset": 3}), 123, []),
+        (preset("diloco", period=10, **{"schedule.offset": 3}), 123, []),
         (preset("local_sgd", period=10), 121, []),  # a mean is a mean
         (preset("decoupled_momentum", rule="released", period=10), 121, []),  # ends by a mean of its own
         (preset("streaming_diloco", period=10), 121, []),
@@ -146,6 +146,6 @@ def test_the_warning_comes_at_attach_where_steps_are_known(caplog) -> None:
     for agree, warned in (({"steps": 121}, 1), ({"max_steps": 121}, 1), ({"steps": 120}, 0), ({"lr": 121}, 0), (None, 0)):
         caplog.clear()
         model = torch.nn.Linear(4, 4)
-        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, period=10, agree=agree).detach()
+        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, period=10, must_match=agree).detach()
         assert sum("inside a round" in m for m in caplog.messages) == warned
-    assert total_steps({"agree.steps": True}) is total_steps({"agree.max_steps": -1}) is total_steps({}) is None
+    assert total_steps({"must_match.steps": True}) is total_steps({"must_match.max_steps": -1}) is total_steps({}) is None

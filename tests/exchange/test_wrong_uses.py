@@ -18,7 +18,7 @@ from ..hosts.test_tick import Net, equal, sgd
 from ..support import threaded
 from ..support.threaded import values
 
-AS_IS: dict[str, Any] = {"inner": "as_is"}
+AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 KINDS = {
     "full": preset("full"),
     "demo": preset("demo", topk=8, **AS_IS),
@@ -81,8 +81,8 @@ def test_what_leaves_parameters_as_they_are(dtype: torch.dtype) -> None:
     for config in KINDS.values():
         net = alone().to(dtype)
         optimizer = sgd(net.parameters())
-        if dtype != torch.float32 and any(c.clock.delay for c in config.channels):
-            config = config.changed({"clock.delay": 0})
+        if dtype != torch.float32 and any(c.schedule.delay for c in config.channels):
+            config = config.changed({"schedule.delay": 0})
         exchange = fsdp_demo.attach(optimizer, config, model=net)
         net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()})
         with exchange.outer_parameters(net):
@@ -101,7 +101,7 @@ def test_a_resumed_run_begins_with_what_is_under_way(islands: Any) -> None:
     """Its parameters are loaded before attach, its state by attach; flush moves them before the first step."""
 
     def run(topology: Any) -> None:
-        config = preset("diloco", period=2, **AS_IS).changed({"clock.delay": 1})
+        config = preset("diloco", period=2, **AS_IS).changed({"schedule.delay": 1})
         net = Net(topology)
         optimizer = sgd(net.parameters())
         exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
@@ -307,7 +307,7 @@ def test_under_fsdp2(run_ranks: Any) -> None:
                 net(torch.ones(2, 66))
             os.environ["ISLAND_RUN"] += "+"
             exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
-            assert [s.name for s in exchange.shards.shards] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+            assert [s.name for s in exchange.shards.params] == ["a.weight", "a.bias", "b.weight", "b.bias"]
             assert exchange.shards.states() == ["momentum_buffer"] and not exchange.shards.outside(net)
             assert all(torch.signbit(m).all() for m in exchange.shards.read("state:momentum_buffer") if m is not None)
             if late and me.proc == 0:

@@ -15,7 +15,7 @@ from ..support import threaded
 from ..support.threaded import values
 from .test_tick import Net, equal, sgd
 
-AS_IS: dict[str, Any] = {"inner": "as_is"}
+AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 PRESETS = {
     "full": preset("full"),
     "demo": preset("demo", topk=8, **AS_IS),
@@ -164,4 +164,4 @@ def test_several_optimizers_and_lbfgs() -> None:
         optimizers[0].step(Counted(net, optimizers[0]))
     exchange.detach()
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
-        fsdp_demo.attach(torch.optim.LBFGS(net.parameters()), "diloco", model=net, clip=None, inner="as_is")
+        fsdp_demo.attach(torch.optim.LBFGS(net.parameters()), "diloco", model=net, clip=None, inner_optimizers="as_is")

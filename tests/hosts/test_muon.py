@@ -117,7 +117,7 @@ def test_two_optimizers_and_the_combined_one_are_one_method(run_ranks, islands, 
         if procs > 1:
             fully_shard(model, mesh=me.mesh())
         made = [MuonAdamW(model.named_parameters(), lr=0.02)] if combined else two(model)
-        config = preset("muloco", period=3, code="int4")
+        config = preset("muloco", period=3, value_dtype="int4")
         exchange = fsdp_demo.attach(made if len(made) > 1 else made[0], config, model=model)
         equal_at = []
         for t in range(7):
@@ -146,7 +146,7 @@ def test_desloc_averages_the_named_states_of_each_part(run_ranks):
         optimizer = MuonAdamW(model.named_parameters(), lr=0.02)
         config = preset("desloc", embeddings=True, period=2, states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4})
         exchange = fsdp_demo.attach(optimizer, config, model=model)
-        covered = {c.channel.name: [exchange.shards.shards[i].name for i in c.covered] for c in exchange.channels}
+        covered = {c.channel.name: [exchange.shards.params[i].name for i in c.covered] for c in exchange.channels}
         states = []
         for t in range(8):
             loss(model, t, me.island).backward()

@@ -16,7 +16,7 @@ from fsdp_demo import preset
 from ..support import threaded
 from ..support.threaded import values
 
-AS_IS = {"inner": "as_is", "clip": None}
+AS_IS = {"inner_optimizers": "as_is", "clip": None}
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
 DILOCO = preset("diloco", period=3, **AS_IS)
@@ -250,8 +250,8 @@ def test_finish_twice_and_then(islands) -> None:
             kept, metrics = net.copies(), exchange.metrics()
             exchange.finish()
             assert equal(kept, net.copies()) and metrics == exchange.metrics()
-            assert exchange.digests_equal() is (True if config.consensus else None)
-            assert (exchange.drift is None) == config.consensus and (config.consensus or exchange.drift > 0)
+            assert exchange.digests_equal() is (True if config.equal_after_exchange else None)
+            assert (exchange.drift is None) == config.equal_after_exchange and (config.equal_after_exchange or exchange.drift > 0)
             with pytest.raises(RuntimeError, match="finished.*detach"):
                 optimizer.step()
             for call in (exchange.flush, exchange.skip):
@@ -272,7 +272,7 @@ def test_detach_and_train_alone(islands) -> None:
     """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent, nobody is waited for."""
 
     def run(topology: Any) -> None:
-        for config in (DEMO, DILOCO, DEMO.changed({"clock.delay": 2})):
+        for config in (DEMO, DILOCO, DEMO.changed({"schedule.delay": 2})):
             net = Net(topology)
             optimizer = sgd(net.parameters())
             exchange = fsdp_demo.attach(optimizer, config, topology=topology)
@@ -311,7 +311,7 @@ def test_a_delayed_gradient_acts_exactly_tau_steps_later(islands) -> None:
             for tau in (0, 1, 3):
                 net = Net(topology)
                 optimizer = sgd(net.parameters())
-                exchange = fsdp_demo.attach(optimizer, config.changed({"clock.delay": tau}), topology=topology)
+                exchange = fsdp_demo.attach(optimizer, config.changed({"schedule.delay": tau}), topology=topology)
                 history = [net.copies()] * (tau + 1)  # before the first payload lands the parameters rest
                 for t in range(7):
                     fixed_gradients(net, t)
@@ -343,7 +343,7 @@ def test_a_clipped_mean_is_clipped_in_flush_as_well(islands) -> None:
         for tau in (0, 2):
             net = Net(topology)
             optimizer = sgd(net.parameters(), 1.0)
-            exchange = fsdp_demo.attach(optimizer, FULL.changed({"clock.delay": tau, "clip": 0.1}), topology=topology)
+            exchange = fsdp_demo.attach(optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology)
             for t in range(4):
                 fixed_gradients(net, t)
                 optimizer.step()
@@ -361,7 +361,7 @@ def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
     def run(topology: Any) -> None:
         net = Net(topology)
         optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, DILOCO.changed({"clock.delay": 2}), topology=topology)
+        exchange = fsdp_demo.attach(optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology)
         (channel,) = exchange.channels
         moved = []
         for t in range(9):

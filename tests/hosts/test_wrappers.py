@@ -25,8 +25,8 @@ def wrapped(me: Any) -> Any:
         model = nn.Linear(3, 2)
         outside = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", inner="as_is", model=outside, topology=Topology.from_env({}))
-        out.append((unwrap_model(outside) is model, list(tensors_of(outside, [])), [s.name for s in exchange.shards.shards]))
+        exchange = fsdp_demo.attach(optimizer, "diloco", inner_optimizers="as_is", model=outside, topology=Topology.from_env({}))
+        out.append((unwrap_model(outside) is model, list(tensors_of(outside, [])), [s.name for s in exchange.shards.params]))
         exchange.detach()
     return out
 

@@ -105,7 +105,7 @@ def train(
                     out["kinds"] |= {(isinstance(p, DTensor), p.dtype, p.grad.dtype) for g in optimizer.param_groups for p in g["params"]}
                     if clip:
                         out["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
-                exchange.note(tokens=rows.numel(), loss=loss)
+                exchange.report(tokens=rows.numel(), loss=loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 out["steps"].append(exchange.step)
@@ -117,7 +117,7 @@ def train(
     out["exchanges"], out["forwards"], out["names"] = (
         exchange.metrics()["exchanges"],
         len(forwards),
-        [s.name for s in exchange.shards.shards],
+        [s.name for s in exchange.shards.params],
     )
     exchange.finish()
     out["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]

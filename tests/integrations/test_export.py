@@ -77,7 +77,7 @@ def trained(rank, preset, steps, at=(), sharded=False, finish=False, make=small,
     for step in range(steps):
         ids = rows(100 * rank.island + 10 * step + rank.proc * bool(sharded))  # copies of a whole model see the same
         model(input_ids=ids, labels=ids).loss.backward()
-        exchange.note(tokens=ids.numel())
+        exchange.report(tokens=ids.numel())
         optimizer.step()
         optimizer.zero_grad()
         if finish and step + 1 == steps:
@@ -267,7 +267,7 @@ def test_of_a_trainer_run_with_its_tokenizer_and_a_card(run_ranks, tmp_path, mon
         card = (folder / "README.md").read_text()
         wanted = [
             "preset diloco: delta every 3",
-            "delta.clock.period=3",
+            "delta.schedule.sync_every=3",
             "| islands | 2",
             "anchors",
             "| step | 4 |",

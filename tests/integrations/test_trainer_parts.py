@@ -36,7 +36,7 @@ def test_flags(tmp_path):
         ExchangeArguments(set=["seed=3"]).config()
     path = tmp_path / "mine.yaml"
     path.write_text("preset: diloco\nclock:\n  period: 7\n")
-    assert ExchangeCallback(str(path)).config.channels[0].clock.period == 7
+    assert ExchangeCallback(str(path)).config.channels[0].schedule.sync_every == 7
     whole = fsdp_demo.preset("diloco", period=9)
     assert ExchangeCallback(whole).config == whole
 
@@ -90,16 +90,21 @@ def test_council(run_ranks, procs):
     def run(rank):
         model = torch.nn.Linear(2, 2)
         exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
-        council, i = exchange.council, rank.island
-        out = [council.mean([i, 10.0 * i]), council.mean([float("nan") if i == 1 else 1.0, 2.0])]
-        out += [council.same({"a": 1}), council.same(i), council.repeated(i), council.repeated(min(i, 1) if rank.islands > 2 else 7)]
+        across_islands, i = exchange.across_islands, rank.island
+        out = [across_islands.mean([i, 10.0 * i]), across_islands.mean([float("nan") if i == 1 else 1.0, 2.0])]
+        out += [
+            across_islands.all_equal({"a": 1}),
+            across_islands.all_equal(i),
+            across_islands.any_equal(i),
+            across_islands.any_equal(min(i, 1) if rank.islands > 2 else 7),
+        ]
         with pytest.raises(ValueError, match="all must bring the same ones"):
-            council.mean([1.0] * (1 + i))
+            across_islands.mean([1.0] * (1 + i))
         exchange.finish(close=False)
-        out.append(exchange.finished and not exchange.closed and exchange.council.same("end"))
+        out.append(exchange.finished and not exchange.closed and exchange.across_islands.all_equal("end"))
         exchange.finish()
         with pytest.raises(RuntimeError, match="connected no more"):
-            _ = exchange.council
+            _ = exchange.across_islands
         return out
 
     out = run_ranks(run, procs=procs)
@@ -278,7 +283,7 @@ def test_one_exchange_per_optimizer(run_ranks):
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = fsdp_demo.attach(optimizer, "diloco")
     with pytest.raises(ValueError, match="has an exchange already"):
-        fsdp_demo.attach(optimizer, "demo", inner="adamw")
+        fsdp_demo.attach(optimizer, "demo", inner_optimizer="adamw")
     exchange.finish()
     exchange.detach()
     fsdp_demo.attach(optimizer, "diloco").detach()

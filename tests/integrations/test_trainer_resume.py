@@ -24,8 +24,8 @@ PERIODS = {name: {"period": 3} for name in ("local_sgd", "local_adam", "desloc",
 CASES = {name: (name, PERIODS.get(name, {}), False) for name in fsdp_demo.presets()}
 CASES |= {
     "streaming_diloco": ("streaming_diloco", {"period": 4, "delay": 2}, False),
-    "demo, in flight": ("demo", {"clock.delay": 2}, False),
-    "diloco, in flight": ("diloco", {"period": 3, "clock.delay": 2}, True),
+    "demo, in flight": ("demo", {"schedule.delay": 2}, False),
+    "diloco, in flight": ("diloco", {"period": 3, "schedule.delay": 2}, True),
     "released": ("decoupled_momentum", {"period": 3, "rule": "released"}, True),
     "demo, fsdp2": ("demo", {}, True),
     "desloc, fsdp2": ("desloc", {"period": 3}, True),

@@ -563,10 +563,10 @@ def saved_run(rank) -> str:
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    exchange = attach(optimizer, "diloco", model=model, period=2, **{"clock.delay": 1, "codec.code": "bf16"})
+    exchange = attach(optimizer, "diloco", model=model, period=2, **{"schedule.delay": 1, "codec.value_dtype": "bf16"})
     for step in range(1, 5):
         model(torch.ones(1, 20)).sum().backward()
-        exchange.note(tokens=7)
+        exchange.report(tokens=7)
         optimizer.step()
         optimizer.zero_grad()
         if step > 2:
@@ -597,11 +597,11 @@ def test_inspect_says_what_is_in_a_run(run_folder: Path, inspected, capsys: pyte
     assert status == 0 and [(f["step"], f["holds"]) for f in found] == [(step, {str(i): f"island{i}"}) for i in range(2) for step in (3, 4)]
     one, late = found[0], found[1]
     assert one["complete"] and one["problems"] == [] and (one["preset"], one["islands"], one["topology"]) == ("diloco", 2, "islands")
-    assert one["settings"] == {"delta.clock.period": 2, "delta.clock.delay": 1, "delta.codec.code": "bf16"}
+    assert one["settings"] == {"delta.schedule.sync_every": 2, "delta.schedule.delay": 1, "delta.codec.value_dtype": "bf16"}
     assert (one["shards"], one["copies"], one["parameters"], one["frozen"], one["tokens"]) == (1, 2, 910, 30, 2 * 3 * 7)
     assert one["states"] == {"delta": {"anchor": 910 * 4, "momentum": 910 * 4}} and one["in_flight"] == []
     assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])] and late["in_flight"][0]["bytes"] > 0
-    assert one["versions"]["format"] == 1 and one["bytes"] > 2 * 910 * 4
+    assert one["versions"]["format"] == 2 and one["bytes"] > 2 * 910 * 4
     assert cli.main(["inspect", str(run_folder)]) == 0
     text = capsys.readouterr().out
     for wanted in ("island1/checkpoint-4", "period=2", "anchor 3.64 kB", "sent in step 3 by delta", "whole on all islands: 3 and 4"):

@@ -65,17 +65,17 @@ def test_the_grid_has_all_presets_and_runs_whole_cycles() -> None:
     grid = slow_link.cases(20, 15)
     wanted = {"full", "demo", "diloco", "streaming_diloco", "decoupled_momentum", "desloc"}
     assert {c.preset for c in grid} == wanted
-    assert {max(x.clock.delay for x in c.config.channels) for c in grid if c.preset == "demo"} == {0, 1}
+    assert {max(x.schedule.delay for x in c.config.channels) for c in grid if c.preset == "demo"} == {0, 1}
     for case in grid:
-        assert all(case.steps % c.clock.period == 0 for c in case.config.channels), case.name
+        assert all(case.steps % c.schedule.sync_every == 0 for c in case.config.channels), case.name
         assert len({c.name for c in grid}) == len(grid)
 
 
 def test_runs_begin_where_the_least_is_under_way() -> None:
     assert slow_link.quiet_phase(preset("demo")) == (0, 0)
-    assert slow_link.quiet_phase(preset("demo", **{"clock.delay": 2})) == (0, 2)
+    assert slow_link.quiet_phase(preset("demo", **{"schedule.delay": 2})) == (0, 2)
     # Period 10: a payload leaves in step 9 and lands in step 9 + 4 = 13, so the first quiet step of the cycle is 4.
-    assert slow_link.quiet_phase(preset("diloco", period=10, **{"clock.delay": 4})) == (4, 0)
+    assert slow_link.quiet_phase(preset("diloco", period=10, **{"schedule.delay": 4})) == (4, 0)
 
 
 def test_numbers_of_parked_packets_are_read_from_netlink() -> None:
@@ -99,7 +99,7 @@ def cell(link: Link, rate: float, steps: int) -> slow_link.Cell:
 
 
 def test_rows_and_the_table() -> None:
-    case, args = slow_link.Case("full", "full", {"code": "bf16"}, 6), slow_link._parser().parse_args([])
+    case, args = slow_link.Case("full", "full", {"value_dtype": "bf16"}, 6), slow_link._parser().parse_args([])
     first, slow = cell(Link(), 1000.0, 6), cell(Link(1e7, 0.02), 10.0, 1)
     rows = [slow_link._row(case, c, first, 1.05, 7, args) for c in (first, slow)]
     assert [r["tokens_per_second"] for r in rows] == pytest.approx([1000, 10]) and rows[1]["ratio"] == pytest.approx(0.01)

@@ -115,7 +115,7 @@ def test_every_exchange_file_is_its_preset_and_says_where_its_numbers_are_from(n
     config, default = fsdp_demo.load_config(str(path)), fsdp_demo.preset(path.stem)
     assert config.preset == path.stem
     if path.stem == "diloco":  # OpenDiLoCo's 16 bits
-        default = fsdp_demo.preset("diloco", code="bf16")
+        default = fsdp_demo.preset("diloco", value_dtype="bf16")
     assert config == default
     text = path.read_text()
     assert "arXiv" in text and text.count("#") > 8
@@ -212,7 +212,7 @@ def test_slurm_islands_on_two_nodes(launch):
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_ssh_islands_on_two_hosts(launch):
-    options = f"{SMALL} --set clock.period=2"
+    options = f"{SMALL} --set schedule.sync_every=2"
     config = RECIPES / "accelerate" / "cpu-island.yaml"
     ended(launch("ssh/islands.sh", **ssh(2, OPTIONS=options, CONFIG=config, RUN=RUN)))
     check(launch.output, islands=2, procs=1, preset="diloco")
@@ -225,7 +225,7 @@ def test_ssh_islands_on_two_hosts(launch):
 @pytest.mark.timeout(400)
 def test_slurm_islands_on_four_nodes(launch):
     exchange = RECIPES / "exchange" / "decoupled_momentum.yaml"
-    options = f"{SMALL} --no-shard --set clock.period=2"
+    options = f"{SMALL} --no-shard --set schedule.sync_every=2"
     config = RECIPES / "accelerate" / "unsharded-island.yaml"
     variables = slurm(4, EXCHANGE=exchange, OPTIONS=options, CONFIG=config)
     ended(launch("slurm/islands-4nodes.sbatch", **variables))
@@ -236,7 +236,7 @@ def test_slurm_islands_on_four_nodes(launch):
 @pytest.mark.timeout(400)
 def test_ssh_islands_on_four_hosts_with_torchrun(launch):
     exchange = RECIPES / "exchange" / "streaming_diloco.yaml"
-    options = f"{SMALL} --set clock.period=4 clock.delay=1"
+    options = f"{SMALL} --set schedule.sync_every=4 schedule.delay=1"
     ended(launch("ssh/islands.sh", **ssh(4, EXCHANGE=exchange, OPTIONS=options, LAUNCHER="torchrun", STEPS=8)))
     check(launch.output, islands=4, procs=1, preset="streaming_diloco", steps=8)
 
@@ -253,7 +253,7 @@ def test_slurm_mesh_on_two_nodes(launch):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("hosts", "launcher"), [(2, "torchrun"), (4, "accelerate")])
 def test_ssh_mesh(launch, hosts, launcher):
-    options = f"{SMALL} --set clock.period=2"
+    options = f"{SMALL} --set schedule.sync_every=2"
     variables = ssh(hosts, ADDRESS="127.0.0.1", PROCS=2, OPTIONS=options, LAUNCHER=launcher)
     ended(launch("ssh/mesh.sh", **variables))
     check_mesh(launch.output, replicas=hosts, preset="diloco")

@@ -23,10 +23,10 @@ import data  # noqa: E402
 import pretrain  # noqa: E402 (imported before the first fork)
 import report  # noqa: E402
 
-from fsdp_demo.checkpoint import Checkpoints  # noqa: E402
+from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
 from fsdp_demo.checkpoint.inspect import inspect  # noqa: E402
 from fsdp_demo.checkpoint.local_state import replica_tree  # noqa: E402
-from fsdp_demo.exchange.runtime import Flow  # noqa: E402
+from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 
 from ..support.cases import named  # noqa: E402
 
@@ -53,8 +53,8 @@ FAMILIES = {  # presets that share their ranks
     "momenta": ["decoupled_momentum", "sparse_loco", "muloco"],
 }
 LATE = {  # further ways to have payloads under way
-    "demo delayed": ("demo", ["momentum.clock.delay=2"], 5),
-    "diloco queued": ("diloco", ["period=2", "delta.clock.delay=3"], 5),
+    "demo delayed": ("demo", ["momentum.schedule.delay=2"], 5),
+    "diloco queued": ("diloco", ["period=2", "delta.schedule.delay=3"], 5),
     "released, averaged": ("decoupled_momentum", ["period=2", "rule=released", "average_every=2"], 5),
 }
 
@@ -111,13 +111,13 @@ def train(rank, source, output, options, at=None):
         exchange.finish = finished
         return exchange
 
-    after = Flow.after
+    after = StepRuntime.after
 
-    def stepped(flow):
-        if at and flow.step in at:
-            at[flow.step](rank)
-        after(flow)
-        run.steps.append(flow.step)
+    def stepped(runtime):
+        if at and runtime.step in at:
+            at[runtime.step](rank)
+        after(runtime)
+        run.steps.append(runtime.step)
 
     common = ["--model", source / "model.json", "--data", source / "rows.parquet", "--sequence-length", 16, "--batch-size", 2]
     common += ["--eval-every", 4, "--eval-batches", 1, "--log-every", 2, "--steps", STEPS, "--warmup-steps", 3, "--output", output]
@@ -125,7 +125,7 @@ def train(rank, source, output, options, at=None):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(source / "cache"))
         patch.setattr(pretrain, "forever", recorded)
         patch.setattr(pretrain, "attach", attached)
-        patch.setattr(Flow, "after", stepped)
+        patch.setattr(StepRuntime, "after", stepped)
         patch.setattr(report, "draw", lambda *_: None)
         micro = report.Report.micro_batch
         patch.setattr(
@@ -247,7 +247,7 @@ def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
     whole = run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "whole", DEMO))
 
     def killed(rank):
-        complete = Checkpoints._complete
+        complete = CheckpointManager._complete
 
         def dies(self, step, part, rest, error):
             if step == 6 and rank.island == 1:
@@ -255,7 +255,7 @@ def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
             complete(self, step, part, rest, error)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Checkpoints, "_complete", dies)
+            patch.setattr(CheckpointManager, "_complete", dies)
             train(rank, source, source / "part", DEMO)
 
     outcomes = run_ranks(killed, islands=2, procs=2, timeout=120, check=False)

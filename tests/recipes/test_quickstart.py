@@ -137,7 +137,7 @@ def interrupted(rank, preset):
     from accelerate.state import AcceleratorState, GradientState
 
     import fsdp_demo
-    from fsdp_demo.checkpoint import open_exchange
+    from fsdp_demo.checkpoint import load_exchange
     from fsdp_demo.checkpoint.local_state import load_local, save_local
     from fsdp_demo.hosts.torch_params import unwrap
     from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
@@ -158,7 +158,7 @@ def interrupted(rank, preset):
         state = None
         if saved:
             load_local({emergency: 1.0}, rank.proc, [unwrap(optimizer)])
-            state = open_exchange(emergency / "exchange")
+            state = load_exchange(emergency / "exchange")
         os.environ["ISLAND_RUN"] = f"{run}-{saved}"
         exchange = fsdp_demo.attach(optimizer, config, model=model, state=state)
         return accelerator, model, optimizer, exchange

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fsdp_demo import PeerLost
 from fsdp_demo.comm import collectives, driver, meet
+from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.meet import Place
-from fsdp_demo.comm.member_line import MemberLine
 from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.comm.transport import Meeting
 from fsdp_demo.comm.wire import Wire
@@ -41,7 +41,7 @@ class Islands:
     """`count` islands of `ranks` ranks each.
 
     Args:
-        dead, timeout: see `meet.member_line`. store: in memory; `change` of it may lead addresses elsewhere.
+        dead, timeout: see `meet.elastic_peers`. store: in memory; `change` of it may lead addresses elsewhere.
         token: the run's secret.
 
     Attributes:
@@ -54,7 +54,7 @@ class Islands:
         self.count, self.ranks, self.dead, self.timeout, self.token = count, ranks, dead, timeout, token
         self.store = store or Asker(dist.HashStore(), "the test", 5.0)
         self.names = {slot: f"island{slot}" for slot in range(count)}
-        self.lines: dict[tuple[int, int], MemberLine] = {}
+        self.lines: dict[tuple[int, int], ElasticPeerGroup] = {}
         self.expelled: list[tuple[int, int]] = []
         self.results: dict[tuple[int, int], Any] = {}
         self._hubs: dict[Any, tuple[int, int]] = {}
@@ -67,11 +67,11 @@ class Islands:
         self._undo.append(lambda: setattr(target, name, before))
         setattr(target, name, value)
 
-    def line(self, slot: int, rank: int) -> MemberLine:
+    def line(self, slot: int, rank: int) -> ElasticPeerGroup:
         """Meet the others."""
         meeting = Meeting(self.store, "line", slot, self.count, tuple(self.names.values()), "127.0.0.1", self.timeout, self.token)
         place = Place(slot, rank, self.ranks, self.names)
-        line = meet.member_line(meeting, place, lambda: self.store.under("line"), None, self.dead)
+        line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, self.dead)
         line.begun = True
         self.lines[slot, rank], self._hubs[line._driver._hub] = line, (slot, rank)
         return line
@@ -80,7 +80,7 @@ class Islands:
         """(slot, rank) of a hub; None before it has met."""
         return self._hubs.get(hub)
 
-    def run(self, fn: Callable[[MemberLine], Any], limit: float = 40.0) -> dict[tuple[int, int], Any]:
+    def run(self, fn: Callable[[ElasticPeerGroup], Any], limit: float = 40.0) -> dict[tuple[int, int], Any]:
         """fn(line) on a thread for each rank, all at once when all have met; then they wait for each other, and part."""
 
         def work(slot: int, rank: int) -> None:
@@ -209,7 +209,7 @@ def mean_of(slots: Sequence[int], n: int, weights: Sequence[float], scale: int =
     return collectives.whole([p[HEADER.size :] for p in parts], spans)
 
 
-def exchanged(line: MemberLine, n: int, scale: int = 1) -> tuple[tuple[int, ...], list[Tensor]]:
+def exchanged(line: ElasticPeerGroup, n: int, scale: int = 1) -> tuple[tuple[int, ...], list[Tensor]]:
     """Message n, of a kind that follows from n; of whom it was, and all that came back. What can be known beforehand is compared."""
     slot, head = line.slot, replace(line.header(PAYLOAD, n), weight=weight(line.slot))
     kind = n % 4
@@ -239,16 +239,18 @@ def exchanged(line: MemberLine, n: int, scale: int = 1) -> tuple[tuple[int, ...]
     return line.slots, came
 
 
-def _compare(came: list[Tensor], line: MemberLine, n: int, sizes: list[int]) -> None:
+def _compare(came: list[Tensor], line: ElasticPeerGroup, n: int, sizes: list[int]) -> None:
     assert len(came) == line.size
     for s, data, size in zip(line.slots, came, sizes, strict=True):
         assert torch.equal(data, body(s, n, size)), f"message {n}: what came from island {s}"
 
 
-def talk(count: int, scale: int = 1, before: Callable[[MemberLine, int], Any] | None = None) -> Callable[[MemberLine], list[Any]]:
+def talk(
+    count: int, scale: int = 1, before: Callable[[ElasticPeerGroup, int], Any] | None = None
+) -> Callable[[ElasticPeerGroup], list[Any]]:
     """`count` messages of all kinds, one after another; what came of each."""
 
-    def fn(line: MemberLine) -> list[Any]:
+    def fn(line: ElasticPeerGroup) -> list[Any]:
         out = []
         for n in range(count):
             if before is not None:

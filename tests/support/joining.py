@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fsdp_demo import Topology
-from fsdp_demo.comm.collectives import Arrived
+from fsdp_demo.comm.collectives import ReceivedMessage
 from fsdp_demo.comm.header import NORM, PAYLOAD
 from fsdp_demo.comm.joining import OWN, Expected, Snapshot, Tick, packed, unpacked
-from fsdp_demo.comm.peers import Line
+from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.exchange import replay
 
@@ -34,28 +34,28 @@ class Record:
 
     def __init__(self, exchange: Any, brings: dict[str, str] | None = None):
         self.brings = brings or {}
-        self.snapshots: dict[int, tuple[list[torch.Tensor], list[Future[Arrived]]]] = {}
-        self.ticks: dict[int, torch.Tensor] = {}
-        self.messages: list[Arrived] = []
+        self.snapshots: dict[int, tuple[list[torch.Tensor], list[Future[ReceivedMessage]]]] = {}
+        self.hooks: dict[int, torch.Tensor] = {}
+        self.messages: list[ReceivedMessage] = []
         self.marks: dict[str, tuple[int, list[torch.Tensor]]] = {}
-        line = exchange._connections.line
+        line = exchange._connections.peers
         if line is None:
             return
         line.desk, swap, gather = self, line.exchange, line.all_gather
 
-        def exchanged(*args: Any, **kwargs: Any) -> Arrived:
+        def exchanged(*args: Any, **kwargs: Any) -> ReceivedMessage:
             self.messages.append(kept(arrived := swap(*args, **kwargs)))
             return arrived
 
         def gathered(data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True) -> list[torch.Tensor]:
             bodies = gather(data, kind, step, setup)
             if kind == NORM:
-                self.messages.append(Arrived([line.header(NORM, step)] * len(bodies), [b.clone() for b in bodies], []))
+                self.messages.append(ReceivedMessage([line.header(NORM, step)] * len(bodies), [b.clone() for b in bodies], []))
             return bodies
 
         line.exchange, line.all_gather = exchanged, gathered
 
-    def hand(self, snapshot: Snapshot, under_way: list[Future[Arrived]]) -> None:
+    def hand(self, snapshot: Snapshot, under_way: list[Future[ReceivedMessage]]) -> None:
         self.snapshots[snapshot.head["stand"]["step"]] = [part.clone() for part in snapshot.pack()], list(under_way)
 
     def hold(self) -> bool:
@@ -65,12 +65,14 @@ class Record:
         self.marks.clear()
 
     def tick(self, tick: Tick) -> None:
-        self.ticks[tick.step] = tick.pack()
+        self.hooks[tick.step] = tick.pack()
 
 
-def kept(arrived: Arrived) -> Arrived:
+def kept(arrived: ReceivedMessage) -> ReceivedMessage:
     """With memory of its own."""
-    return Arrived(list(arrived.headers), [b.clone() for b in arrived.bodies], [m.clone() for m in arrived.means], slots=arrived.slots)
+    return ReceivedMessage(
+        list(arrived.headers), [b.clone() for b in arrived.bodies], [m.clone() for m in arrived.means], slots=arrived.slots
+    )
 
 
 class Fed:
@@ -106,12 +108,12 @@ class Fed:
         return self.parts[1:]
 
     def tick(self, seconds: float) -> Tick | None:
-        if self.at == self.until or self.at not in self.record.ticks:
+        if self.at == self.until or self.at not in self.record.hooks:
             return None
         self.at += 1
-        return Tick.unpack(self.record.ticks[self.at - 1])
+        return Tick.unpack(self.record.hooks[self.at - 1])
 
-    def arrived(self, expected: Expected) -> Arrived:
+    def arrived(self, expected: Expected) -> ReceivedMessage:
         if self.taken >= len(self.queue):
             raise PeerLost("the record has no more messages")
         self.taken += 1
@@ -121,14 +123,14 @@ class Fed:
         self.goes_on = step
 
 
-class Follower(Line):
+class Follower(PeerGroup):
     """A newcomer's line, which sends nothing. said: step and weight of each payload that it would send."""
 
     def __init__(self, fed: Fed, islands: int):
         super().__init__(None, islands - 1, islands, [f"island{i}" for i in range(islands)], 5.0)
         self.following, self.said = fed, []
 
-    def exchange(self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False) -> Arrived:
+    def exchange(self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False) -> ReceivedMessage:
         assert self.following is not None and header.kind == PAYLOAD
         self.said.append((header.step, header.weight))
         wanted = Expected(header.kind, header.step, body.numel(), [(v.numel(), code) for v, code in vectors], self.size)
@@ -142,41 +144,41 @@ class Follower(Line):
 
 
 class Joining(Topology):
-    """Of a newcomer: this rank's line is a `Follower`; copies beyond the lanes have none."""
+    """Of a newcomer: this rank's line is a `Follower`; copies that are not active have none."""
 
-    def follow(self, fed: Fed | None, lanes: int = 1) -> Joining:
-        self.fed, self.lanes = fed, lanes
+    def follow(self, fed: Fed | None, active_copies: int = 1) -> Joining:
+        self.fed, self.active_copies = fed, active_copies
         return self
 
     def under_way(self) -> bool:
         return True
 
-    def join(self, position: Any) -> tuple[Line | None, int]:
-        assert (self.fed is not None) == (position.copy < self.lanes)
-        return (None if self.fed is None else Follower(self.fed, self.islands)), self.lanes
+    def join(self, position: Any) -> tuple[PeerGroup | None, int]:
+        assert (self.fed is not None) == (position.copy < self.active_copies)
+        return (None if self.fed is None else Follower(self.fed, self.islands)), self.active_copies
 
 
-def topology(fed: Fed | None, islands: int = 2, lanes: int = 1, kind: str = "mesh", **fields: Any) -> Joining:
+def topology(fed: Fed | None, islands: int = 2, active_copies: int = 1, kind: str = "mesh", **fields: Any) -> Joining:
     """Of the last of `islands` islands, as a newcomer."""
-    return Joining(kind, islands - 1, islands, "newcomer", **fields).follow(fed, lanes)
+    return Joining(kind, islands - 1, islands, "newcomer", **fields).follow(fed, active_copies)
 
 
-def stand(flow: Any) -> dict[str, Any]:
+def stand(runtime: Any) -> dict[str, Any]:
     """Copies of all that joining is about, on this rank."""
-    states = [{k: torch.as_tensor(v).clone() for k, v in s.items()} for _, s in flow.shards.optimizer_states()]
-    delta = [c for c in flow.channels if c.channel.source == "delta" and c.anchor is not None]
+    states = [{k: torch.as_tensor(v).clone() for k, v in s.items()} for _, s in runtime.shards.optimizer_states()]
+    delta = [c for c in runtime.channels if c.channel.source == "delta" and c.anchor is not None]
     return {
-        "step": flow.step,
-        "parameters": [None if t is None else t.clone() for t in flow.shards.read("parameter")],
+        "step": runtime.step,
+        "parameters": [None if t is None else t.clone() for t in runtime.shards.read("parameter")],
         "states": states,
         "anchors": {c.channel.name: c.anchor.clone() for c in delta},
         "momenta": {c.channel.name: c.momentum.clone() for c in delta if c.momentum is not None},
         "away": [(c.anchor - c.pack("parameter")).abs().sum() for c in delta],
-        "clocks": (dict(flow.applied), dict(flow.mailbox.last), [(f.step, f.members, list(f.parts)) for f in flow.mailbox.flights]),
-        "history": flow.mailbox.history.digest,
-        "accumulators": [c.accumulator.clone() for c in flow.channels if c.accumulator is not None],
-        "loss": flow.mailbox.watch.loss,
-        "norms": flow.mailbox.norms.state([(f.members, f.step) for f in flow.mailbox.flights]),
+        "clocks": (dict(runtime.applied), dict(runtime.queue.last), [(f.step, f.members, list(f.parts)) for f in runtime.queue.flights]),
+        "history": runtime.queue.history.digest,
+        "accumulators": [c.accumulator.clone() for c in runtime.channels if c.accumulator is not None],
+        "loss": runtime.queue.watch.loss,
+        "norms": runtime.queue.norms.state([(f.members, f.step) for f in runtime.queue.flights]),
     }
 
 
@@ -192,12 +194,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def watched(each: Callable[[Any], None]) -> pytest.MonkeyPatch:
-    """From now on `each(flow)` is called behind every step that a newcomer of this process makes up for; undo the patch."""
+    """From now on `each(runtime)` is called behind every step that a newcomer of this process makes up for; undo the patch."""
     patch, take = pytest.MonkeyPatch(), replay._take
 
-    def taken(flow: Any, tick: Tick) -> None:
-        take(flow, tick)
-        each(flow)
+    def taken(runtime: Any, tick: Tick) -> None:
+        take(runtime, tick)
+        each(runtime)
 
     patch.setattr(replay, "_take", taken)
     return patch

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.checkpoint import Checkpoints, open_exchange, snapshot
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
 
 ROOT = Path(fsdp_demo.__file__).parent
 SENDS = "Courier.submit"
@@ -149,7 +149,7 @@ class Run:
     def __init__(self, name: str, topology: Any = None, **changes: Any):
         self.journey, self.model = Journey(), Small()
         config = fsdp_demo.preset(name, **changes)
-        self.delay = config.channels[0].clock.delay
+        self.delay = config.channels[0].schedule.delay
         self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), lr=1e-3)
         self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=topology)
 
@@ -176,7 +176,7 @@ def step(name: str, **changes: Any) -> Journey:
 def save(folder: str) -> Journey:
     """A checkpoint of the exchange, while a message is under way."""
     topology = fsdp_demo.Topology.from_env()
-    checkpoints = Checkpoints(Path(folder) / f"island{topology.island}", topology)
+    checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
     for _ in range(5):
         run.step()
@@ -190,11 +190,11 @@ def save(folder: str) -> Journey:
 def load(folder: str) -> Journey:
     """What `attach(state=...)` does with it: the islands are connected before, and agree first on a step."""
     topology = fsdp_demo.Topology.from_env()
-    checkpoints = Checkpoints(Path(folder) / f"island{topology.island}", topology)
+    checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
     with run.journey as journey:
-        found = checkpoints.agreed(resume="auto")
-        saved = open_exchange(*sorted(Path(folder).glob(f"island*/checkpoint-{found}/exchange")))
+        found = checkpoints.resolve_resume_step(resume="auto")
+        saved = load_exchange(*sorted(Path(folder).glob(f"island*/checkpoint-{found}/exchange")))
         run.exchange.rejoin(saved, saved.step, run.model)
     run.exchange.finish()
     checkpoints.close()

@@ -31,7 +31,9 @@ SHAPES = {
     "sometimes": (6, 2),  # a gradient on replica 0 only
     "frozen": (4, 4),
 }
-PLAIN_EMBEDDINGS = {"momentum.plain": ["*embed*", "*wte*", "*wpe*", "*lm_head*"]}  # a change of `demo`: a tensor that is not transformed
+PLAIN_EMBEDDINGS = {
+    "momentum.no_transform": ["*embed*", "*wte*", "*wpe*", "*lm_head*"]
+}  # a change of `demo`: a tensor that is not transformed
 TRAINED = [n for n in SHAPES if n not in ("unused", "frozen")]
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from fsdp_demo import ExchangeConfig
-from fsdp_demo.channels.channel import ActiveChannel, Outgoing
+from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.checkpoint import save_exchange
-from fsdp_demo.comm.topology import Position
+from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.exchange.message import pack_bits
-from fsdp_demo.hosts.base import Shard
+from fsdp_demo.hosts.base import LocalParam
 
 from ..oracles.blocks import shard_rows
 from . import probe
@@ -44,17 +44,17 @@ class Form:
     shards: int = 1
     copies: int = 1
 
-    def places(self, island: int) -> list[Position]:
-        return [Position(self.shards, s, self.copies, c) for c in range(self.copies) for s in range(self.shards)]
+    def places(self, island: int) -> list[ShardPosition]:
+        return [ShardPosition(self.shards, s, self.copies, c) for c in range(self.copies) for s in range(self.shards)]
 
 
 class GivenShards:
     """Local parts of given tensors."""
 
-    def __init__(self, place: Position, dtype: torch.dtype = torch.float32):
+    def __init__(self, place: ShardPosition, dtype: torch.dtype = torch.float32):
         self.device = torch.device("cpu")
         self._tensors = [shard_rows(theta(n), place.shards)[place.shard].to(dtype) for n in SHAPES]
-        self.shards = [Shard(n, s, tuple(t.shape), dtype, False) for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)]
+        self.params = [LocalParam(n, s, tuple(t.shape), dtype, False) for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)]
 
     def read(self, source: str) -> list[torch.Tensor]:
         return self._tensors
@@ -75,11 +75,13 @@ def value(island: int, channel: str, key: str, name: str) -> torch.Tensor:
     return probe.integers((island if key not in ("anchor", "momentum") else "all", channel, key, name), SHAPES[name])
 
 
-def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def make(
+    config: ExchangeConfig, form: Form, island: int, place: ShardPosition, fill: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
     """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of `value`."""
     shards = GivenShards(place, dtype)
     here = Placement(shards, place, form.copies, None, form.islands)  # type: ignore[arg-type]
-    bound = [ActiveChannel(c, here, config.seed) for c in expand(config, list(SHAPES))]
+    bound = [ChannelRunner(c, here, config.seed) for c in expand(config, list(SHAPES))]
     for c in bound:
         c.start()
         if fill:
@@ -101,15 +103,15 @@ def make(config: ExchangeConfig, form: Form, island: int, place: Position, fill:
     return rank
 
 
-def local(c: ActiveChannel, place: Position, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A workspace of the channel's lane with this rank's parts of whole tensors in it, element domain."""
+def local(c: ChannelRunner, place: ShardPosition, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A workspace of the channel's active copy with this rank's parts of whole tensors in it, element domain."""
     assert c.layout is not None
-    parts = [shard_rows(tensors[c.shards.shards[i].name], place.shards)[place.shard].contiguous() for i in c.covered]
+    parts = [shard_rows(tensors[c.shards.params[i].name], place.shards)[place.shard].contiguous() for i in c.covered]
     return c.layout.pack(parts, c.layout.new("cpu"))
 
 
-def _fill(c: ActiveChannel, island: int, place: Position) -> None:
-    names = [c.shards.shards[i].name for i in c.covered]
+def _fill(c: ChannelRunner, island: int, place: ShardPosition) -> None:
+    names = [c.shards.params[i].name for i in c.covered]
     for key, work in c.state().workspaces.items():
         work.copy_(local(c, place, {n: value(island, c.channel.name, key, n) for n in names}))
         if key == "accumulator":
@@ -122,16 +124,16 @@ def all_ranks(config: ExchangeConfig, form: Form, fill: bool = True) -> list[lis
 
 
 def launch(ranks: list[list[Any]], step: int) -> None:
-    """Put one message of every channel with a delay under way, as the mailbox saves it."""
+    """Put one message of every channel with a delay under way, as the queue saves it."""
     lines = zip(*ranks, strict=True)
     for line in lines:  # ranks of all islands with the same shard and copy
-        members = [c.channel.name for c in line[0].channels if c.channel.clock.delay]
-        sent: list[dict[str, Outgoing]] = []
+        members = [c.channel.name for c in line[0].channels if c.channel.schedule.delay]
+        sent: list[dict[str, ChannelPayload]] = []
         for island, rank in enumerate(line):
             mine = [c for c in rank.channels if c.channel.name in members]
             out = {}
             for c in mine:
-                names = [c.shards.shards[i].name for i in c.covered]
+                names = [c.shards.params[i].name for i in c.covered]
                 source = local(c, c.position, {n: value(island, c.channel.name, "sent", n) for n in names})
                 if c.accumulator is not None:
                     c.accumulator.add_(transform(c.layout, source.clone()))
@@ -165,6 +167,6 @@ def tensors(ranks: list[Any], channel: str, work: Any) -> list[dict[str, torch.T
         c = next(c for c in rank.channels if c.channel.name == channel)
         place = c.position
         if place.copy == 0:
-            out.append({c.shards.shards[i].name: torch.zeros(c.shards.shards[i].shape) for i in c.covered})
+            out.append({c.shards.params[i].name: torch.zeros(c.shards.params[i].shape) for i in c.covered})
         c.layout.unpack(work(rank), list(out[place.shard].values()))
     return out

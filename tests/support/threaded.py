@@ -62,9 +62,9 @@ class Tap:
     """Stands before a line's process group: `change(data, index)` may replace the bytes of the index-th message it sends."""
 
     def __init__(self, exchange: Any, change: Callable[[torch.Tensor, int], torch.Tensor] = lambda data, index: data):
-        self.group, self.change = exchange._line.group, change
+        self.group, self.change = exchange._peers.group, change
         self.sent: list[tuple[int, int]] = []  # to whom, bytes
-        exchange._line.group = self
+        exchange._peers.group = self
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         data = self.change(tensors[0], len(self.sent)).contiguous()

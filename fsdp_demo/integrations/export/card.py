@@ -68,7 +68,7 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
 
 
 def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
-    """Tokens that the loop told the exchange (`note`), of the islands that the run holds at this step."""
+    """Tokens that the loop told the exchange (`report`), of the islands that the run holds at this step."""
     tokens, islands = 0, set()
     for saved in {saved.folders: saved for saved in chosen.seen}.values():
         tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.exchange_state import Saved
+from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.inspect import Found, above, find, listed
 from ...config.schema import ExchangeConfig
 from .weights import outer_tensors
@@ -45,8 +45,8 @@ class Chosen:
     kind: str
     step: int
     config: ExchangeConfig
-    parts: tuple[tuple[Found, Saved, int], ...]
-    seen: tuple[Saved, ...] = ()
+    parts: tuple[tuple[Found, SavedExchange, int], ...]
+    seen: tuple[SavedExchange, ...] = ()
 
     @property
     def says(self) -> str:
@@ -125,9 +125,9 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
     )
 
 
-def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, Saved]]], list[str]]:
+def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, SavedExchange]]], list[str]]:
     """The complete checkpoints by step and island, and what is wrong with the others."""
-    whole: dict[int, dict[int, tuple[Found, Saved]]] = {}
+    whole: dict[int, dict[int, tuple[Found, SavedExchange]]] = {}
     broken: list[str] = []
     for found in find(run):
         if found.folder.name.startswith("emergency-"):  # shards of single ranks, without a model that can be read whole
@@ -145,7 +145,7 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, Saved]]], l
     return whole, broken
 
 
-def _add(there: dict[int, tuple[Found, Saved]], found: Found, saved: Saved) -> None:
+def _add(there: dict[int, tuple[Found, SavedExchange]], found: Found, saved: SavedExchange) -> None:
     for number in saved.islands:
         if number in there:
             raise ValueError(
@@ -158,7 +158,7 @@ def _add(there: dict[int, tuple[Found, Saved]], found: Found, saved: Saved) -> N
         raise ValueError(f"{folders} were saved under different settings or numbers of islands: name the folder of one run")
 
 
-def _choice(step: int, there: dict[int, tuple[Found, Saved]], island: int | None) -> tuple[Chosen | None, list[int]]:
+def _choice(step: int, there: dict[int, tuple[Found, SavedExchange]], island: int | None) -> tuple[Chosen | None, list[int]]:
     """(what one step gives, islands that it lacks)."""
     head = next(iter(there.values()))[1].heads[0]
     config, islands = ExchangeConfig.from_dict(head["config"]), int(head["islands"])

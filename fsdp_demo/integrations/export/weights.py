@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, load
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from ...checkpoint.exchange_state import Saved
+from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.files import UNREADABLE, read_part
 from ...compression.blocks import Layout
 from ...config.fragments import expand
@@ -127,7 +127,7 @@ def _read_distributed(reader: StorageReader) -> dict[str, Tensor]:
     return {k.removeprefix("model.") if nested else k: v for k, v in state.items()}
 
 
-def outer_tensors(which: str, parts: Sequence[tuple[Path, Saved, int]]) -> dict[str, Tensor]:
+def outer_tensors(which: str, parts: Sequence[tuple[Path, SavedExchange, int]]) -> dict[str, Tensor]:
     """Whole tensors by plain name: the model of the first checkpoint, its parameters replaced by anchors or by the mean.
 
     Args:
@@ -145,7 +145,7 @@ def outer_tensors(which: str, parts: Sequence[tuple[Path, Saved, int]]) -> dict[
     return tensors
 
 
-def replica(folder: Path, saved: Saved, island: int) -> dict[str, Tensor]:
+def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor]:
     """The model as one island held it. In a mesh the model file mixes the replicas: their parameters lie beside the exchange states."""
     tensors = read_model(folder)
     if len(saved.islands) == 1:
@@ -161,9 +161,9 @@ def replica(folder: Path, saved: Saved, island: int) -> dict[str, Tensor]:
     return tensors | {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"]}
 
 
-def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
+def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
     """The anchors of the delta channels as whole fp32 tensors by name, from the parts of one island."""
-    heads = sorted((h for h in saved.heads if h["island"] == island and h["copy"] < h["lanes"]), key=lambda h: int(h["shard"]))
+    heads = sorted((h for h in saved.heads if h["island"] == island and h["copy"] < h["active_copies"]), key=lambda h: int(h["shard"]))
     config = ExchangeConfig.from_dict(heads[0]["config"])
     channels = [c for c in expand(config, [p["name"] for p in heads[0]["parameters"] if not p["frozen"]]) if c.source == "delta"]
     local: dict[str, list[Tensor]] = {}  # name -> by shard
@@ -171,9 +171,9 @@ def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
         kept = ExchangeState.from_tree(saved.state(head["rank"], island)).channels
         for channel in channels:
             anchor = kept[channel.name].anchor
-            assert anchor is not None, channel.name  # every lane of a delta channel keeps one
+            assert anchor is not None, channel.name  # every active copy of a delta channel keeps one
             mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
-            layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["lanes"])
+            layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["active_copies"])
             if any(p.get("offset") is not None for p in mine):
                 stretches = [torch.empty(p["shape"]) for p in mine]
                 layout.unpack(anchor, stretches)
@@ -185,7 +185,7 @@ def anchors(saved: Saved, island: int) -> dict[str, Tensor]:
                 parts = local.setdefault(p["name"], [])
                 if len(parts) == shard:
                     parts.append(torch.empty(p["shape"]))
-            layout.unpack(anchor, [local[p["name"]][shard] for p in mine])  # the lanes fill a shard together
+            layout.unpack(anchor, [local[p["name"]][shard] for p in mine])  # the active copies fill a shard together
     return {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"] if p["name"] in local}
 
 

@@ -67,7 +67,7 @@ class FirstBatches:
         exchange.rows_compared()
         # A word of its own where there is nothing to compare: only what is equal is news.
         rows = self._rows or f"island {exchange.topology.island}"
-        if exchange.council.repeated(mark or f"island {exchange.topology.island}"):
+        if exchange.across_islands.any_equal(mark or f"island {exchange.topology.island}"):
             log.warning("two islands train on the same first batch: %s", CURE)
-        elif exchange.council.repeated(rows):
+        elif exchange.across_islands.any_equal(rows):
             log.warning("two islands train on the same rows in different order: %s", CURE)

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ...attaching import attach
-from ...checkpoint.exchange_state import Saved
+from ...checkpoint.exchange_state import SavedExchange
 from ...comm.topology import Topology
 from ...config.load import load_config
 from ...config.schema import ExchangeConfig
@@ -71,7 +71,7 @@ class ExchangeCallback(TrainerCallback):
 
     Example:
         >>> from fsdp_demo.integrations.trainer import ExchangeCallback
-        >>> ExchangeCallback("diloco", period=100).config.channels[0].clock.period
+        >>> ExchangeCallback("diloco", period=100).config.channels[0].schedule.sync_every
         100
     """
 
@@ -166,7 +166,7 @@ class ExchangeCallback(TrainerCallback):
             config,
             model=trainer.model,
             topology=self._topology,
-            agree=facts | Evaluations.facts(trainer),
+            must_match=facts | Evaluations.facts(trainer),
             step=0 if self._taken else state.global_step,
             state=self._state(args, state),
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
@@ -194,7 +194,7 @@ class ExchangeCallback(TrainerCallback):
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
         self._first = FirstBatches(exchange, trainer.train_dataset)
 
-    def _state(self, args: Any, state: Any) -> Saved | OwnCheckpoint | None:
+    def _state(self, args: Any, state: Any) -> SavedExchange | OwnCheckpoint | None:
         """What `attach` is given to go on from."""
         assert self._trainer is not None
         if self._joins:
@@ -220,7 +220,7 @@ class ExchangeCallback(TrainerCallback):
 
     def _note(self) -> None:
         if (exchange := self._live) is not None:
-            exchange.note(loss=self._loss)
+            exchange.report(loss=self._loss)
             self._loss = 0.0
 
     def _hear(self, loss: torch.Tensor, last: bool) -> None:
@@ -305,7 +305,7 @@ class ExchangeCallback(TrainerCallback):
             return
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None  # loaded by now: not to be averaged with anything
         try:
-            if self._live is None or not best and self._live.council.same(["end", state.global_step]):
+            if self._live is None or not best and self._live.across_islands.all_equal(["end", state.global_step]):
                 self.exchange.finish()
         except (PeerLost, WireError) as error:
             self._warn(f"training ended at step {state.global_step} of {state.max_steps} without the other islands: {error}")
@@ -389,7 +389,7 @@ class ExchangeCallback(TrainerCallback):
             return original(model, inputs, *args, **kwargs)
         self._first.look(inputs)
         exchange.catch_up()
-        exchange.note(tokens=tokens_in(inputs))
+        exchange.report(tokens=tokens_in(inputs))
         loss = original(model, inputs, *args, **kwargs)
         if self._engine is None and isinstance(loss, torch.Tensor):
             self._loss = self._loss + loss.detach()

@@ -57,7 +57,7 @@ def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[
         f"max_grad_norm={limit} and no gradient_clipping in DeepSpeed's configuration, where it is {_DEFAULT_CLIP} by default: write "
         '"gradient_clipping": "auto" there',
     )
-    matrices = made is not None and getattr(made[1].get("config"), "inner", ("",))[0] == "muonadamw"
+    matrices = made is not None and getattr(made[1].get("config"), "inner_optimizers", ("",))[0] == "muonadamw"
     yield (
         matrices and "optimizer" not in settings,
         f"exchange_optimizer({config.preset!r}), which needs matrices where ZeRO has flat partitions: {muon(trainer)}",

@@ -60,7 +60,7 @@ class Evaluations:
     def _same(self, plan: list[Any]) -> bool:
         """Whether all islands evaluate at the same steps; one that joins them later hears it of its donor."""
         if not self._exchange.newcomer:
-            return self._exchange.council.same(plan)
+            return self._exchange.across_islands.all_equal(plan)
         theirs, together = self._exchange.told.get("evaluations") or [None, False]
         if together and theirs != plan:
             raise ValueError(f"the other islands evaluate together by {theirs}, this one by {plan}: give it their arguments")
@@ -107,7 +107,7 @@ class Evaluations:
             return output
         if self.agreed and due and not self._exchange.closed:
             names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
-            output.metrics.update(zip(names, self._exchange.council.mean([output.metrics[k] for k in names]), strict=True))
+            output.metrics.update(zip(names, self._exchange.across_islands.mean([output.metrics[k] for k in names]), strict=True))
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
 

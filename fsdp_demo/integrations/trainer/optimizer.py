@@ -42,7 +42,7 @@ class _Factory:
     def __call__(self, model: torch.nn.Module, config: ExchangeConfig, lr: float, weight_decay: float | None) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         options = {} if weight_decay is None else {"weight_decay": weight_decay}
-        if config.inner[0] == "muonadamw":  # sorts parameters by itself
+        if config.inner_optimizers[0] == "muonadamw":  # sorts parameters by itself
             return base_optimizer(config, named, lr, **options)
         dims = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named}  # ZeRO-3 may have cut it already
         matrices = {"params": [pair for pair in named if dims[pair[0]] >= 2]}

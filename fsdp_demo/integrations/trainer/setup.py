@@ -26,7 +26,7 @@ log = logging.getLogger("fsdp_demo")
 
 def has_own_optimizer(config: ExchangeConfig) -> bool:
     """Whether a preset is defined for an optimizer that is not the Trainer's AdamW."""
-    return config.inner[0] not in ("any", "as_is", "adamw", "adam")
+    return config.inner_optimizers[0] not in ("any", "as_is", "adamw", "adam")
 
 
 def find_trainer(callback: Any) -> Trainer:
@@ -68,7 +68,7 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     """Raise ValueError for what cannot work, one sentence each."""
     args, model = trainer.args, trainer.model
     line = f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={args.learning_rate:g})) too'
-    if trainer.is_deepspeed_enabled and config.inner[0] == "muonadamw":
+    if trainer.is_deepspeed_enabled and config.inner_optimizers[0] == "muonadamw":
         line = muon(trainer)
     handed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None or "optimizer" in settings_of(trainer)
     native = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -107,7 +107,7 @@ def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConf
     Where the method clips the mean gradient, or by one norm over the islands, the exchange does it; else the Trainer clips each replica's
     own.
     """
-    if config.clips_mean or config.clip_over == "islands":
+    if config.clips_mean or config.clip_scope == "islands":
         return config.changed({"clip": max_grad_norm or None}), 0.0
     return config.changed({"clip": None}), max_grad_norm
 
@@ -172,10 +172,10 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     """
     moving = [c.channel for c in exchange.channels if c.channel.writes_parameters]
     for channel in moving:
-        wrong = [s for s in steps if not (channel.consensus and channel.clock.delay == 0 and channel.clock.due(s - 1))]
+        wrong = [s for s in steps if not (channel.equal_after_exchange and channel.schedule.delay == 0 and channel.schedule.due(s - 1))]
         if wrong:
-            cure = f"make eval_steps and save_steps multiples of its period ({channel.clock.period})"
-            if not channel.consensus or channel.clock.delay or channel.clock.offset:
+            cure = f"make eval_steps and save_steps multiples of its period ({channel.schedule.sync_every})"
+            if not channel.equal_after_exchange or channel.schedule.delay or channel.schedule.offset:
                 cure = "set load_best_model_at_end=False"
             raise ValueError(
                 f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's own parameters, evaluation shows the "

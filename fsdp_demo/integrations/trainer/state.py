@@ -21,11 +21,11 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ...checkpoint.choice import Held, superfluous
-from ...checkpoint.exchange_state import Saved, Snapshot, describe, open_exchange
+from ...checkpoint.exchange_state import SavedExchange, Snapshot, describe, load_exchange
 from ...checkpoint.files import read_part, write_part
 from ...checkpoint.folders import damaged, forget_asides, misfits, steps, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
-from ...checkpoint.registry import Board
+from ...checkpoint.registry import CheckpointRegistry
 from ...checkpoint.returning import described
 from ...checkpoint.whole import whole
 from ...comm.ranks import Ranks
@@ -53,7 +53,7 @@ def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> Non
         write_part(folder, f"local{exchange.topology.rank}", describe(exchange), replica_tree(exchange.optimizers))
 
 
-def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> Saved | None:
+def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> SavedExchange | None:
     """What `attach(state=...)` takes: this island's part, and those of the others where they can be seen, for other numbers of islands.
 
     Raises:
@@ -64,7 +64,7 @@ def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> Saved | Non
     own = checkpoint / "exchange"
     if not own.is_dir():
         raise ValueError(f"the Trainer resumes from {checkpoint}, which was saved without the exchange. {CURE}")
-    saved = open_exchange(own)
+    saved = load_exchange(own)
     if topology.kind == "mesh" or (topology.island in saved.islands and saved.heads[0].get("islands") == topology.islands):
         return saved
     beside = sorted(checkpoint.parent.parent.glob(f"*/{checkpoint.name}/exchange"))
@@ -75,7 +75,7 @@ def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> Saved | Non
         topology.islands,
         checkpoint.parent.name,
     )
-    return open_exchange(*beside) if len(beside) > 1 else saved
+    return load_exchange(*beside) if len(beside) > 1 else saved
 
 
 def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
@@ -184,9 +184,9 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
 def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> str | TakeOver | None:
     """From the newest state that all islands hold which hold any; with `fresh` the Trainer's own files are enough. None with `auto` where
     nobody holds any."""
-    with _board(topology) as board:
+    with _registry(topology) as registry:
         how = "newest" if auto and topology.elastic else "auto"  # the last to end has the newest state
-        chosen = board.choose(held_in(output_dir, topology.islands, fresh), how)
+        chosen = registry.choose(held_in(output_dir, topology.islands, fresh), how)
     if chosen is None and not auto:
         raise NeedsDecision("no island holds a checkpoint: start without resume_from_checkpoint, or with resume_from_checkpoint='auto'")
     if chosen is None:
@@ -208,8 +208,8 @@ def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
     elif beside := sorted(output_dir.parent.glob(f"*/{name}")):
         found = str(beside[0])
     step = re.fullmatch(r"checkpoint-(\d+)", name)
-    with _board(topology) as board:
-        notes = board.meet({"name": topology.name, "checkpoint": name, "found": found is not None})
+    with _registry(topology) as registry:
+        notes = registry.meet({"name": topology.name, "checkpoint": name, "found": found is not None})
     if found is not None and all(n.get("found") for n in notes):
         if Path(found).parent.parent == output_dir.parent and Path(found).parent != output_dir:
             log.warning("%s has no %s and takes over from %s", topology.name, name, found)
@@ -223,8 +223,8 @@ def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
 def _with_others(found: str | None, step: int, own: bool, topology: Topology) -> str | TakeOver:
     """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it. `own`: this island loads its own."""
     said = {"name": topology.name, "state": told(Path(found)) if found is not None and own else None}
-    with _board(topology) as board:
-        notes = board.meet(said)
+    with _registry(topology) as registry:
+        notes = registry.meet(said)
     if found is None:
         return heard(step, notes)
     if not own:
@@ -233,13 +233,13 @@ def _with_others(found: str | None, step: int, own: bool, topology: Topology) ->
 
 
 @contextmanager
-def _board(topology: Topology) -> Iterator[Board]:
+def _registry(topology: Topology) -> Iterator[CheckpointRegistry]:
     """For one question."""
-    board = Board(topology)
+    registry = CheckpointRegistry(topology)
     try:
-        yield board
+        yield registry
     finally:
-        board.close()
+        registry.close()
 
 
 def _verified(where: Any, ranks: Ranks) -> Any:
@@ -274,7 +274,7 @@ class Rotation:
     """
 
     def __init__(self, output_dir: Path, topology: Topology, keep: int | None):
-        self._folder, self._topology, self._keep, self._board = output_dir, topology, keep, Board(topology)
+        self._folder, self._topology, self._keep, self._registry = output_dir, topology, keep, CheckpointRegistry(topology)
         self._made: set[int] = set()
 
     def saved(self, step: int, best: str | None) -> None:
@@ -282,7 +282,7 @@ class Rotation:
         self._made.add(step)
         mine = held_in(self._folder, self._topology.islands)
         try:
-            common = self._board.common(mine)
+            common = self._registry.common(mine)
         except (RuntimeError, ValueError, TypeError) as error:  # with the machine of the store gone, say
             log.warning("no old checkpoint is removed: %s", (str(error).splitlines() or [""])[0][:160])
             return
@@ -296,4 +296,4 @@ class Rotation:
 
     def close(self) -> None:
         """Drop the connection to the store."""
-        self._board.close()
+        self._registry.close()

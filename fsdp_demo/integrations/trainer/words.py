@@ -39,8 +39,8 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
         cure = "take --optim adamw_torch"
         if has_own_optimizer(config):
             cure = f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={trainer.args.learning_rate:g}))'
-        wanted = " or ".join(config.inner)
+        wanted = " or ".join(config.inner_optimizers)
         raise ValueError(
             f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found {type(inner).__name__} ({found}): "
-            f"{cure}, or insist with ExchangeCallback(..., inner='as_is')"
+            f"{cure}, or insist with ExchangeCallback(..., inner_optimizers='as_is')"
         ) from error

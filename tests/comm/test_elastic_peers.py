@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fsdp_demo import Link, PeerLost
-from fsdp_demo.comm import held, member_line, streams
+from fsdp_demo.comm import elastic_peers, held, streams
 from fsdp_demo.comm.epochs import Member
 from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.peers import TCP_SHARE
@@ -73,7 +73,7 @@ def test_killed_at_each_piece(run_ranks, victim: int, frames: range) -> None:
 def test_killed_within_a_long_message_dealt_to_several_connections(run_ranks, frames: range) -> None:
     def run() -> None:
         streams.LARGEST, streams.SMALL = 4096, 256
-        member_line.streams = lambda rtt: 3
+        elastic_peers.streams = lambda rtt: 3
         killed_at(frames, 2, 4)
 
     alone(run_ranks, run)
@@ -212,8 +212,8 @@ def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> 
 
 def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(member_line.time, "sleep", slept.append)
-    line = member_line.MemberLine(Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04))
+    monkeypatch.setattr(elastic_peers.time, "sleep", slept.append)
+    line = elastic_peers.ElasticPeerGroup(Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04))
     line._account(1000, 500, False, False)
     line._account(1000, 2000, True, False)
     line._account(7, 7, False, True)
@@ -222,7 +222,7 @@ def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(monkeypatch: pyte
 
 def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
     """Between `attach` and its base a newcomer trains, and cannot go on without what its donor sends."""
-    line, ended = member_line.MemberLine(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0), list[str]()
+    line, ended = elastic_peers.ElasticPeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0), list[str]()
 
     def gone(wanted: Any) -> Any:
         raise PeerLost("island 0 (a) is gone")

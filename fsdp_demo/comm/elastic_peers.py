@@ -1,7 +1,7 @@
-"""A line whose islands come and go: every exchange on it is a numbered message under the membership protocol.
+"""A peer group whose islands come and go: every exchange on it is a numbered message under the membership protocol.
 
-What is called is the same as on a `Line` of fixed members, and so are the bytes. What comes back may be of fewer islands: `slots` says of
-which, and `rank`, `size` and `names` follow it, message by message. A loss raises nothing: the call takes longer.
+What is called is the same as on a `PeerGroup` of fixed members, and so are the bytes. What comes back may be of fewer islands: `slots` says
+of which, and `rank`, `size` and `names` follow it, message by message. A loss raises nothing: the call takes longer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost
-from .collectives import Arrived
+from .collectives import ReceivedMessage
 from .coming import Coming
 from .counter import Counter
 from .driver import Driver
@@ -25,17 +25,17 @@ from .held import Due, Early, Message
 from .joining import Expected
 from .link import Link
 from .newcomer import Follow
-from .peers import TCP_SHARE, Line, Vectors, Weigh, streams
+from .peers import TCP_SHARE, PeerGroup, Vectors, Weigh, streams
 
 log = logging.getLogger("fsdp_demo")
 
 
-class MemberLine(Line):
+class ElasticPeerGroup(PeerGroup):
     """The ranks that hold the same shard on every island that lives.
 
     Args:
         me: this island. names: of the islands, by slot; those that join later add theirs.
-        timeout, link, share: as for `Line`.
+        timeout, link, share: as for `PeerGroup`.
         driver: moves the messages; None for a newcomer until it is a member (`become`).
         slots: of the islands that take part.
 
@@ -74,7 +74,7 @@ class MemberLine(Line):
         self.begun = True
 
     def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
-        """See `Line`."""
+        """See `PeerGroup`."""
         self._submit = submit
         if self._counter is not None:
             self._counter.submit = submit
@@ -86,7 +86,7 @@ class MemberLine(Line):
 
     @property
     def slot(self) -> int:
-        """See `Line`."""
+        """See `PeerGroup`."""
         return self._me.slot
 
     def label(self, j: int) -> str:
@@ -94,7 +94,7 @@ class MemberLine(Line):
         return self.label_of(self.slots[j])
 
     def label_of(self, slot: int) -> str:
-        """See `Line`."""
+        """See `PeerGroup`."""
         return f"island {slot} ({self._names.get(slot, f'island{slot}')})"
 
     # ---- messages --------------------------------------------------------------------------------------------------------
@@ -104,26 +104,26 @@ class MemberLine(Line):
         raise NotImplementedError("islands that come and go exchange whole messages: gather, gather_any, exchange, mean, hand_out")
 
     def gather(self, header: Header, data: Tensor, setup: bool = False) -> tuple[list[Header], list[Tensor]]:
-        """See `Line`."""
+        """See `PeerGroup`."""
         headers, bodies, _ = self._run(header, data, setup=setup)
         return headers, bodies
 
     def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
-        """See `Line`; one message."""
+        """See `PeerGroup`; one message."""
         return self._run(header, data, longest=longest, setup=True)[1]
 
-    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> Arrived:
-        """See `Line`."""
+    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> ReceivedMessage:
+        """See `PeerGroup`."""
         headers, bodies, means = self._run(header, body, vectors, weigh, compare=compare)
-        return Arrived(headers, bodies, means, slots=self.slots)
+        return ReceivedMessage(headers, bodies, means, slots=self.slots)
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
-        """See `Line`."""
+        """See `PeerGroup`."""
         nothing = torch.empty(0, dtype=torch.uint8)
         return self._run(header, nothing, vectors, lambda headers: _asked(headers, len(vectors)))[2]
 
     def hand_out(self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]) -> Tensor:
-        """See `Line`. Where any rank needs it, all are sent it."""
+        """See `PeerGroup`. Where any rank needs it, all are sent it."""
         if not any(needs):
             return torch.empty(0, dtype=torch.uint8)
         mine = data if data is not None else torch.zeros(1, dtype=torch.uint8)
@@ -161,7 +161,7 @@ class MemberLine(Line):
         self._account(message.sent, message.received, bool(vectors), setup)
         if self._counter is not None:
             coded = message.coded(due) if header.kind in WITHIN else []  # who does not ask a question has a part of its mean all the same
-            self._counter.message(message.n, Arrived(*out, slots=self.slots), coded)
+            self._counter.message(message.n, ReceivedMessage(*out, slots=self.slots), coded)
         return out
 
     def _followed(
@@ -257,7 +257,7 @@ class MemberLine(Line):
     # ---- connections -----------------------------------------------------------------------------------------------------
 
     def widen(self, connect: Callable[[int], Any]) -> None:
-        """See `Line`; connect(k) gives wires by member."""
+        """See `PeerGroup`; connect(k) gives wires by member."""
         if self.size == 1:
             return
         rtt = self.round_trip()
@@ -276,33 +276,33 @@ class MemberLine(Line):
 
     @property
     def waiting(self) -> float:
-        """See `Line`."""
+        """See `PeerGroup`."""
         return time.monotonic() - since if (since := self._since) else 0.0
 
     @property
     def epoch(self) -> int:
-        """See `Line`."""
+        """See `PeerGroup`."""
         return 0 if self._driver is None else self._driver.machine.record.epoch
 
     def allow_early(self, longest: int) -> None:
-        """See `Line`."""
+        """See `PeerGroup`."""
         self._longest_early = longest
         if self._driver is not None:
             self._driver.allow_early(longest)
 
     def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
-        """See `Line`. In the courier's thread, after all that was launched."""
+        """See `PeerGroup`. In the worker's thread, after all that was launched."""
         if self._driver is None or self._follow is not None:
             return False
         return self._driver.send_early(Early.of(self._next, header, body, vectors), seconds)
 
     def leave(self) -> None:
-        """See `Line`."""
+        """See `PeerGroup`."""
         if self._driver is not None:
             self._driver.leave()
 
     def expel(self, why: str) -> None:
-        """See `Line`."""
+        """See `PeerGroup`."""
         assert self._driver is not None, "who follows has sent nothing"
         self._driver.expel(why)
 
