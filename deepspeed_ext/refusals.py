@@ -145,11 +145,11 @@ def _inner(engine: Any) -> Iterator[str]:
 def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
     """ZeRO steps a whole partition: gradients that arrive for a part of it, at some steps only, would step the rest on zeros."""
     gradients = [c for c in config.channels if c.before_step]
-    clocks = {c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients}
-    if len(set(clocks.values())) > 1 or any(c.fragments for c in gradients):
+    schedules = {c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients}
+    if len(set(schedules.values())) > 1 or any(c.fragments for c in gradients):
         yield (
-            f"gradient channels on unlike clocks (period, offset, delay) {clocks}, where ZeRO steps a whole partition: give all one clock "
-            "and no fragments, or take FSDP2"
+            f"gradient channels on unlike schedules (sync_every, offset, delay) {schedules}, where ZeRO steps a whole partition: give all one "
+            "schedule and no fragments, or take FSDP2"
         )
     waits = [c for c in gradients if c.schedule.sync_every > 1 or c.schedule.delay]
     named = [plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad] if waits else []

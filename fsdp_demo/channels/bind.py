@@ -22,7 +22,7 @@ class Bound:
     Attributes:
         channels: in the order of the configuration.
         buffers: the channel that averages the model's buffers, if it has any.
-        parameters: a channel over all parameters that are not frozen, which no clock sends.
+        parameters: a channel over all parameters that are not frozen, which no schedule sends.
     """
 
     channels: list[ChannelRunner]

@@ -30,7 +30,7 @@ class ChannelCodec:
 
     Args:
         layout: of the channel's workspace.
-        channel: its codec, clock and reducer.
+        channel: its codec, schedule and reducer.
         size: number of replicas.
         seed: of seeded selections.
         device: of the workspaces.

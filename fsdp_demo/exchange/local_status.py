@@ -47,7 +47,7 @@ class Said:
 
 
 class LocalStatus:
-    """The notes of one rank, from `Exchange.report` and `Exchange.request_stop` to the next message.
+    """What one rank says of itself, from `Exchange.report` and `Exchange.request_stop` to the next message.
 
     Args:
         alone: an island that is told to end leaves the others, who train on.

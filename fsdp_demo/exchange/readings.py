@@ -145,7 +145,7 @@ class Readings:
         return self.config.equal_after_exchange
 
     def next_exchange(self) -> int:
-        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the clocks."""
+        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the schedules."""
         cycle = math.lcm(*(c.channel.schedule.sync_every for c in self.channels))
         return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.schedule.due(s) for c in self.channels))
 

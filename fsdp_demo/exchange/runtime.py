@@ -285,8 +285,8 @@ class StepRuntime:
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
         """Whether this replica has joined within the round that these channels send: its steps are fewer than the others', and would count
         as much. Tokens are counted since it joined, so weights by tokens need no such rule."""
-        own, clocks = self.step + 1 - self.since, {c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps}
-        sent = [clocks[name].period for name, out in outgoing.items() if name in clocks and not out.partial]
+        own, schedules = self.step + 1 - self.since, {c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps}
+        sent = [schedules[name].sync_every for name, out in outgoing.items() if name in schedules and not out.partial]
         return self.since > 0 and any(own < period for period in sent)
 
     def _norm(self, names: Collection[str]) -> float | Tensor:

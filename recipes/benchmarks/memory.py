@@ -284,9 +284,9 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry], markdown: bool =
     text = (
         "Bytes per parameter of the rank's shards, and GB. Inner state: what the inner optimizer keeps, fp32. Device: what the exchange "
         "keeps on the GPU, payloads under way included where they are most. Host: device and host: the same with "
-        "offload_outer_state=true, on the GPU and in (pinned) host memory. Workspace: what a step with an exchange takes on the GPU on top and gives back, with "
-        "offload_outer_state=false and with true; chunks of up to 64 MB and copies of single shards are not counted. Messages: the same on "
-        "the host. Parameters, gradients and activations are not in the table."
+        "offload_outer_state=true, on the GPU and in (pinned) host memory. Workspace: what a step with an exchange takes on the GPU on top "
+        "and gives back, with offload_outer_state=false and with true; chunks of up to 64 MB and copies of single shards are not counted. "
+        "Messages: the same on the host. Parameters, gradients and activations are not in the table."
     )
     lines = [f"Memory of the presets at their published settings: {title}", share, "", table([head, *body], markdown), ""]
     return "\n".join([*lines, textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)])

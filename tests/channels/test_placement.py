@@ -28,7 +28,7 @@ def test_lanes_and_copies() -> None:
 
 
 def test_channels_of_a_configuration() -> None:
-    """Those of the configuration, one for buffers on the clock of what moves parameters, and one over everything."""
+    """Those of the configuration, one for buffers on the schedule of what moves parameters, and one over everything."""
     model, here = shards()
     config = preset("local_sgd", period=3)
     bound = bind(config.channels, config, Placement(here, islands=2), model)

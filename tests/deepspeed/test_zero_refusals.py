@@ -207,7 +207,7 @@ def test_gradient_channels_that_split_a_partition():
     refuse(Read(), channels({}, {}), Topology())
     refuse(Read(), channels({"delay": 2}, {"delay": 2}), Topology())
     refuse(Read(), channels({}, exclude=("head*",)), Topology())
-    with pytest.raises(ValueError, match=r"unlike clocks .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one clock"):
+    with pytest.raises(ValueError, match=r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule"):
         refuse(Read(), channels({}, {"delay": 2}), Topology())
     with pytest.raises(ValueError, match=r"does not cover head.weight, head.bias, where ZeRO .*let it cover every trained parameter"):
         refuse(Read(), channels({"period": 2}, exclude=("head*",)), Topology())

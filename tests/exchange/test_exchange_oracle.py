@@ -436,7 +436,7 @@ def test_an_unsharded_island_deals_out_the_blocks_of_one_process(run_ranks):
     assert 0 <= two[0] + two[1] - one[0] <= 56 + 2 + 8
 
 
-# -- the clock -------------------------------------------------------------------------------------------------------
+# -- the schedule -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
@@ -581,7 +581,7 @@ def test_clipping(run_ranks, name):
         assert worst_of(params, rank // 2, truth, getattr(method, "smallest", None)) < 1e-6
 
 
-# -- more than one clock, delays -------------------------------------------------------------------------------------
+# -- more than one schedule, delays -------------------------------------------------------------------------------------
 
 
 def test_a_delayed_gradient_arrives_in_order(run_ranks):
