@@ -39,7 +39,7 @@ class NodeMPU:
         rank, place, replica: this rank in the world, in its node, and the index of its node.
         ranks: the ranks of this node, ascending.
         group: process group of the node, on the world's backend. solo: of this rank alone.
-        cross: gloo group of the ranks with this place on all nodes, in the order of the replicas: the line of the exchange.
+        cross: gloo group of the ranks with this place on all nodes, in the order of the replicas: the peer group of the exchange.
 
     Raises:
         ValueError: torch.distributed is not up, or `node_size` does not fit the world or the launcher's LOCAL_WORLD_SIZE.

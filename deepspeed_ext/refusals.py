@@ -148,8 +148,8 @@ def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
     schedules = {c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients}
     if len(set(schedules.values())) > 1 or any(c.fragments for c in gradients):
         yield (
-            f"gradient channels on unlike schedules (sync_every, offset, delay) {schedules}, where ZeRO steps a whole partition: give all one "
-            "schedule and no fragments, or take FSDP2"
+            f"gradient channels on unlike schedules (sync_every, offset, delay) {schedules}, where ZeRO steps a whole partition: give "
+            "all one schedule and no fragments, or take FSDP2"
         )
     waits = [c for c in gradients if c.schedule.sync_every > 1 or c.schedule.delay]
     named = [plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad] if waits else []

@@ -16,7 +16,7 @@ class Placement:
     """The shards of one rank, its place in the island, and who shares the work on them.
 
     Attributes:
-        shards: all local tensors.
+        shards: what the engine offers: all local tensors.
         position: of the rank in its island.
         active_copies: how many of the copies of a shard send; a copy beyond them keeps no state and only receives.
         copies: process group of the ranks of this island that hold the same shard (None: the default group).

@@ -36,7 +36,7 @@ class Connections:
             self.meter = peers.meter if peers is not None else Meter()
             self.island = IslandGroup(topology, position, device)
         except BaseException:  # Ctrl-C while waiting for peers, too
-            self._close_line()
+            self._close_peers()
             raise
 
     @property
@@ -51,11 +51,11 @@ class Connections:
     def close(self) -> bool:
         """Let go of everything; False if a silent peer still holds the worker, which is left behind."""
         self.closed = True
-        ended = self._close_line()
+        ended = self._close_peers()
         self.island.release()
         return ended
 
-    def _close_line(self) -> bool:
+    def _close_peers(self) -> bool:
         ended = self.worker is None or self.worker.close()
         self.worker = None
         self._topology.release()

@@ -193,7 +193,7 @@ def test_training_over_it_is_the_same_training(run_ranks) -> None:
 
     env = [{"ISLAND_TRANSPORT": "gloo"}, {}, {"ISLAND_TRANSPORT": "zeromq", "ISLAND_TOKEN": TOKEN}]
     found = [run_ranks(trained, 2, 1, env=changes) for changes in env]
-    assert [each[0][2] for each in found] == ["Line", "ElasticPeerGroup", "ElasticPeerGroup"]
+    assert [each[0][2] for each in found] == ["PeerGroup", "ElasticPeerGroup", "ElasticPeerGroup"]
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one[1] == two[1] and all(torch.equal(one[0][n], two[0][n]) for n in one[0])

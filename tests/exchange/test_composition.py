@@ -361,7 +361,7 @@ def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
 
 def test_names_and_forms(alone) -> None:
     assert (
-        preset("demo", inner_optimizers="as_is").channels[0].applier.sign == "sign"
+        preset("demo", inner_optimizers="as_is").channels[0].applier.sign is True
         and preset("random", inner_optimizers="as_is").lr == 4e-4
     )
     assert not preset("demo", version=2).clips_mean and not preset("random", sign=False).clips_mean and preset("full").clips_mean

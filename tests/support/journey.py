@@ -30,7 +30,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
 
 ROOT = Path(fsdp_demo.__file__).parent
-SENDS = "Courier.submit"
+SENDS = "CommWorker.submit"
 """Behind it stands what the thread that sends has entered."""
 
 
