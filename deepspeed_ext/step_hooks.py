@@ -1,4 +1,4 @@
-"""The clock of a ZeRO engine: one tick is one step that the engine counts (`global_steps`), taken or skipped.
+"""Step hooks of a ZeRO engine: one tick is one step that the engine counts (`global_steps`), taken or skipped.
 
 DeepSpeed calls the inner optimizer once, once per group or once per sub-group, and `engine.step()` once per micro-batch; none of these is
 a step. It skips a step alone, on one replica, when that one's gradient norm is not finite: the replica then takes the tick with

@@ -1,6 +1,7 @@
 """What islands agree on when one is lost or joins: members, pieces of a message, reports, records. Plain values without sockets or clock.
 
-An *island* holds one replica and has several *ranks*. Rank r of an island talks to rank r of each other island: that is *line* r, a `PeerGroup`.
+An *island* holds one replica and has several *ranks*. Rank r of an island talks to rank r of each other island: that is *line* r.
+A `PeerGroup` is one line, seen from one of its ranks.
 A *message* has a number n = 0, 1, 2, ..., the same on all islands. Everything islands learn from each other is a message.
 A *record* is what a store holds under one *epoch* number. The first that is written there stays (compare_set).
 A record that settles open messages opens a new *view*. A planned join has an epoch of its own, but goes on in the view before it.

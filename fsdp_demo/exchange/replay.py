@@ -43,7 +43,7 @@ def newcomer(runtime: StepRuntime) -> bool:
 
 
 def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], own: Own | None = None) -> None:
-    """Take a snapshot and make up for the steps since. All ranks of the island call it together, with the engine's clock paused.
+    """Take a snapshot and make up for the steps since. All ranks of the island call it together, with the engine's step hooks paused.
 
     Args:
         model: as for `attach`. told: further facts of the run (`Start.facts`).

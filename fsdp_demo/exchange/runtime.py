@@ -1,4 +1,4 @@
-"""The order of one step: what an exchange does around the step of the base optimizers, in its order.
+"""The order of one step: what an exchange does around the step of the base optimizers.
 
     backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels] -> next forward
 
@@ -11,7 +11,7 @@ A channel with a source g (a gradient, a delta, parameters) and an accumulator m
     g = sign(mean q)    or the mean itself, an outer step on the anchor, or new parameters
 
 The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is the queue's (`in_flight.py`). Then what
-has changed is settled with the model. When a tick begins and ends is said by the engine's clock (`TrainingHost.hooks`), which calls
+has changed is settled with the model. When a tick begins and ends is said by the engine's step hooks (`TrainingHost.hooks`), which call
 `before` and `after` here: nothing stands between it and the step.
 """
 
@@ -59,8 +59,8 @@ class StepRuntime:
     Attributes:
         channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels and buffers that act there.
         island: the other ranks of this replica.
-        hooks: the engine's clock, which calls `before`, `after` and `skip`.
-        notes: what this replica says of itself.
+        hooks: the engine's step hooks, which call `before`, `after` and `skip`.
+        status: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken

@@ -1,7 +1,7 @@
 """The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
 
 `TrainingHost` is what an engine offers the exchange: `torch_params.TorchHost` for torch optimizers (FSDP2, unsharded), others by packages
-of their own (`registry.py`). It hands out local tensors and views, steps the base optimizers, and knows the engine's clock.
+of their own (`registry.py`). It hands out local tensors and views, steps the base optimizers, and hooks into the engine's steps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepHooks(Protocol):
 
 
 class TrainingHost(Protocol):
-    """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of `shards`."""
+    """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of `params`."""
 
     params: list[LocalParam]
     device: torch.device
@@ -143,7 +143,7 @@ class TrainingHost(Protocol):
     def hooks(
         self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
     ) -> StepHooks:
-        """The job's clock, which this engine's steps drive; not started.
+        """Hooks on this engine's steps, which drive the job; not started.
 
         Args:
             before, after: run ahead of and behind the base step of every tick.

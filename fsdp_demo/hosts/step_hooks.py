@@ -1,6 +1,6 @@
-"""The clock of plain torch optimizers: one tick is one complete round of the attached optimizers' steps, caught by step hooks.
+"""Step hooks of plain torch optimizers: one tick is one complete round of the attached optimizers' steps.
 
-What every engine's clock does in the same way, pausing, is `PausableStepHooks`.
+What the hooks of every engine do in the same way, pausing, is `PausableStepHooks`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .base import local_part
 
 
 class PausableStepHooks:
-    """What clocks share: whom they call, and when they do not.
+    """What the step hooks of all engines share: whom they call, and when they do not.
 
     Args:
         before, after: run ahead of and behind the base step of every tick.

@@ -147,7 +147,7 @@ WHERE = {
 def transformed(where: str, source: str) -> Cell:
     plain = WHERE[where]
     channel = {"delta": "delta", "gradient": "momentum"}[source]
-    only: dict[str, Any] = {"transform": False} if plain is None else {"transform": True, f"{channel}.plain": plain}
+    only: dict[str, Any] = {"transform": False} if plain is None else {"transform": True, f"{channel}.no_transform": plain}
     if source == "gradient":
         return Cell(f"demo k=32 lr {DEMO_LR:g} DCT on {where}", "demo", only, lr=DEMO_LR)
     return sparse("decoupled_momentum", 5, 32, " consensus", f" DCT on {where}", **only)
