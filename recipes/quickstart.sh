@@ -89,12 +89,12 @@ rate() {
 # The published periods (16 to 500 steps) do not fit into a few hundred: take one that gives about 15 exchanges.
 fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
-    case $1 in full) given codec.value_dtype || given code || echo "codec.value_dtype=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
+    case $1 in full) given codec.value_dtype || given value_dtype || echo "codec.value_dtype=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
-            given schedule.sync_every || given period || echo "period=$period" ;;
+            given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
         decoupled_momentum | sparse_loco) # sparser and oftener wins: recipes/README.md
-            given schedule.sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
+            given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
     esac
 }
 

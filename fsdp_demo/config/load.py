@@ -88,6 +88,9 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     if "channels" in data:
         return ExchangeConfig.from_dict(data).changed(changes)
     name = data.pop("preset")
+    for given, same in (("period", "sync_every"), ("sync_every", "period")):
+        if given in changes:
+            data.pop(same, None)
     return preset(name, **{**_flatten(data), **changes})
 
 

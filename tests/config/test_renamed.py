@@ -92,10 +92,13 @@ def test_keywords_of_presets() -> None:
         refused(lambda name=name: preset(name, inner="as_is"), "inner_optimizers")
 
 
-def test_sync_every_is_the_period() -> None:
+def test_sync_every_is_the_period(tmp_path: Any) -> None:
     assert preset("diloco", sync_every=7) == preset("diloco", period=7) == load_config("diloco", ["sync_every=7"])
     with pytest.raises(ValueError, match="period and sync_every are the same: give one of them"):
         preset("diloco", sync_every=7, period=7)
+    file = tmp_path / "short.yaml"
+    file.write_text("preset: diloco\nperiod: 9\n")
+    assert load_config(str(file), ["sync_every=7"]) == preset("diloco", period=7)  # a change goes before the file
     with pytest.raises(ValueError, match="preset 'demo' has no setting 'sync_every'"):
         preset("demo", sync_every=7)
 
