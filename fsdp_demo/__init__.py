@@ -4,23 +4,25 @@ import fsdp_demo
 exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .attaching import attach
-from .comm.link import Link
-from .comm.meter import Meter, ring_all_reduce_bytes
-from .comm.topology import Topology
-from .config.channel import Accumulator, Applier, Channel, Codec, Fragments, Reducer, SyncSchedule
-from .config.load import load_config, preset
-from .config.presets import half_life_multiples, presets
-from .config.schema import ExchangeConfig
-from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
-from .errors import renamed as _renamed
-from .exchange.exchange import Exchange
-from .exchange.guard import guard, undecided
-from .hosts.muon import MuonAdamW
-from .hosts.optimizers import base_optimizer
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .attaching import attach
+    from .comm.link import Link
+    from .comm.meter import Meter, ring_all_reduce_bytes
+    from .comm.topology import Topology
+    from .config.channel import Accumulator, Applier, Channel, Codec, Fragments, Reducer, SyncSchedule
+    from .config.load import load_config, preset
+    from .config.presets import half_life_multiples, presets
+    from .config.schema import ExchangeConfig
+    from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
+    from .exchange.exchange import Exchange
+    from .exchange.guard import guard, undecided
+    from .hosts.muon import MuonAdamW
+    from .hosts.optimizers import base_optimizer
 
 __all__ = [
     "Accumulator",
@@ -54,7 +56,34 @@ __all__ = [
     "undecided",
 ]
 
-if not _TYPE_CHECKING:
+# Imported late: commands that need no torch (a durable store, a rehearsal, `fsdp-demo presets`) do not wait seconds for it.
+_HOMES = {
+    "attaching": ("attach",),
+    "comm.link": ("Link",),
+    "comm.meter": ("Meter", "ring_all_reduce_bytes"),
+    "comm.topology": ("Topology",),
+    "config.channel": ("Accumulator", "Applier", "Channel", "Codec", "Fragments", "Reducer", "SyncSchedule"),
+    "config.load": ("load_config", "preset"),
+    "config.presets": ("half_life_multiples", "presets"),
+    "config.schema": ("ExchangeConfig",),
+    "errors": ("Mismatch", "NeedsDecision", "NotFinite", "PeerLost", "Stopped", "WireError"),
+    "exchange.exchange": ("Exchange",),
+    "exchange.guard": ("guard", "undecided"),
+    "hosts.muon": ("MuonAdamW",),
+    "hosts.optimizers": ("base_optimizer",),
+}
 
-    def __getattr__(name: str):
-        raise _renamed("fsdp_demo", name, {"Clock": "SyncSchedule"})
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first asked for (PEP 562)."""
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
+            return value
+    from .errors import renamed
+
+    raise renamed("fsdp_demo", name, {"Clock": "SyncSchedule"})
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -55,13 +55,27 @@ def test_exact_versions_are_in_one_file() -> None:
     assert "torch==2.13.0" in pins and "accelerate==1.15.0" in pins
 
 
-def test_the_core_imports_torch_only() -> None:
-    # tqdm is not looked for: torch itself imports it where it is installed.
-    program = (
-        "import sys, fsdp_demo, fsdp_demo.cli, fsdp_demo.launch.rehearse, fsdp_demo.launch.store, fsdp_demo.launch\n"
-        "found = {'accelerate', 'transformers', 'datasets', 'deepspeed', 'matplotlib', 'pandas'} & set(sys.modules)\n"
-        "assert not found, found"
-    )
-    # From elsewhere: the package must be found where it is installed, not in the working directory.
+def imported(program: str, unwanted: set[str]) -> set[str]:
+    """Which unwanted modules a program has imported. It runs elsewhere: the package must be found where it is installed."""
+    program += f"\nimport sys; print(*set({sorted(unwanted)}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_core_imports_torch_only() -> None:
+    # tqdm is not looked for: torch itself imports it where it is installed.
+    heavy = {"accelerate", "transformers", "datasets", "deepspeed", "matplotlib", "pandas"}
+    assert not imported("from fsdp_demo import *\nimport fsdp_demo.cli, fsdp_demo.launch.rehearse, fsdp_demo.launch.store", heavy)
+
+
+def test_commands_that_need_no_torch_start_without_it() -> None:
+    """A durable store is started again while a run waits for it; launchers are started once for each island."""
+    modules = ("cli", "launch.durable_store", "launch.rehearse", "launch.restarts", "launch.run", "config.presets", "status")
+    assert not imported("import fsdp_demo, " + ", ".join(f"fsdp_demo.{name}" for name in modules), {"torch", "numpy"})
+
+
+def test_public_names_have_homes() -> None:
+    late = [name for names in fsdp_demo._HOMES.values() for name in names]
+    assert sorted([*late, "__version__"]) == sorted(fsdp_demo.__all__) == sorted(set(fsdp_demo.__all__))
+    assert all(getattr(fsdp_demo, name) is not None and name in dir(fsdp_demo) for name in late)

@@ -14,7 +14,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from ..errors import PeerLost, StoreSilent
 from . import moves
@@ -33,7 +34,8 @@ AGAIN = 0.3
 
 MINORITY = 1.5
 """Seconds for which reports of less than half of the islands, or of a half without the lowest slot, are held back: who is cut off from most
-of the others sees it a moment before or after them, and must not be the first to write a record."""
+of the others sees it a moment before or after them, and must not be the first to write a record. For as long, too, nobody goes on without
+the report of a peer that it has lost by then: another rank may still hear that peer."""
 
 
 class ChangeDesk:
@@ -79,6 +81,15 @@ class ChangeDesk:
             self._met = True
             at.set(_report_key(report.view, report.member, report.rank), report_text(report))
             self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
+
+        self._jobs.put(job)
+
+    def lost(self, members: Iterable[Member]) -> None:
+        """These were lost while the change is on: their reports are not waited for until `dead` seconds after its beginning."""
+
+        def job(at: Asker) -> None:
+            if self._watched is not None:
+                self._watched.lost |= set(members)
 
         self._jobs.put(job)
 
@@ -168,24 +179,32 @@ class ChangeDesk:
                 key = _report_key(watched.view, member, rank)
                 if key not in watched.found and key not in watched.damaged and (text := at.peek(key)):
                     watched.take(key, text)
-        waited = time.monotonic() > watched.until and not watched.waited
-        watched.waited, watched.new = watched.waited or waited, watched.new or waited
+        now, awaited = time.monotonic(), watched.awaited(self._ranks)
+        given_up = bool(awaited) and awaited <= watched.lost and now > watched.since + MINORITY
+        if (given_up or now > watched.until) and not watched.waited:
+            watched.waited = watched.new = True
         have, of = {r.member for r in watched.found.values()}, len(watched.members)
         few = 2 * len(have) < of or (2 * len(have) == of and watched.members[0] not in have)
-        if watched.new and not (few and time.monotonic() < watched.since + MINORITY):
+        if watched.new and not (few and now < watched.since + MINORITY):
             watched.new = False
             self._tell(moves.ReportsSeen(tuple(watched.found.values()), watched.waited))
 
 
 class Watched:
-    """A view whose reports and record are looked for."""
+    """A view whose reports and record are looked for. lost: the members that this rank has lost since its report."""
 
     def __init__(self, view: int, members: tuple[Member, ...], epoch: int, until: float):
         self.view, self.members, self.epoch, self.until = view, members, epoch, until
+        self.lost: set[Member] = set()
         self.found: dict[str, Report] = {}
         self.since = time.monotonic()
         self.waited = self.new = False
         self.damaged: set[str] = set()
+
+    def awaited(self, ranks: int) -> set[Member]:
+        """Members that somebody heard when he reported, and of which not all `ranks` ranks have reported."""
+        count = Counter(r.member for r in self.found.values())
+        return {m for r in self.found.values() for m in r.heard if count[m] < ranks}
 
     def take(self, key: str, text: str) -> None:
         """A report; one that cannot be read is as one that does not come."""

@@ -441,6 +441,8 @@ class Driver:
             log.warning("%s is lost: %s", self._labels(member.slot), found[member])
         if lost:
             self.machine = replace(self.machine, lost=self.machine.lost | set(lost[:-1]))
+            if self.machine.state == "frozen":
+                self._desk.lost(lost)
             self._step(moves.PeerLost(lost[-1]))
 
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 
 from ..config.parsing import nearest
 from .address import ENDPOINT, Endpoint, is_public, split_endpoint
-from .transport import TRANSPORTS
 
 log = logging.getLogger("fsdp_demo")
+
+TRANSPORTS = {"zeromq": "ZeroMQ", "gloo": "Gloo"}
+"""What may carry messages between islands: name -> class in the module of that name. The first is the default."""
 
 LONGEST = 10_000_000
 """Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""

@@ -30,7 +30,7 @@ from .address import route_to, split_endpoint
 from .link import Link
 from .peers import PeerGroup
 from .store_client import Asker, connect
-from .transport import TRANSPORTS, Meeting, opener
+from .transport import Meeting, opener
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the name server for every address that
@@ -63,8 +63,8 @@ class Topology:
         dead, least: where islands may come and go, seconds of silence after which one is lost, and how many must be left to train on.
         count, suffice: islands that are expected at the start, default `islands`; where they may come and go, how many suffice to begin
             when `timeout` is over (0: all).
-        transport: what carries the peer group between islands (`transport.TRANSPORTS`). token: the run's secret, for transports and stores
-            that know one. password: of a redis at `endpoint`.
+        transport: what carries the peer group between islands (`environment.TRANSPORTS`). token: the run's secret, for transports and
+            stores that know one. password: of a redis at `endpoint`.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -91,7 +91,7 @@ class Topology:
     least: int = 1
     count: int = 0
     suffice: int = 0
-    transport: str = next(iter(TRANSPORTS))
+    transport: str = next(iter(environment.TRANSPORTS))
     token: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
     _store: Asker | None = field(default=None, repr=False)

@@ -17,10 +17,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .environment import TRANSPORTS
 from .store_client import Asker
-
-TRANSPORTS = {"zeromq": "ZeroMQ", "gloo": "Gloo"}
-"""Name -> class in the module of that name. The first is the default."""
 
 
 class Moving(Protocol):

@@ -30,14 +30,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from typing import TYPE_CHECKING, Any
 
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .launchers import LAUNCHERS, saved_before, shell_status
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 class _FirstStop(logging.Handler):
@@ -122,6 +122,14 @@ def main(argv: list[str] | None = None) -> int:
         from .deepspeed import run
 
         return run(argv)
+    return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
+    """torch's launchers, in this process."""
+    from torch.distributed.elastic.multiprocessing import SignalException  # late: who restarts a launcher needs no torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     folder, stop = os.environ.get(STATUS_FOLDER), _FirstStop()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(stop)
     _note_starts(folder, stop)

@@ -17,11 +17,12 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING, Any
 
 from ..comm.address import join_address, split_address
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: every rank of every island connects at about the same moment."""
@@ -64,6 +65,8 @@ def serve(bind: str, token: str = "") -> Served:
     Raises:
         ValueError: the text is no address, the name is unknown, or the address cannot be listened on.
     """
+    from torch.distributed import TCPStore  # late: the durable store, which uses this module, starts without torch
+
     family, target = resolved(bind, *split_address(bind))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

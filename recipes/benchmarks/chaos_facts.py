@@ -187,10 +187,15 @@ def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
             continue
         while at > 0 and events[at]["kind"] in QUIET and events[at - 1]["over"] > struck[at]:
             at -= 1
-        event = events[at]
-        if event["lives"][str(slot)] == life and not (slot in event["victims"] and event["kind"] in STOOD):
+        if events[at]["lives"][str(slot)] == life and not _stood(events, slot, a, b):
             out[at] = max(out[at], b - a)
     return out
+
+
+def _stood(events: Sequence[Fact], slot: int, a: float, b: float) -> bool:
+    """Whether an island stood still between a and b by our doing, also where another event came meanwhile."""
+    stood = (e for e in events if e["kind"] in STOOD and slot in e["victims"])
+    return any(e["struck"] < b and max(e["struck"], e["over"] or 0.0) > a for e in stood)
 
 
 def survived(tape: Tape, event: Fact, events: Sequence[Fact]) -> str:

@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_demo.comm.epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement, first_record, needed
@@ -43,6 +43,7 @@ reports = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(records())
 def test_a_record_reads_back(record: Record) -> None:
     text = record_text(record)

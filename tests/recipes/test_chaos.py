@@ -11,6 +11,7 @@ import time
 import xml.etree.ElementTree as xml
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,13 @@ def test_the_numbers_of_one_kill() -> None:
     assert found["participating_share"] == pytest.approx(1.0)  # nobody was there when it did not take part
     assert chaos.good(found, restarts=True)
     assert found["loss_undisturbed"] == pytest.approx(5.0 - 34 / 20)  # at 700 tokens: 35 steps
+
+
+def test_an_island_that_we_hold_does_not_stall_though_another_event_comes_meanwhile() -> None:
+    held = {"kind": "stop", "victims": [1], "struck": 10.0, "over": 23.0, "lives": {"0": 0, "1": 0, "2": 0}}
+    cut = {"kind": "cut_off", "victims": [0, 2], "struck": 10.4, "over": 10.4, "lives": {"0": 0, "1": 0, "2": 0}}
+    gaps = [(1, 0, 9.9, 23.1), (2, 0, 10.3, 20.4), (1, 0, 40.0, 41.0)]
+    assert chaos.stalls(SimpleNamespace(gaps=lambda: gaps), [held, cut]) == [0.0, pytest.approx(10.1)]  # type: ignore[arg-type]
 
 
 def test_a_digest_that_differs_and_a_survivor_that_stands_still_are_found() -> None:

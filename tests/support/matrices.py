@@ -23,7 +23,7 @@ KEPT = {
         "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",
     },
     "checkpoint/test_checkpoint.py": {
-        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|streaming_diloco|desloc)-True|^(demo|desloc)-False",
+        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|streaming_diloco)-True|^desloc-False",
     },
     "checkpoint/test_cut_off.py": {
         "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
@@ -49,7 +49,7 @@ KEPT = {
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
         "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"zero3-parts",
-        "test_follows_the_oracle": r"full-zero(1|3-p)|demo-(zero2|zero3-p)|diloco-zero1|(consensus|desloc)-zero3-p|streaming_diloco-zero2",
+        "test_follows_the_oracle": r"full-zero1|demo-(zero2|zero3-p)|diloco-zero1|desloc-zero3-p|streaming_diloco-zero2",
     },
     "deepspeed/test_zero_recipes.py": {
         "test_a_resumed_run_is_the_uninterrupted_one": r"^3-",
@@ -57,7 +57,7 @@ KEPT = {
         "test_mesh_keeps_zero_inside_the_node": r"^3$",
     },
     "deepspeed/test_zero_shards.py": {
-        "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|zero3-parts|wrapper)$|^demo-zero2|^diloco-zero3$",
+        "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|wrapper)$|^diloco-zero3$",
         "test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same": r"zero1-full|zero2-diloco|parts-demo|offload",
         "test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model": r"zero3-parts",
         "test_the_shards_of_an_island_make_up_every_parameter_once": r"False|parts|wrapper",
@@ -70,7 +70,7 @@ KEPT = {
         "test_islands_train_one_model": r"zero3-parts-demo",
     },
     "deepspeed/test_zero_trainer_resume.py": {
-        "test_resume_goes_on_bit_for_bit": r"sub|in flight",
+        "test_resume_goes_on_bit_for_bit": r"sub",
         "test_sigterm_stops_all_and_resume_goes_on": r"zero2-demo",
         "test_the_recipe_trains_saves_and_resumes": r"zero3",
         "test_a_lost_island_leaves_a_checkpoint_to_go_on_from": r"zero2",
@@ -93,7 +93,7 @@ KEPT = {
     },
     "integrations/test_export.py": {
         "test_of_a_trainer_in_a_mesh": r"diloco",
-        "test_the_folder_has_the_loss_that_the_run_evaluated": r"whole-diloco|fsdp2-(demo|released|streaming)",
+        "test_the_folder_has_the_loss_that_the_run_evaluated": r"whole-diloco|fsdp2-streaming",
     },
     "integrations/test_trainer.py": {
         "test_presets_with_an_optimizer_of_their_own": r"muloco",
@@ -110,7 +110,10 @@ KEPT = {
     "integrations/test_trainer_resume.py": {
         "test_an_island_lost_between_two_saves_costs_no_common_checkpoint": r"fsdp2",
         "test_an_island_more_or_fewer": r"3-demo|1-diloco",
-        "test_every_preset_goes_on_bit_for_bit": r"flight|^demo, fsdp2",
+        "test_every_preset_goes_on_bit_for_bit": r"flight",
+    },
+    "integrations/test_trainer_saves.py": {
+        "test_a_full_disk_is_a_warning_until_the_third_in_a_row": r"^False-model$|^True-",
     },
     "integrations/test_trainer_take_over.py": {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
@@ -122,6 +125,7 @@ KEPT = {
         "test_rehearse_over_zeromq_has_a_durable_store": "",
     },
     "recipes/test_launch_recipes.py": {
+        "test_a_lost_island_is_started_again": r"slurm",
         "test_slurm_islands_on_two_nodes": "",
     },
     "recipes/test_pretrain_resume.py": {
@@ -144,6 +148,9 @@ KEPT = {
     "deepspeed/test_zero_trainer_mesh.py": {
         "test_a_mesh_resumes_bit_for_bit": r"zero3",
     },
+    "exchange/test_growing.py": {
+        "test_two_of_three_begin_and_the_third_joins": r"^full-2$|^diloco",
+    },
     "exchange/test_failure.py": {
         "test_survivors_save_and_end_with_75_at_one_step": r"killed|2x2",
     },
@@ -156,8 +163,12 @@ KEPT = {
     "comm/test_member_line.py": {
         "test_a_second_one_is_killed_in_the_change": r"False-_freeze|True-_adopted",
         "test_killed_at_each_piece": r"some",
+        "test_two_are_killed_at_once": r"^4$",
         "test_killed_within_a_long_message_dealt_to_several_connections": r"some",
         "test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later": r"1",
+    },
+    "comm/test_one_connection_stands.py": {
+        "test_a_dead_connection_among_living_ones_is_noticed": r"^for (messages|words)$",
     },
     "comm/test_attempts.py": {
         "test_all_ranks_of_an_island_take_part_in_one_attempt": r"^torch",

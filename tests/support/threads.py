@@ -13,8 +13,9 @@ from pathlib import Path
 
 # What torch imports at the first optimizer or fully_shard: once before the first fork, instead of 0.8 s in every rank.
 LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.distributed.tensor")
-# What a library imports at the first model that it wraps: half of a short run's time.
+# What a library imports when it is first used: half of a short run's time.
 LATE = {
+    "fsdp_demo": ("encodings.idna", "fsdp_demo.attaching", "fsdp_demo.comm.meet", "fsdp_demo.comm.zeromq", "fsdp_demo.exchange.guard"),
     "accelerate": ("deepspeed",),
     "deepspeed": ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3"),
 }

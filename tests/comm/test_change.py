@@ -1,0 +1,93 @@
+"""The store in a change of members: whose report is waited for, and for how long."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo.comm import change, moves
+from fsdp_demo.comm.change import ChangeDesk
+from fsdp_demo.comm.epochs import Member, Report
+from fsdp_demo.comm.record_json import report_text
+from fsdp_demo.comm.store_client import Asker
+
+A, B, C = MEMBERS = (Member(0), Member(1), Member(2))
+
+
+def report(member: Member, *heard: Member) -> Report:
+    return Report(0, member, 0, frozenset(heard), 0, (), begun=True)
+
+
+class Told:
+    """A desk with a store in memory, and what it has told."""
+
+    def __init__(self, dead: float):
+        self.store, self._events = Asker(dist.HashStore(), "the test", 5.0), queue.SimpleQueue[moves.ReportsSeen]()
+        self.desk = ChangeDesk(lambda: self.store, 1, dead, 60.0, self._events.put, lambda reason: None)  # type: ignore[arg-type]
+
+    def reports(self, *members: Member) -> None:
+        for member in members:
+            self.store.set(f"report/0/{member.slot}.0.0", report_text(report(member, *MEMBERS)))
+
+    def next(self, seconds: float = 20.0) -> tuple[list[Member], bool]:
+        """Who has reported, and whether the others are waited for no more."""
+        event = self._events.get(timeout=seconds)
+        return sorted(r.member for r in event.reports), event.waited
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """Missing reports are waited for nearly for ever."""
+    monkeypatch.setattr(change, "MINORITY", 0.3)
+    made = Told(dead=3600.0)
+    yield made
+    made.desk.close()
+
+
+def test_who_is_heard_is_waited_for(told: Told) -> None:
+    told.reports(B)
+    told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.next() == ([A, B], False)
+    with pytest.raises(queue.Empty):
+        told.next(1.0)
+    told.reports(C)
+    assert told.next() == ([A, B, C], False)
+
+
+def test_who_is_lost_during_the_change_is_not_waited_for(told: Told) -> None:
+    told.reports(B)
+    told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.next() == ([A, B], False)
+    told.desk.lost([B])  # it has reported
+    told.desk.lost([C])
+    assert told.next() == ([A, B], True)
+
+
+def test_who_was_lost_before_and_is_heard_by_nobody_is_not_waited_for_either(told: Told) -> None:
+    """One is killed, and one that was stopped before is noticed while the change is on."""
+    told.desk.post(report(A, A, B), MEMBERS, 0)
+    assert told.next() == ([A], False)
+    told.desk.lost([B])
+    assert told.next() == ([A], True)
+
+
+def test_its_report_has_a_moment_all_the_same(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may hear it."""
+    monkeypatch.setattr(change, "MINORITY", 3600.0)
+    told.reports(B)
+    told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.desk.lost([C])
+    assert told.next() == ([A, B], False)
+    told.reports(C)
+    assert told.next() == ([A, B, C], False)
+
+
+def test_who_was_lost_before_but_is_heard_by_another_is_waited_for(told: Told) -> None:
+    told.reports(B)
+    told.desk.post(report(A, A, B), MEMBERS, 0)
+    assert told.next() == ([A, B], False)
+    with pytest.raises(queue.Empty):
+        told.next(1.0)
