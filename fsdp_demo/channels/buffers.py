@@ -53,7 +53,7 @@ def _averaged(model: torch.nn.Module) -> dict[str, Tensor]:
 def channel(model: torch.nn.Module | None, moving: Sequence[Channel], placement: Placement) -> list[ChannelRunner]:
     """The channel that averages a model's buffers over the islands, on the schedule of the first of `moving`; none where nothing is to
     do."""
-    if model is None or placement.islands == 1 or not (buffers := Buffers(model, placement.shards.device)).shards:
+    if model is None or placement.islands == 1 or not (buffers := Buffers(model, placement.shards.device)).params:
         return []
     schedule = moving[0].schedule if moving else SyncSchedule(EVERY)
     what = Channel(NAME, "parameter", schedule, applier=Applier("replace"))

@@ -67,7 +67,7 @@ def test_unknown_preset_offers_the_nearest() -> None:
         ({"reducer.weight": "token"}, ["did you mean 'tokens'"]),
         ({"feedback": "subtrakt"}, ["did you mean 'subtract'"]),
         ({"source": "gradients"}, ["did you mean 'gradient'"]),
-        ({"applier.acts_as": "outr"}, ["did you mean 'outer_step'"]),
+        ({"applier.acts_as": "outr_step"}, ["did you mean 'outer_step'"]),
         ({"applier.sign": "sgn"}, ["applier.sign", "bool"]),
         ({"rule": "consensu"}, ["did you mean 'consensus'"]),
     ],
@@ -315,7 +315,9 @@ def test_yaml_round_trip(data: st.DataObject) -> None:
     config = build(name, data.draw(changes_of(name)))
     again = ExchangeConfig.from_yaml(config.to_yaml())
     assert again == config and again.digest() == config.digest()
-    assert type(again.channels) is tuple and all(type(p) is tuple for c in again.channels for p in (c.include, c.exclude, c.dense, c.plain))
+    assert type(again.channels) is tuple and all(
+        type(p) is tuple for c in again.channels for p in (c.include, c.exclude, c.uncompressed, c.no_transform)
+    )
 
 
 @quick
@@ -405,7 +407,7 @@ def test_schedule(period: int, data: st.DataObject) -> None:
 def test_what_is_equal_when_is_derived() -> None:
     assert [name for name in PRESETS if not preset(name).equal_after_exchange] == ["streaming_diloco"]  # local steps are mixed in
     assert all(preset(name).equal_at_end for name in PRESETS)
-    assert not preset("decoupled_momentum", rule="released").shared
+    assert not preset("decoupled_momentum", rule="released").equal_at_end
     assert (
         not preset("diloco", period=4, **{"schedule.delay": 4}).equal_after_exchange
         and preset("diloco", period=4, **{"schedule.delay": 3}).equal_after_exchange
