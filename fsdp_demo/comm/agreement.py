@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import WireError
+from ..errors import WireError, see
 from .digests import digest
 from .header import DIGESTS, NORM, SETUP
 from .peers import Line
@@ -85,7 +85,7 @@ def unequal(line: Line, j: int, what: str) -> str:
 
 def unlike_runs(there: str, here: str, what: str) -> str:
     """The sentence that an island (`Line.label`) does not run the same as the one named `here`."""
-    return f"{there} runs something else than {here}: {what}"
+    return f"{there} runs something else than {here}: {what}{see('unlike-runs')}"
 
 
 def equalise(line: Line, work: Tensor, donor: int, keep: bool = False) -> bool:

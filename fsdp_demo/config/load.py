@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from ..errors import see
 from .parsing import nearest, one_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
@@ -45,7 +46,7 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
         if "." not in key and key not in TOP:
             options = [*takes, *(name for name in TOP if name not in takes)]
             allowed = f"{', '.join(options)}, or a dotted path such as clock.period"
-            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed})")
+            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed}){see('unknown-key')}")
     return known[name](**own).changed(rest)
 
 
