@@ -24,7 +24,7 @@ from fsdp_demo.checkpoint import SavedExchange, load_exchange
 from fsdp_demo.checkpoint.choice import Held, together
 from fsdp_demo.checkpoint.reshard import shares
 from fsdp_demo.checkpoint.whole import PARTS, whole
-from fsdp_demo.errors import NeedsDecision
+from fsdp_demo.errors import NeedsDecision, see
 
 log = logging.getLogger("fsdp_demo")
 
@@ -164,6 +164,7 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
         raise NeedsDecision(
             f"no checkpoint is seen by all replicas ({have}): copy the folder of one replica into the directory of those that lack it, or "
             "name a tag that all have (without a tag, an island that holds no checkpoint takes over from the others; in a mesh none does)"
+            f"{see('no-common-checkpoint')}"
         )
     plain = set.intersection(*(set(n["plain"]) for n in notes))
     latest = {n["plain_latest"] for n in notes}
@@ -177,7 +178,8 @@ def choose_tag(notes: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
         raise ValueError(f"no replica sees a checkpoint {wanted[0]!r}: name one that is there, or none (the newest that all hold)")
     if any(n["plain"] for n in notes):
         have = "; ".join(f"{n['name']}: {n['plain_latest'] or 'none'}" for n in notes)
-        raise NeedsDecision(f"replicas do not see the same checkpoint of plain DeepSpeed ({have}): copy or mount it for all")
+        cure = f"copy or mount it for all{see('no-common-checkpoint')}"
+        raise NeedsDecision(f"replicas do not see the same checkpoint of plain DeepSpeed ({have}): {cure}")
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_demo import Topology
+from fsdp_demo.errors import see
 
 from .all_ranks import told, world
 from .node_mesh import installed, topology_of
@@ -41,6 +42,7 @@ def topology(engine: Any = None) -> Topology:
             f"one world of {world} ranks over nodes of {local}: ZeRO reduces between the nodes, and there is nobody to exchange with. Call "
             "deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and deepspeed.initialize is called, or launch each "
             "node as an island (ISLAND_RANK, ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are one replica"
+            f"{see('one-world')}"
         )
     if mesh is None or mesh.islands == 1:
         return islands
@@ -68,6 +70,7 @@ def compare_environment(env: Mapping[str, str] | None = None) -> None:
         raise ValueError(
             f"ranks of one launch have different {name}: {told(values)}. All need the same ISLAND_* variables; a hostfile launch passes "
             "them on only if they stand in .deepspeed_env (NAME=value lines, in the home directory or where `deepspeed` is called)"
+            f"{see('hostfile')}"
         )
 
 

@@ -15,7 +15,7 @@ from .comm.environment import restarted
 from .comm.topology import Topology
 from .config.load import load_config
 from .config.schema import ExchangeConfig
-from .errors import PeerLost
+from .errors import PeerLost, see
 from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .exchange.startup import OwnCheckpoint, Start
@@ -152,6 +152,7 @@ def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for o in optimizers:
         before = _attached.get(o)
         if before is not None and before.running:
-            raise ValueError("this optimizer has an exchange already: finish() or detach() that one first, or attach once")
+            cure = f"finish() or detach() that one first, or attach once{see('attached-twice')}"
+            raise ValueError(f"this optimizer has an exchange already: {cure}")
         if before is not None:
             before.detach()

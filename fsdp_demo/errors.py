@@ -4,6 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+PAGE = "docs/troubleshooting.md"
+
+ANCHORS = (
+    "no-store",
+    "store-silent",
+    "store-made-anew",
+    "store-file",
+    "token",
+    "gloo-endpoint",
+    "missing-islands",
+    "rank-taken",
+    "run-finished",
+    "one-replica",
+    "unlike-runs",
+    "unlike-steps",
+    "step-count",
+    "replicas-differ",
+    "same-rows",
+    "island-lost",
+    "expelled",
+    "not-finite",
+    "changed-since-attach",
+    "attached-twice",
+    "stepped-twice",
+    "wrong-optimizer",
+    "grad-scaler",
+    "unknown-key",
+    "no-common-checkpoint",
+    "damaged-checkpoint",
+    "save-failed",
+    "later-life",
+    "plain-hsdp",
+    "one-world",
+    "hostfile",
+)
+"""The errors that have a section of their own in PAGE, by the anchor of its heading, in the order of the page."""
+
+
+def see(anchor: str) -> str:
+    """What a message ends with whose cause and cure stand in PAGE under `anchor`, one of ANCHORS.
+
+    Example:
+        >>> from fsdp_demo.errors import see
+        >>> see("no-store")
+        ' (docs/troubleshooting.md#no-store)'
+    """
+    return f" ({PAGE}#{anchor})"
+
 
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been applied.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NeedsDecision
+from ..errors import NeedsDecision, see
 from .files import read_head
 
 
@@ -174,7 +174,7 @@ def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> 
     return (
         f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder there{lacking}; or let all go on from "
         f"step {newest} of {name}, where what others have done alone is lost (take_over=True; recipes/pretrain.py: --take-over; Trainer: "
-        "name it by its path); or start anew in another folder"
+        f"name it by its path); or start anew in another folder{see('no-common-checkpoint')}"
     )
 
 

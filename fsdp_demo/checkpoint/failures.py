@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from ..errors import see
+
 log = logging.getLogger("fsdp_demo")
 
 LAST_FAILURE = 3
@@ -40,5 +42,5 @@ class SaveFailures:
         if self.in_a_row >= LAST_FAILURE:
             raise why
         if speaks:
-            text = "%s: %s (%s); training goes on, failure %d in a row of the %d that end it"
+            text = "%s: %s (%s); training goes on, failure %d in a row of the %d that end it" + see("save-failed")
             log.warning(text, self.name, what, why, self.in_a_row, LAST_FAILURE)

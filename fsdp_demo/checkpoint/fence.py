@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..comm.ranks import Ranks
-from ..errors import Superseded
+from ..errors import Superseded, see
 from .files import in_one_piece
 
 log = logging.getLogger("fsdp_demo")
@@ -73,5 +73,5 @@ class Fence:
                 log.error("%s belongs to a later life of this run (%s): nothing is written here by run %s any more", root, run, self.run)
                 raise Superseded(
                     f"{root} belongs to a later life (run {run!r}) than this process (run {self.run!r}), which was taken for dead: nothing "
-                    "is saved; end it"
+                    f"is saved; end it{see('later-life')}"
                 )

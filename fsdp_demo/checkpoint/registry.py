@@ -18,7 +18,7 @@ from typing import Any
 
 from ..comm.store_client import Asker
 from ..comm.topology import Topology
-from ..errors import NeedsDecision, PeerLost, StoreSilent
+from ..errors import NeedsDecision, PeerLost, StoreSilent, see
 from .choice import Held, alike, choose
 
 PATIENCE = 3.0
@@ -97,7 +97,7 @@ class CheckpointRegistry:
         if store.add(f"start/{t.island}", 1) > 1:
             raise ValueError(
                 f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island}: set a different ISLAND_RANK on each "
-                "island, or a new ISLAND_RUN on all"
+                f"island, or a new ISLAND_RUN on all{see('rank-taken')}"
             )
         store.set(f"note/{t.island}", json.dumps(note))
         deadline, keys = time.monotonic() + t.timeout, {i: f"note/{i}" for i in t.starters}

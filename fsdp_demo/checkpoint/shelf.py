@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
-from ..errors import renamed
+from ..errors import renamed, see
 from . import folders
 from .choice import Held, look
 from .files import read_head
@@ -77,6 +77,7 @@ class Shelf:
             what = f"{', '.join(bad)}: checksum does not fit" if bad else "another rank found a file whose checksum does not fit"
             raise ValueError(
                 f"{self.path(step)} is damaged ({what}): remove this folder on one island, and all resume from the common step before it"
+                f"{see('damaged-checkpoint')}"
             )
 
     def adopt(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import WireError
+from ..errors import WireError, see
 from .digests import digest
 from .header import DIGESTS, NORM, SETUP
 from .peers import PeerGroup
@@ -85,7 +85,7 @@ def unequal(peers: PeerGroup, j: int, what: str) -> str:
 
 def unlike_runs(there: str, here: str, what: str) -> str:
     """The sentence that an island (`PeerGroup.label`) does not run the same as the one named `here`."""
-    return f"{there} runs something else than {here}: {what}"
+    return f"{there} runs something else than {here}: {what}{see('unlike-runs')}"
 
 
 def equalise(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:

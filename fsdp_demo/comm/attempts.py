@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ..errors import PeerLost, StoreSilent
+from ..errors import PeerLost, StoreSilent, see
 from ..status import leave
 from . import environment, roll
 from .store_client import Asker
@@ -179,7 +179,7 @@ def _take(topology: Place, store: Asker) -> Taken:
             raise ValueError(f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set a new ISLAND_RUN")
         at = store.under(f"{t.run}/{text}")
         if by := at.peek("finished"):
-            raise Finished(f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all islands")
+            raise Finished(f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all islands{see('run-finished')}")
         if at.peek("ended"):
             store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
             continue
@@ -188,7 +188,8 @@ def _take(topology: Place, store: Asker) -> Taken:
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
         if _live(t, at, [t.island]):
-            raise ValueError(f"{once}, which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands")
+            cure = f"set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands{see('rank-taken')}"
+            raise ValueError(f"{once}, which still runs: {cure}")
         if _waits(t, at) and at.compare_set(f"slot/{t.island}", before, me) == me:  # nobody has begun with it
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), at.add(f"life/{t.island}", 1))
@@ -303,7 +304,8 @@ class Pulse:
             job(self._at)
         except PeerLost as error:
             if not self.silent:
-                log.warning("%s; training goes on, without word from the other islands' stops", str(error).partition(": start there")[0])
+                what = "%s; training goes on, without word from the other islands' stops" + see("store-silent")
+                log.warning(what, str(error).partition(": start there")[0])
             self._at, self.silent = None, True
             self._pause = min(max(2 * self._pause, 10.0), 600.0)
             return error

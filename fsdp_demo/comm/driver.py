@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import PeerLost
+from ..errors import PeerLost, see
 from . import moves
 from .change import ChangeDesk
 from .early import EarlyPieces
@@ -375,7 +375,7 @@ class Driver:
         self._soon.append((time.monotonic(), self._early_pieces.offer))
         if self.machine.rank == 0:
             left, lost = ", ".join(self._labels(m.slot) for m in record.members), ", ".join(self._labels(m.slot) for m in gone)
-            log.warning("epoch %d: %s lost, training goes on with %s", record.epoch, lost or "nobody", left)
+            log.warning("epoch %d: %s lost, training goes on with %s" + see("island-lost"), record.epoch, lost or "nobody", left)
 
     def _gone(self, action: moves.Expelled) -> None:
         self._closed = True

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from ..config.parsing import nearest
+from ..errors import see
 from .address import ENDPOINT, Endpoint, is_public, split_endpoint
 
 log = logging.getLogger("fsdp_demo")
@@ -188,7 +189,7 @@ def refuse_gloo(place: Endpoint, transport: str) -> None:
     if transport == "gloo" and place.scheme:
         raise ValueError(
             f"ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT={place}: set ISLAND_TRANSPORT=zeromq on all islands (pip install "
-            '"pyzmq>=27,<28"), or ISLAND_ENDPOINT=host:port of `fsdp-demo store --bind ADDR:PORT`'
+            '"pyzmq>=27,<28"), or ISLAND_ENDPOINT=host:port of `fsdp-demo store --bind ADDR:PORT`' + see("gloo-endpoint")
         )
 
 
@@ -244,7 +245,8 @@ def say_single(on_purpose: bool, rank: int) -> None:
         log.info("one replica, nobody to exchange with")
     elif "single" not in _said and rank == 0:
         _said.add("single")
-        log.warning("one replica: ISLAND_COUNT is not set, so there is no other island (ISLAND_COUNT=1 says that this is meant)")
+        meant = "ISLAND_COUNT=1 says that this is meant" + see("one-replica")
+        log.warning("one replica: ISLAND_COUNT is not set, so there is no other island: %s", meant)
 
 
 def number(env: Mapping[str, str], name: str, default: float) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Mismatch, WireError
+from ..errors import Mismatch, WireError, see
 
 assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
 
@@ -167,8 +167,8 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
     if (kind, step, theirs.flags & ENDING) != (expected.kind, expected.step, expected.flags & ENDING):
         raise Mismatch(_apart(theirs, expected, sender))
     if digest != expected.digest:
-        both = f"{digest:016x}, ours is {expected.digest:016x}"
-        raise Mismatch(f"message from {sender} has configuration digest {both}: start all islands with one configuration")
+        both = f"{digest:016x}, ours is {expected.digest:016x}: start all islands with one configuration"
+        raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")
     if length != size or number != expected.number:
         raise Mismatch(
             f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected message {expected.number} with {size}: all "
@@ -198,13 +198,13 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
     if theirs.when.rpartition(" ")[2] == mine.when.rpartition(" ")[2]:
         return (
             f"{where}; {_name(theirs)} came from there, {_name(mine)} was expected: all islands must make the same calls at the same step "
-            "(evaluations under outer_parameters, across_islands, finish)"
+            f"(evaluations under outer_parameters, across_islands, finish){see('unlike-steps')}"
         )
     if (theirs.flags | mine.flags) & ENDING:
-        return f"{where}: give all islands the same number of steps (max_steps, or data with as many rows)"
+        return f"{where}: give all islands the same number of steps (max_steps, or data with as many rows){see('step-count')}"
     return (
         f"{where}: the islands do not take the same steps. Call skip() for a step that a loop drops, and give all islands data with as "
-        "many rows"
+        f"many rows{see('unlike-steps')}"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import see
 from ..status import SAVED, leave, tell_launcher
 from . import newcomer
 from .change import ChangeDesk
@@ -210,6 +211,7 @@ def patience(rounds: Sequence[float], meeting: float) -> float:
 def expelled(place: Place, record: Record) -> None:
     """The others went on without this island: end at once, and write nothing (K5). A supervisor starts it again, as a newcomer."""
     left = ", ".join(place.names.get(m.slot, str(m.slot)) for m in record.members)
-    log.error("%s ends in epoch %d (of %s) and saves nothing: the others go on without it", place.names[place.slot], record.epoch, left)
+    what = "%s ends in epoch %d (of %s) and saves nothing: the others go on without it" + see("expelled")
+    log.error(what, place.names[place.slot], record.epoch, left)
     tell_launcher(place.process, SAVED)
     leave(SAVED)

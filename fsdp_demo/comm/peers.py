@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PeerLost, WireError
+from ..errors import PeerLost, WireError, see
 from .collectives import ReceivedMessage, reduce
 from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, room
 from .joining import Desk, Following
@@ -169,7 +169,7 @@ class PeerGroup:
 
     def _lost(self, j: int, error: RuntimeError) -> PeerLost:
         reason = str(error).splitlines()[0][:160]
-        return PeerLost(f"{self.label(j)} is gone or was silent for {self.timeout:g} s: {reason}")
+        return PeerLost(f"{self.label(j)} is gone or was silent for {self.timeout:g} s: {reason}{see('island-lost')}")
 
     def all_gather(self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True) -> list[Tensor]:
         """`data` (uint8, equal length everywhere) of every rank, in rank order."""

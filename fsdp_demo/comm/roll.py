@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import PeerLost
+from ..errors import PeerLost, see
 from .store_client import Asker
 
 log = logging.getLogger("fsdp_demo")
@@ -215,4 +215,5 @@ class _Roll:
         return (
             f"waited {p.timeout:g} s for {p.count} islands, at least ISLAND_MIN={p.suffice}, at {p.endpoint}, run {p.run!r}: came {came}; "
             f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+            f"{see('missing-islands')}"
         )

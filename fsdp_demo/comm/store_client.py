@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import StoreSilent
+from ..errors import StoreSilent, see
 from .address import Endpoint, split_endpoint
 from .stores import LARGEST, BoundedStore, Identity
 
@@ -167,7 +167,7 @@ def connect(endpoint: str, limit: float, deadline: float, patience: float, secre
                 probe.close()  # not before: the store asks the name server about a connection that is gone
     start = "start redis there" if place.scheme == "redis" else f"start there `fsdp-demo store --bind {endpoint}`"
     where = f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s"
-    raise StoreSilent(f"{where}: {start} and check that this port is open ({reason})")
+    raise StoreSilent(f"{where}: {start} and check that this port is open ({reason}){see('no-store')}")
 
 
 def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> BoundedStore:

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from ..errors import StoreSilent
+from ..errors import StoreSilent, see
 from .address import split_endpoint
 from .stores import BoundedStore, Identity, key_bytes, value_bytes
 
@@ -219,7 +219,7 @@ class RedisStore(BoundedStore):
         """Which store answers, asked anew; StoreSilent if it is another one than before. Redis does not count its starts: generation 0."""
         name = self._ask("hello", [], secrets.token_hex(16).encode())[1]
         if name != self._client.known:
-            raise StoreSilent(f"the store at {self.where} was made anew since, without what it held before")
+            raise StoreSilent(f"the store at {self.where} was made anew since, without what it held before{see('store-made-anew')}")
         return Identity(name.decode(errors="replace"), 0)
 
     def close(self) -> None:

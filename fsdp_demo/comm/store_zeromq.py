@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ..errors import StoreSilent, WireError
+from ..errors import StoreSilent, WireError, see
 from .address import split_endpoint
 from .store_wire import LARGEST_MESSAGE, NOBODY, Answer, Kind, Question, Status, read_answer
 from .stores import SALT, BoundedStore, Identity, key_bytes, value_bytes
@@ -200,7 +200,7 @@ class Client:
             here = f"ISLAND_TOKEN {'is' if self._token else 'is not'} set here"
             raise ValueError(
                 f"whoever listens at ISLAND_ENDPOINT={self._where} refuses this connection: {here}, and must be the same at the store and "
-                "on all islands; or another program listens there"
+                f"on all islands; or another program listens there{see('token')}"
             )
 
     def _speaks(self) -> bool:
@@ -271,7 +271,7 @@ class ZeroMQStore(BoundedStore):
         name, generation = self._ask(Kind.HELLO).fields
         now = Identity(name.hex(), int(generation))
         if self._client.known is not None and now.name != self._client.known.name:
-            raise StoreSilent(f"the store at {self.where} was made anew since, without what it held before")
+            raise StoreSilent(f"the store at {self.where} was made anew since, without what it held before{see('store-made-anew')}")
         return now
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import PeerLost, StoreSilent
+from ..errors import PeerLost, StoreSilent, see
 from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
@@ -264,7 +264,7 @@ class Topology:
             return error
         return StoreSilent(
             f"{error}: see whether the store still runs at {self.endpoint} and is not stopped, and whether the network reaches it; "
-            "then start all islands again"
+            f"then start all islands again{see('store-silent')}"
         )
 
     def _connector(self, prefix: str, store: Asker, names: Sequence[str]) -> Callable[[int], Any]:
@@ -382,6 +382,7 @@ class Topology:
                 raise PeerLost(
                     f"waited {self.timeout:g} s for {len(wanted)} islands at {self.endpoint}, run {self.run!r}: came {came}; missing "
                     f"{', '.join(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+                    f"{see('missing-islands')}"
                 )
             if now >= look:
                 look = now + 1.0

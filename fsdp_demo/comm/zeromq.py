@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import PeerLost
+from ..errors import PeerLost, see
 from .transport import Meeting, Transport
 
 try:
@@ -191,8 +191,9 @@ def bound(made: Any, address: str, name: str) -> str:
 def _tokens(who: str, theirs: str, ours: str) -> str:
     """Why two keys are not the same."""
     if theirs and ours:
-        return f"{who} has another ISLAND_TOKEN: set the same on all islands"
-    return f"ISLAND_TOKEN is set {'here' if ours else 'there'} and not {'at' if ours else 'here, at'} {who}: set the same on all islands"
+        return f"{who} has another ISLAND_TOKEN: set the same on all islands{see('token')}"
+    where = f"{'here' if ours else 'there'} and not {'at' if ours else 'here, at'} {who}"
+    return f"ISLAND_TOKEN is set {where}: set the same on all islands{see('token')}"
 
 
 def bracketed(host: str) -> str:

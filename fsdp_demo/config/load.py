@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from ..errors import see
 from . import renamed
 from .parsing import nearest, one_of, typed
 from .presets import presets
@@ -53,7 +54,7 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
         if "." not in key and key not in TOP:
             options = [*takes, *(name for name in TOP if name not in takes)]
             allowed = f"{', '.join(options)}, or a dotted path such as schedule.sync_every"
-            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed})")
+            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed}){see('unknown-key')}")
     return known[name](**own).changed(rest)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ..errors import see
 from . import renamed
 
 
@@ -54,7 +55,8 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
             node = node.get(key) if isinstance(node, dict) else None
         if not isinstance(node, dict) or (leaf not in node and parents not in (["accumulator"], ["fragments"])):
             known = [*top] + sorted(_paths(target))
-            raise ValueError(f"{path!r} is no key of the configuration{nearest(path, known)} (known: {', '.join(known)})")
+            found = f"{path!r} is no key of the configuration{nearest(path, known)}"
+            raise ValueError(f"{found} (known: {', '.join(known)}){see('unknown-key')}")
         node[leaf] = value
 
 
@@ -79,7 +81,8 @@ def build(cls: Any, data: Any, where: str) -> Any:
     for key, value in data.items():
         renamed.refuse(f"{where}.{key}" if where else str(key), value)
         if key not in known:
-            raise ValueError(f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)} (allowed: {', '.join(known)})")
+            found = f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)}"
+            raise ValueError(f"{found} (allowed: {', '.join(known)}){see('unknown-key')}")
     required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in data]
     if missing:

@@ -11,6 +11,7 @@ import torch
 
 from ..comm.digests import total
 from ..comm.island import IslandGroup
+from ..errors import see
 from ..hosts.base import TrainingHost
 from .refusals import refuse_sparse
 from .runtime import StepRuntime
@@ -129,7 +130,7 @@ class Untouched:
             what = f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}" if other else "those of another rank"
             raise ValueError(
                 f"parameters were changed since attach ({what}): the exchange would pull them back. Load first, then attach, or "
-                "attach(state=...) to go on with a saved run; detach() and attach again helps now"
+                f"attach(state=...) to go on with a saved run; detach() and attach again helps now{see('changed-since-attach')}"
             )
         self._sums = None
 

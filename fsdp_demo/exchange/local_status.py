@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm.header import COUNTED, LEAVING, SKIPPED, STOP
 from ..comm.island import IslandGroup
 from ..comm.peers import PeerGroup
-from ..errors import NotFinite
+from ..errors import NotFinite, see
 
 LIMIT = 10
 """Steps or contributions in a row that may be left out because they are not finite, or far from the others'. A replica that has as many
@@ -161,5 +161,5 @@ def give_up(run: float, peers: PeerGroup | None = None, what: str = "were not fi
         peers.expel(text)
     raise NotFinite(
         f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. The other islands have taken nothing of "
-        "it"
+        f"it{see('not-finite')}"
     )

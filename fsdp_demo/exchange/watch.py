@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.digests import odd_ones
 from ..comm.header import FAR, NOT_FINITE, SUMMED, Header, norm_of
 from ..comm.peers import PeerGroup
-from ..errors import Mismatch, NotFinite
+from ..errors import Mismatch, NotFinite, see
 from .local_status import give_up
 
 log = logging.getLogger("fsdp_demo")
@@ -55,7 +55,8 @@ class Watch:
                 if self._speaks:
                     log.error("%s: they end, and come back as newcomers", text)
             elif not self.unlike:
-                raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; resume from a checkpoint")
+                cure = f"resume from a checkpoint{see('replicas-differ')}"
+                raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; {cure}")
             elif self._speaks:
                 log.warning("%s; the islands have other hardware or libraries, so training goes on", text)
         if all(h.flags & NOT_FINITE for h in headers) and not gradients:
@@ -72,7 +73,7 @@ class Watch:
         if all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or peers.alike):
             log.warning(
                 "all islands sent the same first payload, to the last bit: do they train on the same rows? Give each island its own part, "
-                "as in dataset.shard(topology.islands, topology.island)"
+                f"as in dataset.shard(topology.islands, topology.island){see('same-rows')}"
             )
 
     def count(self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int) -> NotFinite | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config.schema import ExchangeConfig
+from ..errors import see
 from .muon import MuonAdamW
 
 log = logging.getLogger("fsdp_demo")
@@ -68,7 +69,7 @@ def check_inner(config: ExchangeConfig, names: Sequence[str], optimizers: Sequen
             form = ", ask for FlexDeMo's AdamW form by inner_optimizer='adamw'" if asks else ""
             raise ValueError(
                 f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr)"
-                f"{form}, or insist with inner_optimizers='as_is'"
+                f"{form}, or insist with inner_optimizers='as_is'{see('wrong-optimizer')}"
             )
 
 

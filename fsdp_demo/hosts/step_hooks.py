@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..comm.island import IslandGroup
+from ..errors import see
 from .base import local_part
 
 
@@ -120,7 +121,7 @@ class OptimizerStepHooks(PausableStepHooks):
         if index in self._stepped:
             raise RuntimeError(
                 f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns, once each. "
-                "Where one steps more often (the discriminator of a GAN) attach each alone: two exchanges"
+                "Where one steps more often (the discriminator of a GAN) attach each alone: two exchanges" + see("stepped-twice")
             )
         if index not in self._looked or getattr(optimizer, "found_inf", None) is not None:
             refuse_scaler(optimizer)
@@ -195,5 +196,5 @@ def scales(scaler: Any) -> bool:
 
 SCALED = (
     "a GradScaler (fp16) steps this optimizer: it would skip steps on one island alone, and clipping would see scaled gradients; use bf16 "
-    "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler"
+    "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler" + see("grad-scaler")
 )

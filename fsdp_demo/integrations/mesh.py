@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.environment import patience
 from ..comm.topology import Topology
+from ..errors import see
 
 
 @dataclass
@@ -83,6 +84,7 @@ def refuse_hsdp(config: Any) -> None:
         raise ValueError(
             f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) is HSDP: it all-reduces every gradient between nodes. Give "
             "fsdp_demo.integrations.mesh.ExchangeParallelismConfig(...) with the same sizes as parallelism_config instead"
+            f"{see('plain-hsdp')}"
         )
 
 

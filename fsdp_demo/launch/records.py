@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..comm.store_wire import Answer, Kind, Question, Status
 from ..comm.stores import LARGEST, LONGEST
+from ..errors import see
 
 log = logging.getLogger("fsdp_demo")
 
@@ -209,7 +210,7 @@ def _sum(key: bytes, now: bytes | None, amount: bytes) -> int:
 
 def _cure(error: Exception) -> str:
     if "locked" in str(error):
-        return "another store has it open; stop that one, or take another file"
+        return f"another store has it open; stop that one, or take another file{see('store-file')}"
     if "not a database" in str(error) or "damaged" in str(error) or "malformed" in str(error):
         return f"{error}: no store's file, or a damaged one; take another file"
     return f"{getattr(error, 'strerror', None) or error}; take a file in a folder that exists, can be written and is not full"

@@ -15,7 +15,7 @@ from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm.store_client import Asker
-from fsdp_demo.errors import NeedsDecision
+from fsdp_demo.errors import NeedsDecision, see
 
 
 def at(*steps, applied="", kind="checkpoint", owner=-1):
@@ -176,9 +176,8 @@ def test_the_third_failure_in_a_row_raises(caplog):
         failures.failed("checkpoint of step 4 not saved", full, speaks=False)
         failures.made()
     assert (failures.count, failures.in_a_row) == (4, 0)
-    assert [r.message for r in caplog.records] == [
-        "island1: checkpoint of step 4 not saved ([Errno 28] No space left); training goes on, failure 1 in a row of the 3 that end it"
-    ] * 2
+    text = "island1: checkpoint of step 4 not saved ([Errno 28] No space left); training goes on, failure 1 in a row of the 3 that end it"
+    assert [r.message for r in caplog.records] == [text + see("save-failed")] * 2
     failures.failed("it", full)
     failures.failed("it", full)
     with pytest.raises(OSError, match="No space left"):

@@ -30,7 +30,7 @@ from ...checkpoint.returning import described
 from ...checkpoint.whole import whole
 from ...comm.ranks import Ranks
 from ...comm.topology import Topology
-from ...errors import NeedsDecision
+from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
 from .take_over import TakeOver, heard, sources, told
 
@@ -216,7 +216,8 @@ def _named(wanted: str, output_dir: Path, topology: Topology) -> str | TakeOver:
         return found
     have = ", ".join(f"{n.get('name')}: {n.get('checkpoint')}{'' if n.get('found') else ' (not there)'}" for n in notes)
     if step is None or len({n.get("checkpoint") for n in notes}) > 1 or not any(n.get("found") for n in notes):
-        raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): name on all the same one, which an island holds")
+        cure = f"name on all the same one, which an island holds{see('no-common-checkpoint')}"
+        raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): {cure}")
     return _with_others(found, int(step[1]), found == str(output_dir / name), topology)
 
 
@@ -250,7 +251,7 @@ def _verified(where: Any, ranks: Ranks) -> Any:
     if bad := [name for names in ranks.everyone(mine) for name in names]:
         raise ValueError(
             f"{where} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away on one island, and all resume from "
-            "the checkpoint before it"
+            f"the checkpoint before it{see('damaged-checkpoint')}"
         )
     return where
 

@@ -10,6 +10,7 @@ from transformers.utils import logging as hf_logging
 
 from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
+from ...errors import see
 from ...exchange import log_setup
 from ...hosts.optimizers import check_inner, kind
 from .setup import has_own_optimizer
@@ -42,5 +43,5 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
         wanted = " or ".join(config.inner_optimizers)
         raise ValueError(
             f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found {type(inner).__name__} ({found}): "
-            f"{cure}, or insist with ExchangeCallback(..., inner_optimizers='as_is')"
+            f"{cure}, or insist with ExchangeCallback(..., inner_optimizers='as_is'){see('wrong-optimizer')}"
         ) from error

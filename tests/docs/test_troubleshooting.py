@@ -1,0 +1,58 @@
+"""The page of errors and the messages that refer to it say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_demo.errors import ANCHORS, PAGE, see
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^### .*?\{#([\w-]+)\}\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+SOURCES = {f: f.read_text(encoding="utf-8") for top in ("fsdp_demo", "deepspeed_ext") for f in sorted((ROOT / top).rglob("*.py"))}
+CALL = re.compile(r"""\bsee\(["']([\w-]+)["']\)""")
+
+
+def test_the_page_and_the_code_have_the_same_anchors() -> None:
+    assert re.findall(r"\{#([\w-]+)\}", TEXT) == list(ANCHORS)
+    assert list(SECTIONS) == list(ANCHORS) and len(ANCHORS) >= 25
+
+
+def test_every_anchor_is_referred_to_and_no_other() -> None:
+    used = {anchor for file, text in SOURCES.items() if file.name != "errors.py" for anchor in CALL.findall(text)}
+    assert used == set(ANCHORS)
+    whole = "".join(SOURCES.values())
+    assert not re.search(r"troubleshooting\.md#(?!no-store\))", whole), "write see(ANCHOR) instead"
+    assert see("no-store") == " (docs/troubleshooting.md#no-store)"
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_a_section_quotes_the_message_and_names_cause_and_cure(anchor: str) -> None:
+    """What a user copies from the terminal is found on the page: the quoted words are those of the sources."""
+    section = SECTIONS[anchor]
+    quoted = re.findall(r"^\* \*\*Message.*?:\*\* (.*)", section, re.M)
+    assert quoted and "**Cause" in section and "**Cure" in section
+    code = " ".join(re.sub(r"""["']\s*\n\s*f?["']""", "", text) for text in SOURCES.values())
+    for line in quoted:
+        for words in [w for part in re.findall(r"`([^`]+)`", line) for w in part.split("...")]:
+            wanted = words.strip()
+            assert len(wanted) < 6 or wanted in code, wanted
+
+
+def test_readers_are_sent_to_sections_that_are_there() -> None:
+    files = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "recipes" / "README.md"]
+    named = {a for f in files if f.exists() for a in re.findall(r"troubleshooting\.md#([\w-]+)", f.read_text(encoding="utf-8"))}
+    assert named <= {*ANCHORS, "ANCHOR"}, named - set(ANCHORS)
+
+
+@pytest.mark.parametrize("words", ["no store answers", "is no key of the configuration"])
+def test_a_message_ends_with_its_section(words: str) -> None:
+    from fsdp_demo import load_config
+    from fsdp_demo.comm.store_client import connect
+
+    with pytest.raises((ValueError, RuntimeError), match=words) as error:
+        connect("127.0.0.1:1", 0.2, 1.0, 1.0) if "store" in words else load_config("diloco", ["channels.nothing=1"])
+    assert str(error.value).endswith(see("no-store" if "store" in words else "unknown-key"))
