@@ -54,8 +54,8 @@ TEXTS = {
     "Codec.topk": "values of each block of 4096 that are sent; without effect where everything is",
     "Codec.value_dtype": "number format of the values ([below](#number-formats))",
     "Codec.transform_precision": "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, nearly the same choice",
-    "ExchangeConfig.clip_scope": "`replica`: each island's own norm is clipped; `islands`: one norm, the root mean square of the islands' norms, "
-    "at the cost of a message of 8 bytes and a round trip at every step",
+    "ExchangeConfig.clip_scope": "`replica`: each island's own norm is clipped; `islands`: one norm, the root mean square of the islands' "
+    "norms, at the cost of a message of 8 bytes and a round trip at every step",
     "Fragments.layers": "layers of a fragment, found by the first number in a parameter's name",
     "Fragments.order": "with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, ...; `sequential`: consecutive ones",
     "Reducer.mean_over": "the mean goes over all islands, or over those that sent a value at that position",
