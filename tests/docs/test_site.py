@@ -1,0 +1,57 @@
+"""The pages of docs/ build as a site without a warning, and its pictures are those that their script makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
+ABSENT = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def make() -> ModuleType:
+    """docs/pictures/make.py as a module."""
+    spec = importlib.util.spec_from_file_location("pictures_make", ROOT / "docs" / "pictures" / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed: pip install -e '.[docs]'")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    pages = {p.stem for p in (ROOT / "docs").glob("*.md")}
+    assert pages <= {p.stem for p in (tmp_path / "site").glob("*.html")}
+    fonts = [p.name for p in (tmp_path / "site").glob("*.html") if "fonts.googleapis.com" in p.read_text(encoding="utf-8")]
+    assert not fonts, f"pages that load fonts from elsewhere: {fonts}"
+
+
+@pytest.mark.parametrize("name", ["islands.svg", "step.svg", "step-delay.svg"])
+def test_a_picture_is_what_its_script_makes(name: str) -> None:
+    pictures = make().PICTURES
+    assert name in pictures
+    text = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+    assert text == pictures[name](), "run python docs/pictures/make.py"
+    tree = ElementTree.fromstring(text)
+    left, top, width, height = map(float, tree.attrib["viewBox"].split())
+    for element in tree.iter():
+        if element.tag.endswith("rect"):
+            x, y, w, h = (float(element.attrib[key]) for key in ("x", "y", "width", "height"))
+            assert left <= x and x + w <= width and top <= y and y + h <= height, element.attrib
+
+
+def test_every_picture_has_a_script() -> None:
+    drawn = {p.name for p in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert drawn == set(make().PICTURES)
