@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Sequence
@@ -108,8 +107,8 @@ def test_it_works_in_a_clean_environment(built: tuple[Path, Path], tmp_path: Pat
     binaries = tmp_path / "env" / "bin"
     run(binaries / "python", "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", built[1], cwd=tmp_path)
     where = run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).stdout.strip()
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (Path(where) / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n")
+    paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (Path(where) / "dependencies.pth").write_text("\n".join(paths) + "\n")
     program = "import fsdp_demo as f, importlib.metadata as m; print(f.__file__); print(m.version('fsdp_demo'), f.preset('demo').preset)"
     file, words = run(binaries / "python", "-W", "ignore", "-c", program, cwd=tmp_path).stdout.splitlines()[-2:]
     assert Path(file).is_relative_to(tmp_path / "env") and words == f"{__version__} demo"
