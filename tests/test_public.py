@@ -1,22 +1,18 @@
-"""Every public name says what it is and shows it, in code that runs; so does the README."""
+"""Every public name says what it is and shows it, in code that runs."""
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fsdp_demo
 
-README = Path(__file__).parents[1] / "README.md"
 NAMES = [n for n in fsdp_demo.__all__ if n != "__version__"]
 
 
@@ -76,35 +72,6 @@ def test_exchange_and_topology_show_what_the_documents_promise() -> None:
     assert {"from_env", "from_mesh", "from_group"} <= {n for n, _ in methods(fsdp_demo.Topology)}
     parameters = inspect.signature(fsdp_demo.attach).parameters
     assert [parameters[n].kind for n in ("model", "topology", "must_match", "step", "state")] == [inspect.Parameter.KEYWORD_ONLY] * 5
-
-
-def blocks() -> list[tuple[int, str]]:
-    """(line, code) of every block of the README that is marked as python."""
-    if not README.exists():
-        return []
-    text = README.read_text(encoding="utf-8")
-    return [(text[: m.start()].count("\n") + 1, m[1]) for m in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
-
-
-def test_readme_exists() -> None:
-    if not README.exists():
-        pytest.skip("there is no README.md yet")
-    assert blocks(), "the README shows no python"
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
-
-
-@pytest.mark.parametrize(("line", "code"), [pytest.param(line, code, id=f"line {line}") for line, code in blocks()])
-def test_readme_code_runs(line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block alone, in a process without islands."""
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            exec(compile("\n" * line + code, str(README), "exec"), namespace)
-    finally:
-        for thing in namespace.values():
-            if isinstance(thing, fsdp_demo.Exchange):
-                thing.detach()
 
 
 def test_the_core_imports_torch_only() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(str(ROOT / folder) + "/" for folder in ("tests", "recipes"))
-STARTS = {"fork", "forkpty", "Popen", "subprocess", "posix_spawn", "system", "multiprocessing", "spawn"}
+STARTS = {"fork", "forkpty", "Popen", "subprocess", "posix_spawn", "system", "multiprocessing", "spawn", "NotebookClient"}
 Code = types.CodeType
 
 
