@@ -19,7 +19,7 @@ RECOMMENDED = ("demo", "diloco", "decoupled_momentum")
 """What to start from; the other presets stand for their papers."""
 
 WARMUP = 20
-"""Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant momentum. Measured (recipes/README.md):
+"""Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant momentum. Measured (docs/results.md):
 constant over 24 rounds ended worse than one replica alone, a rise over 12 to 24 of them close to the mean gradient at every step. Longer
 runs were not measured, nor whether rounds, steps or the share of the run decide."""
 
@@ -134,7 +134,7 @@ def demo(
     Every step the gradient joins a momentum of decay `beta`; the `topk` largest DCT coefficients of each 64 x 64 block are
     sent and leave the momentum; the sign of the decoded mean is the gradient of plain SGD. Published: lr 4e-4 at 300M to 1B,
     beta 0.999, k = 32, no weight decay, warm-up and cosine. The paper transforms all tensors; here embeddings and heads are left out
-    by default (`momentum.no_transform`), see recipes/README.md for both.
+    by default (`momentum.no_transform`), see docs/results.md for both.
 
     lr_inside True is the released form: the momentum sums the learning rate (of that step, of the parameter's group) times the gradient.
     Ours, False, sums the gradient. With sign and a constant rate both are the same. Under a schedule they part: in the released form
@@ -211,7 +211,7 @@ def decoupled_momentum(
     `average_every` = J averages the parameters after every J-th exchange and logs the drift. `lr` is the outer rate of all tensors, also of
     those that are sent whole (`applier.dense_lr` changes theirs alone). Published: inner AdamW 4e-4, betas
     0.9 / 0.95, period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default, since on deltas it was worth
-    nothing and cost much on attention matrices (recipes/README.md).
+    nothing and cost much on attention matrices (docs/results.md).
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"

@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from fsdp_demo.config import channel, reference
 from fsdp_demo.config.schema import ExchangeConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-EARLIER = not hasattr(channel, "SyncSchedule")
 
 
 def test_the_page_is_what_the_dataclasses_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference.page(), "run python -m fsdp_demo.config.reference > docs/configuration.md"
 
 
-@pytest.mark.skipif(EARLIER, reason="the keys have their earlier names here")
 def test_every_key_has_a_text() -> None:
     assert reference.missing() == []
 
