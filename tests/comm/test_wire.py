@@ -184,9 +184,9 @@ def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
         frame.unseal(sealed(step=STEP + 1), HERE, "a")
     with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
         frame.unseal(sealed(digest=DIGEST - 1), HERE, "a")
-    with pytest.raises(WireError, match="version 3.*version 2"):
-        frame.unseal(other_version(sealed(), 3), HERE, "a")
-    assert frame.unseal(other_version(sealed(), 2), HERE, "a")[0].step == STEP
+    with pytest.raises(WireError, match="version 2.*version 3"):
+        frame.unseal(other_version(sealed(), 2), HERE, "a")
+    assert frame.unseal(other_version(sealed(), 3), HERE, "a")[0].step == STEP
 
 
 # ---- the same through a real exchange of two islands -------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
                 assert "damaged" in refused(CONFIGS[name], lambda data, _, cut=cut: data[:-cut])
             assert "is at step" in refused(CONFIGS[name], reheaded(step=1), kind=frame.Mismatch)
             assert "configuration digest" in refused(CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch)
-            assert "version 3" in refused(CONFIGS[name], lambda data, _: other_version(data, 3))
+            assert "version 2" in refused(CONFIGS[name], lambda data, _: other_version(data, 2))
         for name in ("full", "diloco"):  # header, then the two legs of the reduce
             assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
             for leg in (1, 2):

@@ -18,7 +18,7 @@ HEADER = {"digest": 5, "step": 3, "weight": 2.0, "loss": 1.5, "flags": 0, "kind"
 
 
 def tree() -> dict[str, Any]:
-    """Of a delta channel with a message under way that has arrived, key by key as format 1 has it."""
+    """Of a delta channel with a message under way that has arrived, key by key as formats 1 and 2 have it."""
     sent = {"step": 3, "body": None, "vectors": [], "own": torch.ones(2), "present": None, "partial": False}
     arrived = {"headers": [HEADER] * 2, "bodies": [torch.zeros(1, dtype=torch.uint8)] * 2, "means": [torch.ones(2)], "decoded": {}}
     return {

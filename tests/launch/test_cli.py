@@ -604,7 +604,7 @@ def test_inspect_says_what_is_in_a_run(run_folder: Path, inspected, capsys: pyte
     assert one["versions"]["format"] == 2 and one["bytes"] > 2 * 910 * 4
     assert cli.main(["inspect", str(run_folder)]) == 0
     text = capsys.readouterr().out
-    for wanted in ("island1/checkpoint-4", "period=2", "anchor 3.64 kB", "sent in step 3 by delta", "whole on all islands: 3 and 4"):
+    for wanted in ("island1/checkpoint-4", "sync_every=2", "anchor 3.64 kB", "sent in step 3 by delta", "whole on all islands: 3 and 4"):
         assert wanted in text, text
 
 
