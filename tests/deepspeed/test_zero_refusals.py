@@ -210,10 +210,10 @@ def test_gradient_channels_that_split_a_partition():
     with pytest.raises(ValueError, match=r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule"):
         refuse(Read(), channels({}, {"delay": 2}), Topology())
     with pytest.raises(ValueError, match=r"does not cover head.weight, head.bias, where ZeRO .*let it cover every trained parameter"):
-        refuse(Read(), channels({"period": 2}, exclude=("head*",)), Topology())
+        refuse(Read(), channels({"sync_every": 2}, exclude=("head*",)), Topology())
     frozen = Read()
     frozen.module.head.requires_grad_(False)
-    refuse(frozen, channels({"period": 2}, exclude=("head*",)), Topology())
+    refuse(frozen, channels({"sync_every": 2}, exclude=("head*",)), Topology())
 
 
 # ---- where it is attached ----------------------------------------------------------------------------------------------------
