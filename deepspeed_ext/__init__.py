@@ -3,7 +3,8 @@
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")
     exchange = deepspeed_ext.attach(engine, "demo")
 
-Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo`; DeepSpeed is imported here and nowhere else.
+Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo`; DeepSpeed is
+imported here and nowhere else.
 """
 
 from .attaching import attach, clipping
@@ -12,4 +13,12 @@ from .node_mesh import installed, shard_within_node
 from .taking_over import advance
 from .zero_params import ZeroHost
 
-__all__ = ["ZeroHost", "advance", "attach", "clipping", "installed", "shard_within_node", "topology"]
+__all__ = [
+    "ZeroHost",
+    "advance",
+    "attach",
+    "clipping",
+    "installed",
+    "shard_within_node",
+    "topology",
+]

@@ -1,4 +1,6 @@
-"""Words between the ranks of an engine: of its replica, and of the whole world; and how that reads where all should say one thing."""
+"""Words between the ranks of an engine: of its replica, and of the whole world; and how that reads
+where all should say one thing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def told(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{value or 'nothing'} on rank{'s' * (len(at) > 1)} {_spans(at)}" for value, at in ranks.items())
+    return "; ".join(
+        f"{value or 'nothing'} on rank{'s' * (len(at) > 1)} {_spans(at)}"
+        for value, at in ranks.items()
+    )
 
 
 def _spans(ranks: list[int]) -> str:

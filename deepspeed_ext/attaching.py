@@ -29,33 +29,39 @@ def attach(
     checkpoints: bool = True,
     **changes: Any,
 ) -> Exchange:
-    """Join the replicas of a model that a ZeRO engine trains: from now on every step of `engine` takes part in the exchange.
+    """Join the replicas of a model that a ZeRO engine trains: from now on every step of `engine`
+    takes part in the exchange.
 
-    Call it after `deepspeed.initialize`, on all ranks of all replicas. Steps are counted by `engine.global_steps`; gradients are clipped by
-    the engine's `gradient_clipping`, which takes the place of the preset's norm.
+    Call it after `deepspeed.initialize`, on all ranks of all replicas. Steps are counted by
+    `engine.global_steps`; gradients are clipped by the engine's `gradient_clipping`, which takes
+    the place of the preset's norm.
 
     Args:
         engine: a DeepSpeed engine at ZeRO-1, 2 or 3 (under Accelerate: the prepared model).
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
-        model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ..., model=...)` works.
+        model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ...,
+            model=...)` works.
         topology: default the node of `shard_within_node`, else `Topology.from_env()` (islands).
-        must_match, batch, catch_up: as for `fsdp_demo.attach`; `batch` is known from the engine, and the norm that clips is agreed anyway.
+        must_match, batch, catch_up: as for `fsdp_demo.attach`; `batch` is known from the engine,
+            and the norm that clips is agreed anyway.
         step: default `engine.global_steps`.
-        state: the exchange's state to go on from, where the engine itself is loaded already. With `checkpoints` nobody needs it:
-            `engine.load_checkpoint` brings it.
-        checkpoints: `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per replica, with the exchange's state in it.
+        state: the exchange's state to go on from, where the engine itself is loaded already. With
+            `checkpoints` nobody needs it: `engine.load_checkpoint` brings it.
+        checkpoints: `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per
+            replica, with the exchange's state in it.
         changes: changes of the preset, as in `fsdp_demo.preset(name, **changes)`.
 
     Raises:
-        ValueError: an engine without ZeRO or with something the exchange does not go with; a wrong configuration; islands that run
-            something else; ISLAND_* variables that only some ranks have.
+        ValueError: an engine without ZeRO or with something the exchange does not go with; a wrong
+            configuration; islands that run something else; ISLAND_* variables that only some ranks
+            have.
         PeerLost: replicas that did not come in time.
 
     Example:
         >>> import deepspeed_ext
         >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")  # doctest: +SKIP
         >>> exchange = deepspeed_ext.attach(engine, "demo")  # doctest: +SKIP
-    """
+    """  # noqa: E501
     norm = engine.gradient_clipping() if hasattr(engine, "gradient_clipping") else None
     if "clip" in changes and norm is not None and (changes["clip"] or 0.0) != norm:
         raise ValueError(_two_norms(changes["clip"] or 0.0, norm))
@@ -75,7 +81,8 @@ def attach(
             must_match=facts,
             step=engine.global_steps if step is None else step,
             state=state,
-            batch=batch or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+            batch=batch
+            or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
             catch_up=catch_up,
         )
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
@@ -91,8 +98,8 @@ def attach(
 def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
     """One norm, the engine's `gradient_clipping`, clips once.
 
-    Where the method clips the mean gradient, or by one norm over the replicas, the exchange does it and the engine's own clipping is
-    switched off; else the engine clips each replica's own.
+    Where the method clips the mean gradient, or by one norm over the replicas, the exchange does it
+    and the engine's own clipping is switched off; else the engine clips each replica's own.
 
     Raises:
         ValueError: a norm of the caller's own beside the engine's.
@@ -110,6 +117,7 @@ def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
 
 def _two_norms(ours: float, theirs: float) -> str:
     return (
-        f"clip={ours:g} beside DeepSpeed's gradient_clipping={theirs:g} (1.0 where its configuration is silent): set "
+        f"clip={ours:g} beside DeepSpeed's gradient_clipping={theirs:g} (1.0 where its "
+        "configuration is silent): set "
         f'"gradient_clipping": {ours:g} there, and no clip here'
     )

@@ -1,4 +1,6 @@
-"""DeepSpeed's two methods in front, its own underneath in a folder of one replica, and words with the other ranks."""
+"""DeepSpeed's two methods in front, its own underneath in a folder of one replica, and words with
+the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from .checkpoint_choice import PARTS, latest
 
 
 class Folders:
-    """What both have in common: methods with DeepSpeed's signatures that call `save` and `load`, DeepSpeed's own two underneath, and words
-    with the other ranks of the replica (`ranks`) and of the engine's world (`world`).
+    """What both have in common: methods with DeepSpeed's signatures that call `save` and `load`,
+    DeepSpeed's own two underneath, and words with the other ranks of the replica (`ranks`) and
+    of the engine's world (`world`).
 
     Options are all other arguments of DeepSpeed's methods, by name."""
 
@@ -25,7 +28,9 @@ class Folders:
         self.engine = engine
         before = getattr(engine.save_checkpoint, "__self__", None)
         own = (engine.save_checkpoint, engine.load_checkpoint)
-        self.theirs: tuple[Callable[..., Any], Callable[..., Any]] = before.theirs if isinstance(before, Folders) else own
+        self.theirs: tuple[Callable[..., Any], Callable[..., Any]] = (
+            before.theirs if isinstance(before, Folders) else own
+        )
         self.ranks, self.world = replica(engine), world()
         self.first = self.ranks.rank == 0
 
@@ -63,8 +68,16 @@ class Folders:
         """Load what this replica goes on from, below the directory that the user names."""
         raise NotImplementedError
 
-    def save_into(self, folder: Path, tag: Any, options: dict[str, Any], parts: Callable[[Path], None] | None = None) -> Any:
-        """DeepSpeed's files, then on every rank `parts(FOLDER/TAG/exchange)`, then the manifest with all checksums, then `latest`."""
+    def save_into(
+        self,
+        folder: Path,
+        tag: Any,
+        options: dict[str, Any],
+        parts: Callable[[Path], None] | None = None,
+    ) -> Any:
+        """DeepSpeed's files, then on every rank `parts(FOLDER/TAG/exchange)`, then the manifest
+        with all checksums, then `latest`.
+        """
         engine = self.engine
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         place, what = folder / tag, f"{folder / tag}: it stays unfinished"
@@ -73,7 +86,13 @@ class Folders:
         done: Any = None
         try:
             with self._own_clipping():
-                done = self.theirs[0](str(folder), tag, options["client_state"] or {}, False, options["exclude_frozen_parameters"])
+                done = self.theirs[0](
+                    str(folder),
+                    tag,
+                    options["client_state"] or {},
+                    False,
+                    options["exclude_frozen_parameters"],
+                )
             if parts is not None:
                 parts(place / PARTS)
             if self.first and engine.global_rank != 0:
@@ -83,7 +102,9 @@ class Folders:
         self.world.settle(error, what)
         if parts is not None:
             self.world.together(lambda: sum_up(place, self.ranks.rank, self.ranks.world), what)
-        self.world.together(lambda: self._name(folder, tag, parts is not None, options["save_latest"]), what)
+        self.world.together(
+            lambda: self._name(folder, tag, parts is not None, options["save_latest"]), what
+        )
         return done
 
     def _clear(self, place: Path, parts: bool) -> None:
@@ -109,7 +130,9 @@ class Folders:
         """Raise where the folder belongs to a later life."""
 
     def load_from(self, folder: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """DeepSpeed's load. How gradients are clipped is said by the configuration and by `attach`, not by the checkpoint."""
+        """DeepSpeed's load. How gradients are clipped is said by the configuration and by `attach`,
+        not by the checkpoint.
+        """
         zero, error, result = self.engine.optimizer, None, (None, None)
         clip = zero.clip_grad
         if self.engine.zero_optimization_stage() == 3:
@@ -123,22 +146,27 @@ class Folders:
         return result
 
     @staticmethod
-    def _weights_of_stage3(folder: Path, tag: str | None, options: dict[str, Any]) -> dict[str, Any]:
-        """Under ZeRO-3 `load_module_only` loads nothing, silently, unless `load_optimizer_states` is off; then weights are read from the
-        tag in `latest`, whichever was asked for."""
+    def _weights_of_stage3(
+        folder: Path, tag: str | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Under ZeRO-3 `load_module_only` loads nothing, silently, unless `load_optimizer_states`
+        is off; then weights are read from the tag in `latest`, whichever was asked for."""
         if not options["load_module_only"] and options["load_optimizer_states"]:
             return options
         named = latest(folder)
         if tag is not None and named != tag:
             raise ValueError(
-                f"{folder / 'latest'} names {named}: DeepSpeed's ZeRO-3 reads weights without optimizer states from there only, not from "
+                f"{folder / 'latest'} names {named}: DeepSpeed's ZeRO-3 reads weights without "
+                "optimizer states from there only, not from "
                 f"{tag}. Write {tag} into it, or load the optimizer states too"
             )
         return {**options, "load_optimizer_states": False}
 
     @contextmanager
     def _own_clipping(self) -> Iterator[None]:
-        """Within it the wrapper has the norm of the configuration: a checkpoint that is loaded without the exchange clips."""
+        """Within it the wrapper has the norm of the configuration: a checkpoint that is loaded
+        without the exchange clips.
+        """
         zero = self.engine.optimizer
         clip, zero.clip_grad = zero.clip_grad, self.engine.gradient_clipping()
         try:
@@ -149,5 +177,8 @@ class Folders:
     def tied(self) -> dict[str, str]:
         """Names of parameters that are another one's: `zero_to_fp32` finds these by it."""
         seen: dict[int, str] = {}
-        pairs = [(n, seen.setdefault(id(p), n)) for n, p in self.engine.module.named_parameters(remove_duplicate=False)]
+        pairs = [
+            (n, seen.setdefault(id(p), n))
+            for n, p in self.engine.module.named_parameters(remove_duplicate=False)
+        ]
         return {name: first for name, first in pairs if name != first}

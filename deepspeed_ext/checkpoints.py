@@ -1,11 +1,13 @@
 """DeepSpeed's checkpoints, one folder per replica, with the exchange's state in them.
 
-DeepSpeed names its files by the rank inside the node: replicas that share a directory would overwrite each other. So every replica has a
-folder with DeepSpeed's standard layout inside (`zero_to_fp32.py FOLDER` works on each), and a `latest` of its own, which is written when
-all else is there. What lies where, and who loads what: `checkpoint_choice.py`.
+DeepSpeed names its files by the rank inside the node: replicas that share a directory would
+overwrite each other. So every replica has a folder with DeepSpeed's standard layout inside
+(`zero_to_fp32.py FOLDER` works on each), and a `latest` of its own, which is written when all else
+is there. What lies where, and who loads what: `checkpoint_choice.py`.
 
-Source of the facts: deepspeed 0.19.8, `runtime/engine.py` (`save_checkpoint`, `load_checkpoint`): only rank 0 of the world writes `latest`,
-the recovery scripts and the names of tied parameters; the tag is compared over the world; `clip_grad` is saved and restored.
+Source of the facts: deepspeed 0.19.8, `runtime/engine.py` (`save_checkpoint`, `load_checkpoint`):
+only rank 0 of the world writes `latest`, the recovery scripts and the names of tied parameters; the
+tag is compared over the world; `clip_grad` is saved and restored.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ READS = "reading the parts of the exchange's state"
 
 
 def follow(engine: Any, exchange: Exchange) -> None:
-    """Let `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per replica with the exchange's state in it.
+    """Let `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per replica with the
+    exchange's state in it.
 
-    `load_checkpoint` is called by all replicas together, like `attach`. With `load_optimizer_states=False` or `load_module_only=True`
-    the channels start anew from the loaded weights.
+    `load_checkpoint` is called by all replicas together, like `attach`. With
+    `load_optimizer_states=False` or `load_module_only=True` the channels start anew from the loaded
+    weights.
 
     Raises:
         ValueError: the engine writes its files in the background.
@@ -50,10 +54,11 @@ def follow(engine: Any, exchange: Exchange) -> None:
 
 
 def separate(engine: Any, replica: int) -> None:
-    """In a mesh: let replica 0 save to and load from the directory itself, replica r from `DIR/replica<r>`, without the exchange's state.
+    """In a mesh: let replica 0 save to and load from the directory itself, replica r from
+    `DIR/replica<r>`, without the exchange's state.
 
-    For hosts that keep the exchange's state elsewhere (the Trainer). `follow` takes its place. A replica without a folder loads that of
-    replica 0.
+    For hosts that keep the exchange's state elsewhere (the Trainer). `follow` takes its place. A
+    replica without a folder loads that of replica 0.
 
     Raises:
         ValueError: the engine writes its files in the background.
@@ -64,10 +69,15 @@ def separate(engine: Any, replica: int) -> None:
 def _install(engine: Any, folders: _Separate | _Followed) -> None:
     if engine.checkpoint_engine.is_decoupled():
         raise ValueError(
-            "checkpoint.writer.decoupled in DeepSpeed's configuration: files are written while training goes on, and the exchange's state "
-            "would be beside files that are not there yet. Set it to false, or attach(..., checkpoints=False)"
+            "checkpoint.writer.decoupled in DeepSpeed's configuration: files are written while "
+            "training goes on, and the exchange's state "
+            "would be beside files that are not there yet. Set it to false, or attach(..., "
+            "checkpoints=False)"
         )
-    engine.save_checkpoint, engine.load_checkpoint = folders.save_checkpoint, folders.load_checkpoint
+    engine.save_checkpoint, engine.load_checkpoint = (
+        folders.save_checkpoint,
+        folders.load_checkpoint,
+    )
     engine._get_shared_params = folders.tied  # DeepSpeed knows them on rank 0 of the world only
 
 
@@ -89,7 +99,9 @@ class _Separate(Folders):
         own = self._folder(root)
         if tag is not None and not self.ranks.from_first(lambda: (own / str(tag)).is_dir()):
             if self.first:
-                log.warning("%s is not there: replica %d takes over from replica 0", own / tag, self.replica)
+                log.warning(
+                    "%s is not there: replica %d takes over from replica 0", own / tag, self.replica
+                )
             own = root
         return self.load_from(own, tag, options)
 
@@ -102,15 +114,19 @@ class _Followed(Folders):
         self._fence: Fence | None = None
 
     def save(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """As DeepSpeed's, into `root/<name of the replica>`, with the exchange's state. False: nothing was saved, since a file
-        cannot be written or values are not finite: a warning until the third time in a row.
+        """As DeepSpeed's, into `root/<name of the replica>`, with the exchange's state. False:
+        nothing was saved, since a file cannot be written or values are not finite: a warning
+        until the third time in a row.
 
         Raises:
             PeerLost: what was under way in the exchange is lost, on any rank.
             Superseded: the folder belongs to a later life.
         """
         if self.exchange.showing:
-            raise RuntimeError("save_checkpoint inside outer_parameters would save these as the replica's own: leave the context first")
+            raise RuntimeError(
+                "save_checkpoint inside outer_parameters would save these as the replica's own: "
+                "leave the context first"
+            )
         folder = folder_of(root, self.exchange.topology)
         parts = partial(save_exchange, exchange=self.exchange)
         try:
@@ -120,17 +136,21 @@ class _Followed(Folders):
         except (OSError, NotFinite) as error:
             tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
             if self.first and misfits(folder / tag):
-                shutil.rmtree(folder / tag, ignore_errors=True)  # a disk that is full needs the room
+                # a disk that is full needs the room
+                shutil.rmtree(folder / tag, ignore_errors=True)
             self._failures.failed("no checkpoint saved", error, speaks=self.first)
             return False
         self._failures.made()
         return done
 
     def _own(self, folder: Path) -> None:
-        """This life writes into the folder from now on: at its first save, and when it has loaded from there."""
+        """This life writes into the folder from now on: at its first save, and when it has loaded
+        from there.
+        """
         if self._fence is None or self._fence.roots != [folder]:
             fence = Fence([folder], self.exchange.topology.run)
-            self.world.together(lambda: fence.take(self.ranks), str(folder))  # in a mesh replicas have locks of their own
+            # in a mesh replicas have locks of their own
+            self.world.together(lambda: fence.take(self.ranks), str(folder))
             self._fence = fence
 
     def fenced(self) -> None:
@@ -139,20 +159,25 @@ class _Followed(Folders):
             self._fence.check()
 
     def _check(self) -> None:
-        """No checkpoint of a later life's folder, of a broken exchange, or of values that are not finite."""
+        """No checkpoint of a later life's folder, of a broken exchange, or of values that are not
+        finite.
+        """
         self.fenced()
         refuse_exchange(self.exchange)
 
     def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it together, at the same step.
+        """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it
+        together, at the same step.
 
-        Without a tag all load the newest that all hold whole. A replica that sees no whole one takes over from the others: parameters and
-        the exchange's shared state come from them, the engine's counters and scheduler go to their step, and what is returned is a path in
-        its own folder, where nothing is yet, and the `client_state` of one of them as far as it is plain JSON. A replica that has joined a
-        run under way has what the others have: nothing is loaded.
+        Without a tag all load the newest that all hold whole. A replica that sees no whole one
+        takes over from the others: parameters and the exchange's shared state come from them, the
+        engine's counters and scheduler go to their step, and what is returned is a path in its own
+        folder, where nothing is yet, and the `client_state` of one of them as far as it is plain
+        JSON. A replica that has joined a run under way has what the others have: nothing is loaded.
 
         Raises:
-            ValueError: no checkpoint in common, one that is half-written, or of another preset, model or number of ranks per replica.
+            ValueError: no checkpoint in common, one that is half-written, or of another preset,
+                model or number of ranks per replica.
             PeerLost: replicas that did not come in time.
         """
         topology = self.exchange.topology
@@ -168,18 +193,34 @@ class _Followed(Folders):
             return self.load_from(folder_of(root, topology), tag, options)
         if not choice.alone and options["load_module_only"]:
             raise NeedsDecision(
-                "load_module_only: no replica takes over weights alone, and some see no checkpoint: copy the folder of one replica there"
+                "load_module_only: no replica takes over weights alone, and some see no "
+                "checkpoint: copy the folder of one replica there"
             )
         if not choice.sources:
             return self._take_over(folder_of(root, topology), choice.tag)
         self.world.together(lambda: self._verify(choice), READS)
         fresh = options["load_module_only"] or not options["load_optimizer_states"]
-        saved = self.world.together(lambda: self._open(choice), READS) if choice.parts and not fresh else None
+        saved = (
+            self.world.together(lambda: self._open(choice), READS)
+            if choice.parts and not fresh
+            else None
+        )
         result = self._load(choice, options)
-        state = self.world.together(lambda: saved.state_for(self.exchange), READS) if saved is not None else None
+        state = (
+            self.world.together(lambda: saved.state_for(self.exchange), READS)
+            if saved is not None
+            else None
+        )
         if state is None and self.first:
-            place, why = choice.sources[0][0] / choice.tag, "without optimizer states" if fresh else "and holds no exchange state"
-            log.warning("%s was loaded %s: the channels start anew, from the weights of one replica", place, why)
+            place, why = (
+                choice.sources[0][0] / choice.tag,
+                "without optimizer states" if fresh else "and holds no exchange state",
+            )
+            log.warning(
+                "%s was loaded %s: the channels start anew, from the weights of one replica",
+                place,
+                why,
+            )
         if not choice.alone:
             self._tell(result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
@@ -195,21 +236,37 @@ class _Followed(Folders):
         advance(self.engine, self.exchange.step)
         self._own(folder)
         if self.first:
-            left = f"; without {', '.join(note['left'])}, which are not plain JSON of at most {LARGEST} bytes" if note["left"] else ""
-            text = "%s: %s holds no whole checkpoint: took over step %d from %s, with its client_state%s; %s"
+            left = (
+                (
+                    f"; without {', '.join(note['left'])}, which are not plain JSON of at most "
+                    f"{LARGEST} bytes"
+                )
+                if note["left"]
+                else ""
+            )
+            text = (
+                "%s: %s holds no whole checkpoint: took over step %d from %s, with its "
+                "client_state%s; %s"
+            )
             name, anew = self.exchange.topology.name, begins_anew(self.exchange.config)
             log.warning(text, name, folder, self.exchange.step, note["name"], left, anew)
         return str(folder / tag), note["client"]
 
     def _tell(self, client: dict[str, Any] | None) -> dict[str, Any]:
-        """Where some replicas take over: the note of the first one that does not. `client`: what was loaded here, None for nothing."""
+        """Where some replicas take over: the note of the first one that does not. `client`: what
+        was loaded here, None for nothing.
+        """
         topology = self.exchange.topology
         told, left = (None, []) if client is None else of_users(client)
 
         def notes() -> Any:
             registry = CheckpointRegistry(topology)
             try:
-                return next(n for n in registry.meet({"name": topology.name, "client": told, "left": left}) if n["client"] is not None)
+                return next(
+                    n
+                    for n in registry.meet({"name": topology.name, "client": told, "left": left})
+                    if n["client"] is not None
+                )
             finally:
                 registry.close()
 
@@ -220,7 +277,10 @@ class _Followed(Folders):
         for folder, _ in choice.sources:
             place = folder / str(choice.tag)
             if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
-                raise ValueError(f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this folder away; {CURE}")
+                raise ValueError(
+                    f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this "
+                    f"folder away; {CURE}"
+                )
 
     def _open(self, choice: Choice) -> SavedExchange:
         """The exchange's parts, of this run's preset and model."""
@@ -232,33 +292,56 @@ class _Followed(Folders):
         return saved
 
     def _choose(self, root: Path, tag: str | None) -> Choice:
-        """The first ranks of all replicas tell each other what they see; then each replica's ranks hear from theirs."""
+        """The first ranks of all replicas tell each other what they see; then each replica's ranks
+        hear from theirs.
+        """
         topology = self.exchange.topology
 
         def agreed() -> Any:
             registry = CheckpointRegistry(topology)
             try:
-                found = choose_tags(registry.meet(look(root, topology, tag)), topology.kind == "islands")
+                found = choose_tags(
+                    registry.meet(look(root, topology, tag)), topology.kind == "islands"
+                )
             finally:
                 registry.close()
             if found is None:
                 return None
             mine = found[topology.island]
-            choice = Choice(next(f[0] for f in found if f is not None), []) if mine is None else choose(root, topology, *mine)
-            return [choice.tag, [[str(f), w] for f, w in choice.sources], [str(f) for f in choice.parts], None not in found]
+            choice = (
+                Choice(next(f[0] for f in found if f is not None), [])
+                if mine is None
+                else choose(root, topology, *mine)
+            )
+            return [
+                choice.tag,
+                [[str(f), w] for f, w in choice.sources],
+                [str(f) for f in choice.parts],
+                None not in found,
+            ]
 
         found = self.ranks.from_first(agreed)
         if found is None:
             return Choice(None, [])
         name, sources, parts, alone = found
         choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts], alone)
-        if self.first and sources and (len(sources) > 1 or choice.parts and choice.sources[0][0] != folder_of(root, topology)):
+        if (
+            self.first
+            and sources
+            and (
+                len(sources) > 1
+                or choice.parts
+                and choice.sources[0][0] != folder_of(root, topology)
+            )
+        ):
             what = " and ".join(f"{w:.3g} of {f.name or f}" for f, w in choice.sources)
             log.warning("%s takes over %s in %s: %s", topology.name, name, root, what)
         return choice
 
     def _load(self, choice: Choice, options: dict[str, Any]) -> Any:
-        """DeepSpeed's load from one replica, or the mean of several: of masters and inner optimizer states, where replicas differ."""
+        """DeepSpeed's load from one replica, or the mean of several: of masters and inner optimizer
+        states, where replicas differ.
+        """
         sources = choice.sources
         if all(c.channel.before_step for c in self.exchange.channels):
             sources = sources[:1]
@@ -269,7 +352,11 @@ class _Followed(Folders):
             if len(sources) > 1:
                 total += weight
                 now = self._tensors()
-                mean = [_mixed(m, t, weight / total) for m, t in zip(mean, now, strict=True)] if mean else [t.cpu().clone() for t in now]
+                mean = (
+                    [_mixed(m, t, weight / total) for m, t in zip(mean, now, strict=True)]
+                    if mean
+                    else [t.cpu().clone() for t in now]
+                )
         for t, m in zip(self._tensors() if mean else [], mean, strict=True):
             t.copy_(m)
         if mean:
@@ -280,10 +367,14 @@ class _Followed(Folders):
         """Masters, and the states that the inner optimizer keeps for them."""
         shards: Any = self.exchange.shards
         states = [state[k] for _, state in shards.optimizer_states() for k in sorted(state)]
-        return [m.detach() for m in shards.partitions.masters()] + [s for s in states if isinstance(s, torch.Tensor)]
+        return [m.detach() for m in shards.partitions.masters()] + [
+            s for s in states if isinstance(s, torch.Tensor)
+        ]
 
 
 def _mixed(mean: torch.Tensor, now: torch.Tensor, share: float) -> torch.Tensor:
-    """`mean` moved by `share` towards another replica's tensor: equal ones stay as they are. Of counters the largest."""
+    """`mean` moved by `share` towards another replica's tensor: equal ones stay as they are. Of
+    counters the largest.
+    """
     now = now.cpu()
     return torch.maximum(mean, now) if now.dim() == 0 else mean.add_(now - mean, alpha=share)

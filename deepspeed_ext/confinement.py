@@ -1,8 +1,10 @@
-"""What `shard_within_node` puts in place inside DeepSpeed, and the proof that an engine is confined.
+"""What `shard_within_node` puts in place inside DeepSpeed, and the proof that an engine is
+confined.
 
-Replaced until `remove()`: `deepspeed.initialize` (mpu, batch arithmetic, data loader, proof), `zero.Init` and `GatheredParameters` (ZeRO-3
-cuts and fills parameters before there is an engine), and the world-wide checks of ZeRO-3's fetch order. Whoever holds a replacement after
-`remove()` gets DeepSpeed's own behaviour.
+Replaced until `remove()`: `deepspeed.initialize` (mpu, batch arithmetic, data loader, proof),
+`zero.Init` and `GatheredParameters` (ZeRO-3 cuts and fills parameters before there is an engine),
+and the world-wide checks of ZeRO-3's fetch order. Whoever holds a replacement after `remove()` gets
+DeepSpeed's own behaviour.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Confinement:
         self._undo: list[Callable[[], None]] = []
         self._engines: list[weakref.ref[Any]] = []
         self._groups_mpu = groups.mpu
-        if not deepspeed.comm.is_initialized():  # torch's group was not made by DeepSpeed: its own layer does not know of it yet
+        # torch's group was not made by DeepSpeed: its own layer does not know of it yet
+        if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_init_required=False)
         zero_init, gathered = partition_parameters.Init, partition_parameters.GatheredParameters
         try:
@@ -54,7 +57,10 @@ class Confinement:
                 self._replace(module, "assert_ints_same_as_other_ranks", self._agree)
         except AttributeError as error:
             self.remove()
-            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} lacks what has to be replaced ({error}): {KNOWN}") from error
+            raise RuntimeError(
+                f"DeepSpeed {deepspeed.__version__} lacks what has to be replaced ({error}): "
+                f"{KNOWN}"
+            ) from error
 
     @property
     def active(self) -> bool:
@@ -68,11 +74,14 @@ class Confinement:
         self.remove()
 
     def remove(self) -> None:
-        """Take the replacements out. Engines that exist keep their groups, but their ZeRO-3 checks span the world again."""
+        """Take the replacements out. Engines that exist keep their groups, but their ZeRO-3 checks
+        span the world again.
+        """
         self._in_place = False
         while self._undo:
             self._undo.pop()()
-        if groups.mpu is self.mpu:  # DeepSpeed would give it to the next engine, which was passed none
+        # DeepSpeed would give it to the next engine, which was passed none
+        if groups.mpu is self.mpu:
             groups.mpu = self._groups_mpu
 
     def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -85,7 +94,8 @@ class Confinement:
 
         def undo() -> None:
             if vars(owner).get(name) is not call:
-                return  # somebody else has wrapped it since: `call` stays, and does nothing of its own
+                # somebody else has wrapped it since: `call` stays, and does nothing of its own
+                return
             if own is _ABSENT:
                 delattr(owner, name)
             else:
@@ -94,7 +104,7 @@ class Confinement:
         setattr(owner, name, call)
         self._undo.append(undo)
 
-    # ---- deepspeed.initialize ------------------------------------------------------------------------------------------------------
+    # ---- deepspeed.initialize ------------------------------------------------------------------
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(original).bind_partial(*args, **kwargs).arguments
@@ -106,7 +116,8 @@ class Confinement:
             call["args"].deepspeed_config = None
         if call.get("mpu") is not None and call["mpu"] is not self.mpu:
             raise ValueError(
-                f"deepspeed.initialize(mpu={type(call['mpu']).__name__}) after shard_within_node, which supplies it: pass none"
+                f"deepspeed.initialize(mpu={type(call['mpu']).__name__}) after shard_within_node, "
+                "which supplies it: pass none"
             )
         refuse_beside(config, call.get("mesh_param"), call.get("model"))
         if config is not None:
@@ -122,38 +133,57 @@ class Confinement:
             engine.training_dataloader = loader = engine.deepspeed_io(data)
         return engine, optimizer, loader, scheduler
 
-    def _loader(self, engine: Any, original: Callable[..., Any], dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """`engine.deepspeed_io`, which asks the mpu for rank and size, and so would give every replica the same samples."""
+    def _loader(
+        self, engine: Any, original: Callable[..., Any], dataset: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`engine.deepspeed_io`, which asks the mpu for rank and size, and so would give every
+        replica the same samples.
+        """
         call = inspect.signature(original).bind(dataset, *args, **kwargs).arguments
         if engine.curriculum_learning_enabled():
             raise ValueError(
-                "curriculum learning of DeepSpeed under shard_within_node draws the same samples on every replica: make the data loader "
+                "curriculum learning of DeepSpeed under shard_within_node draws the same samples "
+                "on every replica: make the data loader "
                 "yourself, or launch each node as an island (ISLAND_RANK, ISLAND_COUNT)"
             )
         if call.get("data_sampler") is None and hasattr(dataset, "__len__"):
             shuffle = call.get("route", "train") == "train"
-            call["data_sampler"] = DistributedSampler(dataset, self.mpu.world, self.mpu.rank, shuffle=shuffle)
+            call["data_sampler"] = DistributedSampler(
+                dataset, self.mpu.world, self.mpu.rank, shuffle=shuffle
+            )
         return original(**call)
 
-    # ---- ZeRO-3 before there is an engine --------------------------------------------------------------------------------------------
+    # ---- ZeRO-3 before there is an engine ------------------------------------------------------
 
-    def _zero_init(self, original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> None:
+    def _zero_init(
+        self, original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any
+    ) -> None:
         call = inspect.signature(original).bind(this, *args, **kwargs).arguments
         for key in ("data_parallel_group", "sequence_data_parallel_group"):
             group = call.pop(key, None)
             if group is not None and tuple(dist.get_process_group_ranks(group)) != self.mpu.ranks:
                 found = dist.get_process_group_ranks(group)
-                raise ValueError(f"zero.Init({key}=...) over ranks {found} after shard_within_node, which supplies the node: pass none")
+                raise ValueError(
+                    f"zero.Init({key}=...) over ranks {found} after shard_within_node, which "
+                    "supplies the node: pass none"
+                )
         if call.get("mpu") is not None and call["mpu"] is not self.mpu:
-            raise ValueError(f"zero.Init(mpu={type(call['mpu']).__name__}) after shard_within_node, which supplies it: pass none")
+            raise ValueError(
+                f"zero.Init(mpu={type(call['mpu']).__name__}) after shard_within_node, which "
+                "supplies it: pass none"
+            )
         for key in ("config", "config_dict_or_path"):
             if call.get(key) is not None:
                 refuse_beside(call[key])
-                call[key] = node_config(call[key], self.mpu.node_size, self.mpu.replicas, batch=False)
+                call[key] = node_config(
+                    call[key], self.mpu.node_size, self.mpu.replicas, batch=False
+                )
         original(**{**call, "data_parallel_group": self.mpu.group, "mpu": self.mpu})
 
     def _patch_modules(self, original: Callable[..., Any], this: Any) -> None:
-        """After DeepSpeed has replaced `Module.apply`: its broadcast after a weight init names rank 0, which is not in every node."""
+        """After DeepSpeed has replaced `Module.apply`: its broadcast after a weight init names rank
+        0, which is not in every node.
+        """
         original(this)
         if not type(this).override_module_apply:
             return
@@ -165,14 +195,23 @@ class Confinement:
         torch.nn.Module.apply = apply  # type: ignore[method-assign,assignment]  # unpatch_init_and_builtins restores torch's own
 
     def _leave_gathered(self, original: Callable[..., Any], this: Any, *exc: Any) -> Any:
-        """What rank 0 alone wrote (transformers loads so) goes to the other replicas, then DeepSpeed spreads it in the node.
+        """What rank 0 alone wrote (transformers loads so) goes to the other replicas, then
+        DeepSpeed spreads it in the node.
 
         Parameters of an engine are left to their replica: they differ between replicas by design.
         """
         if this.enabled and this.src_rank is not None and not any(exc) and self.mpu.replicas > 1:
-            owned = {id(p) for ref in self._engines if (engine := ref()) is not None for p in engine.module.parameters()}
+            owned = {
+                id(p)
+                for ref in self._engines
+                if (engine := ref()) is not None
+                for p in engine.module.parameters()
+            }
             for p in this.params:
-                if id(p) not in owned and this.src_rank_by_group[id(p.ds_process_group)] == self.mpu.rank:
+                if (
+                    id(p) not in owned
+                    and this.src_rank_by_group[id(p.ds_process_group)] == self.mpu.rank
+                ):
                     self._from_first_replica(p.data)
         return original(this, *exc)
 
@@ -182,37 +221,47 @@ class Confinement:
         if host.data_ptr() != data.data_ptr():
             data.copy_(host)
 
-    # ---- ZeRO-3 while it trains ------------------------------------------------------------------------------------------------------
+    # ---- ZeRO-3 while it trains ----------------------------------------------------------------
 
     def _agree(self, original: Callable[..., Any], ints: list[int]) -> None:
-        """`assert_ints_same_as_other_ranks` among the node's ranks: nodes may use their modules in different orders."""
-        data = torch.tensor([len(ints), zlib.crc32(repr(list(ints)).encode())], device=get_accelerator().current_device_name())
+        """`assert_ints_same_as_other_ranks` among the node's ranks: nodes may use their modules in
+        different orders.
+        """
+        data = torch.tensor(
+            [len(ints), zlib.crc32(repr(list(ints)).encode())],
+            device=get_accelerator().current_device_name(),
+        )
         everyone = [torch.empty_like(data) for _ in self.mpu.ranks]
         dist.all_gather(everyone, data, group=self.mpu.group)
         said = [tuple(t.tolist()) for t in everyone]
         if len(set(said)) > 1:
             lengths = dict(zip(self.mpu.ranks, (n for n, _ in said), strict=True))
             raise RuntimeError(
-                f"the ranks of {list(self.mpu.ranks)}, one node, disagree on the order of modules or parameters (ZeRO-3): lists of lengths "
+                f"the ranks of {list(self.mpu.ranks)}, one node, disagree on the order of modules "
+                "or parameters (ZeRO-3): lists of lengths "
                 f"{lengths}; rank {self.mpu.rank} has {ints}"
             )
 
 
 def _gathering(fn: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
-    """`fn` on the whole parameters of a module, as DeepSpeed's own wrapper does it, which leaves functions marked `wrapped` alone."""
+    """`fn` on the whole parameters of a module, as DeepSpeed's own wrapper does it, which leaves
+    functions marked `wrapped` alone.
+    """
     if hasattr(fn, "wrapped"):
         return fn
 
     @functools.wraps(fn)
     def call(module: torch.nn.Module) -> None:
-        with partition_parameters.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+        with partition_parameters.GatheredParameters(
+            list(module.parameters(recurse=False)), modifier_rank=0
+        ):
             fn(module)
 
     call.wrapped = True  # type: ignore[attr-defined]
     return call
 
 
-# ---- the proof -----------------------------------------------------------------------------------------------------------------------
+# ---- the proof ---------------------------------------------------------------------------------
 
 
 def assert_confined(engine: Any, mpu: Any) -> None:
@@ -221,22 +270,29 @@ def assert_confined(engine: Any, mpu: Any) -> None:
     Without this everything would run and look synchronised, with ZeRO reducing over the slow link.
     """
     cure = (
-        f"DeepSpeed {deepspeed.__version__}. Call shard_within_node before the model is made; if that was done, launch each node as an "
+        f"DeepSpeed {deepspeed.__version__}. Call shard_within_node before the model is made; if "
+        "that was done, launch each node as an "
         "island (ISLAND_RANK, ISLAND_COUNT)"
     )
     if engine.mpu is not mpu or engine.seq_dp_world_size != mpu.node_size:
         raise RuntimeError(
-            f"not confined to the node: the engine works with {type(engine.mpu).__name__} over {engine.seq_dp_world_size} ranks, where "
+            f"not confined to the node: the engine works with {type(engine.mpu).__name__} over "
+            f"{engine.seq_dp_world_size} ranks, where "
             f"{mpu.node_size} are a node; {cure}"
         )
     for what, group, wanted in _groups_in_use(engine, mpu):
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks != wanted:
-            raise RuntimeError(f"not confined to the node: {what} spans ranks {list(ranks)}, allowed are {list(wanted)}; {cure}")
+            raise RuntimeError(
+                f"not confined to the node: {what} spans ranks {list(ranks)}, allowed are "
+                f"{list(wanted)}; {cure}"
+            )
 
 
 def _groups_in_use(engine: Any, mpu: Any) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """(what, process group, the ranks it must have) of everything in an engine over which collectives run."""
+    """(what, process group, the ranks it must have) of everything in an engine over which
+    collectives run.
+    """
     z, stage = engine.optimizer, engine.zero_optimization_stage()
     yield "the data-parallel group", engine.data_parallel_group, mpu.ranks
     yield "the group that reduces gradients", engine.seq_data_parallel_group, mpu.ranks
@@ -247,7 +303,10 @@ def _groups_in_use(engine: Any, mpu: Any) -> Iterator[tuple[str, Any, tuple[int,
         for i, group in enumerate(_attribute(z, "real_dp_process_group")):
             yield f"{kind}.real_dp_process_group[{i}]", group, mpu.ranks
     if stage == 3 and z is not None:
-        group_of = getattr(z, "_get_param_partition_group", lambda p: _attribute(p, "ds_process_group"))  # no optimizer: no method
+        # no optimizer: no method
+        group_of = getattr(
+            z, "_get_param_partition_group", lambda p: _attribute(p, "ds_process_group")
+        )
         for name, p in engine.module.named_parameters():
             yield f"the partition of {name}", group_of(p), mpu.ranks
         for i, group in enumerate(getattr(z, "sub_group_process_groups", [])):
@@ -260,5 +319,7 @@ def _attribute(owner: Any, name: str) -> Any:
     value = getattr(owner, name, None)
     if value is None:
         found = f"DeepSpeed {deepspeed.__version__}: {type(owner).__name__} has no {name}"
-        raise RuntimeError(f"{found}, so nobody can tell whether ZeRO stays inside the node. {KNOWN}")
+        raise RuntimeError(
+            f"{found}, so nobody can tell whether ZeRO stays inside the node. {KNOWN}"
+        )
     return value

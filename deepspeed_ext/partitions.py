@@ -1,4 +1,5 @@
-"""One view of DeepSpeed's three ZeRO wrappers: flat fp32 masters, what lies in them, and the inner step.
+"""One view of DeepSpeed's three ZeRO wrappers: flat fp32 masters, what lies in them, and the inner
+step.
 
 | wrapper | stages | a master is | the inner optimizer steps |
 |---|---|---|---|
@@ -6,13 +7,15 @@
 | `DeepSpeedZeroOptimizer_Stage3` | 3 | a rank's parts of a sub-group's tensors | once per sub-group |
 | `BF16_Optimizer` | 1, bf16 with fp32 accumulation | a rank's part of a parameter group | once |
 
-The first two make the gradient of one master, step it and free it before they turn to the next. A gradient channel that sent one message
-per master would pay a round trip for each; so the steps of all but the last are held back until the last one's gradient is there. The cost
-is that all fp32 gradients of this rank exist at once: 4 bytes per element it holds instead of those of the largest master.
+The first two make the gradient of one master, step it and free it before they turn to the next. A
+gradient channel that sent one message per master would pay a round trip for each; so the steps of
+all but the last are held back until the last one's gradient is there. The cost is that all fp32
+gradients of this rank exist at once: 4 bytes per element it holds instead of those of the largest
+master.
 
-Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py`. They are
-private; `wrappers.adapter` refuses wrappers that lack them.
-"""
+Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`,
+`runtime/bf16_optimizer.py`. They are private; `wrappers.adapter` refuses wrappers that lack them.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ __all__ = ["Fragment", "Partitions"]
 
 @dataclass(frozen=True)
 class Fragment:
-    """What a master holds of one parameter: elements start..start + numel of the flattened tensor, at `offset` of the master.
+    """What a master holds of one parameter: elements start..start + numel of the flattened tensor,
+    at `offset` of the master.
 
     numel is 0 where this rank holds nothing of it.
     """
@@ -69,7 +73,9 @@ class Partitions:
         return inner
 
     def masters(self) -> list[Tensor]:
-        """The flat fp32 partitions of this rank [numel, padding included], in the order of the wrapper."""
+        """The flat fp32 partitions of this rank [numel, padding included], in the order of the
+        wrapper.
+        """
         raise NotImplementedError
 
     def group_of(self, index: int) -> dict[str, Any]:
@@ -78,36 +84,55 @@ class Partitions:
         return group
 
     def fragments(self) -> list[Fragment]:
-        """Every trained parameter's part in the masters, in the order of the masters' parameters; empty ones too."""
+        """Every trained parameter's part in the masters, in the order of the masters' parameters;
+        empty ones too.
+        """
         raise NotImplementedError
 
     def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
-        """The same stretch of the parameter that the model computes with, flat, in the model's dtype."""
+        """The same stretch of the parameter that the model computes with, flat, in the model's
+        dtype.
+        """
         raise NotImplementedError
 
     def check(self) -> None:
-        """Compare the masters with the parameters that the model computes with: are stretches where DeepSpeed's internals are taken to
-        put them? All ranks of the island call it together.
+        """Compare the masters with the parameters that the model computes with: are stretches where
+        DeepSpeed's internals are taken to put them? All ranks of the island call it together.
 
         Raises:
-            RuntimeError: on all of them, if they are not, or if somebody has changed one and not the other.
+            RuntimeError: on all of them, if they are not, or if somebody has changed one and not
+                the other.
         """
         masters, parameters = self.masters(), dict(self.engine.module.named_parameters())
-        wrong = [f for f in self.fragments() if not self._agrees(masters[f.master], f, parameters[f.name])]
+        wrong = [
+            f
+            for f in self.fragments()
+            if not self._agrees(masters[f.master], f, parameters[f.name])
+        ]
         if replica(self.engine).any(bool(wrong)):
-            where = f"of {wrong[0].name}, from element {wrong[0].start} on," if wrong else "of a parameter on another rank"
+            where = (
+                f"of {wrong[0].name}, from element {wrong[0].start} on,"
+                if wrong
+                else "of a parameter on another rank"
+            )
             raise RuntimeError(
-                f"the fp32 master {where} is not what the model computes with: load weights before deepspeed.initialize or through "
-                f"engine.load_checkpoint, take a step after safe_set_full_fp32_param; else deepspeed {VERSION} lays partitions out in a "
+                f"the fp32 master {where} is not what the model computes with: load weights before "
+                "deepspeed.initialize or through "
+                "engine.load_checkpoint, take a step after safe_set_full_fp32_param; else "
+                f"deepspeed {VERSION} lays partitions out in a "
                 "way that is not known here (tried: 0.19.8)"
             )
 
     def _agrees(self, master: Tensor, fragment: Fragment, parameter: Any) -> bool:
         low = self.computed_with(fragment, parameter)
-        return torch.equal(master.detach()[fragment.offset : fragment.offset + fragment.numel].to(low), low)
+        return torch.equal(
+            master.detach()[fragment.offset : fragment.offset + fragment.numel].to(low), low
+        )
 
     def push(self) -> None:
-        """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of the island call it together."""
+        """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of
+        the island call it together.
+        """
         raise NotImplementedError
 
     def step(self) -> None:
@@ -127,19 +152,24 @@ class Partitions:
             self.free_gradients()
 
     def zero_gradient(self, index: int) -> Tensor:
-        """Give a master a gradient of zeros: in the wrapper's own buffer where it keeps one, else a new tensor."""
+        """Give a master a gradient of zeros: in the wrapper's own buffer where it keeps one, else a
+        new tensor.
+        """
         master = self.masters()[index]
         master.grad = self._buffers[index].zero_() if self._buffers else torch.zeros_like(master)
         return master.grad
 
     def free_gradients(self) -> None:
-        """After a step: gradients of masters go, or become the wrapper's own buffers again, empty: DeepSpeed writes only what a backward
-        has a gradient for, and would take what the exchange left there for one."""
+        """After a step: gradients of masters go, or become the wrapper's own buffers again, empty:
+        DeepSpeed writes only what a backward has a gradient for, and would take what the
+        exchange left there for one."""
         for i, master in enumerate(self.masters()):
             master.grad = self._buffers[i].zero_() if self._buffers else None
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the backwards since the last step, as the wrapper does when it skips one."""
+        """Forget the gradients of the backwards since the last step, as the wrapper does when it
+        skips one.
+        """
         raise NotImplementedError
 
     def clip_again(self) -> None:
@@ -187,7 +217,9 @@ class Partitions:
         self.free_gradients()
 
     def _publish(self, index: int) -> None:
-        """What the wrapper did too early for a master that was held back: copy it to this rank's low-precision part."""
+        """What the wrapper did too early for a master that was held back: copy it to this rank's
+        low-precision part.
+        """
         raise NotImplementedError
 
     @property

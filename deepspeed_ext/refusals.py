@@ -1,7 +1,7 @@
 """What the exchange does not go with: one sentence each, with the cure, before anything is sent.
 
-Two kinds: what cannot work (a partition is stepped as a whole; masters must be fp32), and what was never tried. Names are those of
-deepspeed 0.19.8, whose engine answers for its configuration.
+Two kinds: what cannot work (a partition is stepped as a whole; masters must be fp32), and what was
+never tried. Names are those of deepspeed 0.19.8, whose engine answers for its configuration.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from .node_mesh import installed, topology_of
 
 
 def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
-    """Raise ValueError for what cannot work or was never tried. All ranks of the world call it together.
+    """Raise ValueError for what cannot work or was never tried. All ranks of the world call it
+    together.
 
     Args:
         engine: what was given to `attach` as one.
     """
     compare_environment()
-    checks = (_kind(engine), _offload(engine), _precision(engine), _communication(engine), _place(engine, topology))
+    checks = (
+        _kind(engine),
+        _offload(engine),
+        _precision(engine),
+        _communication(engine),
+        _place(engine, topology),
+    )
     for text in chain(_others(engine), *checks, _inner(engine), _channels(engine, config)):
         raise ValueError(f"deepspeed_ext.attach found {text}")
 
@@ -38,12 +45,14 @@ def _others(thing: Any) -> Iterator[str]:
     """What is no engine."""
     if isinstance(thing, (list, tuple)):
         yield (
-            f"a list of {len(thing)}: an exchange counts the steps of one engine, so pass one engine (modules that train together go into "
+            f"a list of {len(thing)}: an exchange counts the steps of one engine, so pass one "
+            "engine (modules that train together go into "
             "one model, under one engine)"
         )
     elif not isinstance(thing, DeepSpeedEngine):
         yield (
-            f"{type(thing).__name__}: pass the engine, the first thing that deepspeed.initialize returns (under Accelerate the prepared "
+            f"{type(thing).__name__}: pass the engine, the first thing that deepspeed.initialize "
+            "returns (under Accelerate the prepared "
             "model, under the Trainer trainer.deepspeed)"
         )
 
@@ -56,42 +65,72 @@ def _kind(engine: Any) -> Iterator[str]:
     if getattr(engine, "pipeline_parallelism", False):
         yield "a pipeline engine, which was never tried: train without PipelineModule"
     if config.zero_config.zenflow is not None:
-        yield "ZenFlow, which steps parts of a partition at times of its own: take zero_optimization.zenflow out"
+        yield (
+            "ZenFlow, which steps parts of a partition at times of its own: take "
+            "zero_optimization.zenflow out"
+        )
     if config.compile_config.deepcompile:
-        yield "DeepCompile, which goes around the engine's reduction: set compile.deepcompile to false"
+        yield (
+            "DeepCompile, which goes around the engine's reduction: set compile.deepcompile to "
+            "false"
+        )
     if engine.load_universal_checkpoint():
-        yield "checkpoint.load_universal, which was never tried: take it out, and load a checkpoint of as many ranks per replica"
+        yield (
+            "checkpoint.load_universal, which was never tried: take it out, and load a checkpoint "
+            "of as many ranks per replica"
+        )
 
 
 def _offload(engine: Any) -> Iterator[str]:
-    """Masters and parameters that lie elsewhere. The optimizer in host memory is the one kind that was tried."""
-    optimizer, parameters = engine._config.zero_config.offload_optimizer, engine._config.zero_config.offload_param
+    """Masters and parameters that lie elsewhere. The optimizer in host memory is the one kind that
+    was tried.
+    """
+    optimizer, parameters = (
+        engine._config.zero_config.offload_optimizer,
+        engine._config.zero_config.offload_param,
+    )
     if optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme:
-        yield 'offload_optimizer to NVMe, which was never tried: set its device to "cpu", or take it out'
+        yield (
+            'offload_optimizer to NVMe, which was never tried: set its device to "cpu", or take it '
+            "out"
+        )
     if optimizer is not None and optimizer.super_offload:
         yield "SuperOffload, which was never tried: set offload_optimizer.super_offload to false"
     if optimizer is not None and optimizer.ratio < 1.0:
-        yield f"offload_optimizer.ratio={optimizer.ratio} (Twin-Flow), which splits the optimizer in two: set it to 1.0"
+        yield (
+            f"offload_optimizer.ratio={optimizer.ratio} (Twin-Flow), which splits the optimizer in "
+            "two: set it to 1.0"
+        )
     if parameters is not None and parameters.device != OffloadDeviceEnum.none:
-        yield "offload_param, which was never tried: take it out (offload_optimizer to the CPU works)"
+        yield (
+            "offload_param, which was never tried: take it out (offload_optimizer to the CPU works)"
+        )
 
 
 def _precision(engine: Any) -> Iterator[str]:
     """Loss scaling, which skips steps on one replica only; masters that are not fp32."""
     if engine.fp16_enabled():
-        yield "fp16: its loss scaling skips steps on one replica only; set fp16.enabled to false and bf16.enabled to true, or take fp32"
+        yield (
+            "fp16: its loss scaling skips steps on one replica only; set fp16.enabled to false and "
+            "bf16.enabled to true, or take fp32"
+        )
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
-        yield "torch_autocast in float16: its loss scaling skips steps on one replica only; set torch_autocast.dtype to bfloat16"
+        yield (
+            "torch_autocast in float16: its loss scaling skips steps on one replica only; set "
+            "torch_autocast.dtype to bfloat16"
+        )
     zero = engine.optimizer
     blind = not getattr(zero, "check_grad_overflow", True) and engine.zero_optimization_stage() < 3
     if blind and (zero.dtype == torch.bfloat16 or not zero.compute_grad_norm):
         yield (
-            "gradients that nobody looks at, so that a NaN of one replica would reach all: set bf16.check_grad_overflow and "
+            "gradients that nobody looks at, so that a NaN of one replica would reach all: set "
+            "bf16.check_grad_overflow and "
             "zero_optimization.compute_grad_norm to true"
         )
     if engine.bf16_master_weights_and_gradients() or engine.bf16_optimizer_states():
         yield (
-            "bf16 masters or optimizer states, where the exchange works on fp32: set bf16.bf16_master_weights_and_grads and "
+            "bf16 masters or optimizer states, where the exchange works on fp32: set "
+            "bf16.bf16_master_weights_and_grads and "
             "bf16.bf16_optimizer_states to false"
         )
 
@@ -101,10 +140,20 @@ def _communication(engine: Any) -> Iterator[str]:
     zero = engine._config.zero_config
     if zero.zero_hpz_partition_size > 1:
         size = zero.zero_hpz_partition_size
-        yield f"zero_hpz_partition_size={size}, with second copies of parameters, which was never tried: set it to 1"
-    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        yield (
+            f"zero_hpz_partition_size={size}, with second copies of parameters, which was never "
+            "tried: set it to 1"
+        )
+    for name in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+    ):
         if getattr(zero, name):
-            yield f"{name}, which was never tried: set it to false (what crosses nodes is compressed by the exchange)"
+            yield (
+                f"{name}, which was never tried: set it to false (what crosses nodes is compressed "
+                "by the exchange)"
+            )
     parallel = {
         "tensor_parallel.autotp_size": engine.autotp_size(),
         "sequence parallelism, size": getattr(engine, "sequence_parallel_size", 1),
@@ -113,49 +162,77 @@ def _communication(engine: Any) -> Iterator[str]:
     for what, size in parallel.items():
         if size > 1:
             yield f"{what} {size}, which was never tried: train with data parallelism alone"
-    if getattr(engine, "has_moe_layers", False) or any(g.get("moe") for g in getattr(engine.optimizer, "param_groups", [])):
-        yield "MoE layers of DeepSpeed, whose experts have groups of their own, never tried: take a model of ordinary modules"
+    if getattr(engine, "has_moe_layers", False) or any(
+        g.get("moe") for g in getattr(engine.optimizer, "param_groups", [])
+    ):
+        yield (
+            "MoE layers of DeepSpeed, whose experts have groups of their own, never tried: take a "
+            "model of ordinary modules"
+        )
 
 
 def _place(engine: Any, topology: Topology) -> Iterator[str]:
     """Worlds and meshes that do not fit the engine."""
     mpu, mine, kind = installed(), topology_of(engine), topology.kind
-    first = "call deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and deepspeed.initialize is called"
+    first = (
+        "call deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
+        "deepspeed.initialize is called"
+    )
     if mpu is not None and mpu.replicas > 1 and engine.mpu is not mpu:
-        yield f"an engine that was made before shard_within_node, so that ZeRO reduces over all nodes: {first}"
+        yield (
+            "an engine that was made before shard_within_node, so that ZeRO reduces over all "
+            f"nodes: {first}"
+        )
     if kind == "mesh" and mine is None:
         yield f"a mesh, and an engine that reduces over all nodes: {first}"
     if mine is not None and mine.kind == "mesh" and kind != "mesh":
-        yield f"an engine of shard_within_node in a topology of kind {kind!r}: pass no topology; on islands leave shard_within_node out"
+        yield (
+            f"an engine of shard_within_node in a topology of kind {kind!r}: pass no topology; on "
+            "islands leave shard_within_node out"
+        )
 
 
 def _inner(engine: Any) -> Iterator[str]:
-    """Optimizers that need matrices, where ZeRO has flat partitions. DeepSpeed takes them without a word; their first step fails."""
+    """Optimizers that need matrices, where ZeRO has flat partitions. DeepSpeed takes them without a
+    word; their first step fails.
+    """
     inner = getattr(engine.optimizer, "optimizer", None)
     name = type(inner).__name__
     if inner is None or name == "DummyOptim":
         yield "an engine without an optimizer: give deepspeed.initialize one"
     if name in ("Muon", "MuonAdamW"):
         yield (
-            f"{name} as the client optimizer, which needs matrices where ZeRO has flat partitions: take DeepSpeed's own, "
+            f"{name} as the client optimizer, which needs matrices where ZeRO has flat partitions: "
+            "take DeepSpeed's own, "
             '"optimizer": {"type": "Muon", "params": {"lr": ...}} in its configuration'
         )
 
 
 def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
-    """ZeRO steps a whole partition: gradients that arrive for a part of it, at some steps only, would step the rest on zeros."""
+    """ZeRO steps a whole partition: gradients that arrive for a part of it, at some steps only,
+    would step the rest on zeros.
+    """
     gradients = [c for c in config.channels if c.before_step]
-    schedules = {c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients}
+    schedules = {
+        c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients
+    }
     if len(set(schedules.values())) > 1 or any(c.fragments for c in gradients):
         yield (
-            f"gradient channels on unlike schedules (sync_every, offset, delay) {schedules}, where ZeRO steps a whole partition: give "
+            f"gradient channels on unlike schedules (sync_every, offset, delay) {schedules}, where "
+            "ZeRO steps a whole partition: give "
             "all one schedule and no fragments, or take FSDP2"
         )
     waits = [c for c in gradients if c.schedule.sync_every > 1 or c.schedule.delay]
-    named = [plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad] if waits else []
+    named = (
+        [plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad]
+        if waits
+        else []
+    )
     left = [name for name in named if not any(covers(c, name) for c in gradients)]
     if left:
         yield (
-            f"a gradient channel with a period or a delay that does not cover {', '.join(left[:3])}{' ...' * (len(left) > 3)}, where ZeRO "
-            "steps a whole partition: let it cover every trained parameter, freeze these, or take FSDP2"
+            "a gradient channel with a period or a delay that does not cover "
+            f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}, where ZeRO "
+            "steps a whole partition: let it cover every trained parameter, freeze these, or take "
+            "FSDP2"
         )

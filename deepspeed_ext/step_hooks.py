@@ -1,8 +1,10 @@
-"""Step hooks of a ZeRO engine: one tick is one step that the engine counts (`global_steps`), taken or skipped.
+"""Step hooks of a ZeRO engine: one tick is one step that the engine counts (`global_steps`), taken
+or skipped.
 
-DeepSpeed calls the inner optimizer once, once per group or once per sub-group, and `engine.step()` once per micro-batch; none of these is
-a step. It skips a step alone, on one replica, when that one's gradient norm is not finite: the replica then takes the tick with
-nothing to say, and steps its scheduler, which DeepSpeed leaves behind, so that rates stay equal on all replicas.
+DeepSpeed calls the inner optimizer once, once per group or once per sub-group, and `engine.step()`
+once per micro-batch; none of these is a step. It skips a step alone, on one replica, when that
+one's gradient norm is not finite: the replica then takes the tick with nothing to say, and steps
+its scheduler, which DeepSpeed leaves behind, so that rates stay equal on all replicas.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ class EngineStepHooks(PausableStepHooks):
 
     Args:
         engine, partitions: the engine and the view of its wrapper.
-        before: run ahead of the inner step. after: run when `engine.step` is done with a step. skip: run instead of both for a step that
-            the engine has skipped.
+        before: run ahead of the inner step. after: run when `engine.step` is done with a step.
+            skip: run instead of both for a step that the engine has skipped.
         gradients: `before` needs or changes gradients.
     """
 
@@ -41,7 +43,8 @@ class EngineStepHooks(PausableStepHooks):
         super().__init__(before, after, gradients)
         self._engine, self._partitions, self._run_skip = engine, partitions, skip
         self._wrapped: Any = None
-        self._skipped: dict[str, Any] | None = None  # the engine's arguments for its scheduler, in a step that it has skipped
+        # the engine's arguments for its scheduler, in a step that it has skipped
+        self._skipped: dict[str, Any] | None = None
 
     def start(self) -> None:
         """Wrap `engine.step`, and the inner step of its wrapper."""
@@ -64,13 +67,17 @@ class EngineStepHooks(PausableStepHooks):
         return 0
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that was not taken; where the engine does not know of it, count it there too, and drop what its backwards
-        have left. The scheduler steps behind the base step, as DeepSpeed's own order is."""
+        """Make a tick of a step that was not taken; where the engine does not know of it, count it
+        there too, and drop what its backwards have left. The scheduler steps behind the base
+        step, as DeepSpeed's own order is."""
         self._refuse()
         engine = self._engine
         if self._skipped is None:
             self._partitions.drop_gradients()
-            engine.micro_steps += engine.gradient_accumulation_steps() - engine.micro_steps % engine.gradient_accumulation_steps()
+            engine.micro_steps += (
+                engine.gradient_accumulation_steps()
+                - engine.micro_steps % engine.gradient_accumulation_steps()
+            )
         self._run_before()
         if base_step is not None:
             base_step()
@@ -102,11 +109,16 @@ class EngineStepHooks(PausableStepHooks):
         if engine.was_step_applied():
             self._run_after()
             return result
-        log.warning("step %d was skipped: the gradient norm is not finite; this replica has nothing to say in it", steps)
+        log.warning(
+            "step %d was skipped: the gradient norm is not finite; this replica has nothing to say "
+            "in it",
+            steps,
+        )
         self._skipped = kwargs.get("lr_kwargs", args[0] if args else None) or {}
         try:
             self._run_skip()
         finally:
             self._skipped = None
-        self._partitions.zero.overflow = False  # the step counts: hosts that ask (Accelerate, the Trainer) step their schedulers
+        # the step counts: hosts that ask (Accelerate, the Trainer) step their schedulers
+        self._partitions.zero.overflow = False
         return result

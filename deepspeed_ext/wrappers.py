@@ -1,6 +1,8 @@
-"""The three ZeRO wrappers of DeepSpeed as `Partitions`: what each calls its masters, where it puts things, how it copies them.
+"""The three ZeRO wrappers of DeepSpeed as `Partitions`: what each calls its masters, where it puts
+things, how it copies them.
 
-Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py`.
+Source of the names: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`,
+`runtime/bf16_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -22,23 +24,32 @@ def _names(engine: Any) -> dict[Any, str]:
 
 
 class Flat(Partitions):
-    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal parts."""
+    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal
+    parts.
+    """
 
     def _groups(self) -> list[list[Any]]:
         raise NotImplementedError
 
     def _offsets(self, index: int) -> dict[int, int]:
-        """Where each parameter of a group (by id) begins in the group's flat tensor, in elements."""
+        """Where each parameter of a group (by id) begins in the group's flat tensor, in
+        elements.
+        """
         raise NotImplementedError
 
     def fragments(self) -> list[Fragment]:
         names, out = _names(self.engine), []
         for i, (group, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
-            lo, offsets = comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel(), self._offsets(i)
+            lo, offsets = (
+                comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel(),
+                self._offsets(i),
+            )
             for p in group:
                 begin = offsets[id(p)]
                 first, last = max(begin, lo), min(begin + p.numel(), lo + master.numel())
-                start, offset, numel = (first - begin, first - lo, last - first) if first < last else (0, 0, 0)
+                start, offset, numel = (
+                    (first - begin, first - lo, last - first) if first < last else (0, 0, 0)
+                )
                 out.append(Fragment(i, names[p], tuple(p.shape), start, offset, numel))
         return out
 
@@ -70,8 +81,14 @@ class Stage12(Flat):
         return list(self.zero.bit16_groups)
 
     def _offsets(self, index: int) -> dict[int, int]:
-        """With round_robin_gradients in another order than the group's, which DeepSpeed's own `_hp_mapping` does not know."""
-        order = zip(self.zero.round_robin_bit16_groups[index], self.zero.round_robin_bit16_offsets[index], strict=True)
+        """With round_robin_gradients in another order than the group's, which DeepSpeed's own
+        `_hp_mapping` does not know.
+        """
+        order = zip(
+            self.zero.round_robin_bit16_groups[index],
+            self.zero.round_robin_bit16_offsets[index],
+            strict=True,
+        )
         return {id(p): int(offset) for p, offset in order}
 
     @property
@@ -94,7 +111,9 @@ class Stage12(Flat):
 
 
 class Stage3(Partitions):
-    """`DeepSpeedZeroOptimizer_Stage3`: every tensor of a sub-group is cut into equal parts of its elements."""
+    """`DeepSpeedZeroOptimizer_Stage3`: every tensor of a sub-group is cut into equal parts of its
+    elements.
+    """
 
     needs = (
         "_optimizer_step",
@@ -118,8 +137,18 @@ class Stage3(Partitions):
             for p in group:
                 part = p.partition_numel()
                 start = self.zero._get_param_partition_rank(p) * part
-                valid = max(0, min(part, p.ds_numel - start))  # the last ranks' parts may be padding
-                out.append(Fragment(i, names[p], tuple(p.ds_shape), start if valid else 0, offset if valid else 0, valid))
+                # the last ranks' parts may be padding
+                valid = max(0, min(part, p.ds_numel - start))
+                out.append(
+                    Fragment(
+                        i,
+                        names[p],
+                        tuple(p.ds_shape),
+                        start if valid else 0,
+                        offset if valid else 0,
+                        valid,
+                    )
+                )
                 offset += part
         return out
 
@@ -128,7 +157,8 @@ class Stage3(Partitions):
         return part.detach()[: fragment.numel]
 
     def push(self) -> None:
-        self.zero._partition_all_parameters()  # small ones that stay gathered would not be gathered again
+        # small ones that stay gathered would not be gathered again
+        self.zero._partition_all_parameters()
         for i in range(len(self.zero.fp16_groups)):
             self._publish(i)
         if self.zero.persistent_parameters:
@@ -161,7 +191,13 @@ class Bf16(Flat):
 
     def _offsets(self, index: int) -> dict[int, int]:
         group = self.zero.bf16_groups[index]
-        return dict(zip([id(p) for p in group], accumulate([0, *(p.numel() for p in group[:-1])]), strict=True))
+        return dict(
+            zip(
+                [id(p) for p in group],
+                accumulate([0, *(p.numel() for p in group[:-1])]),
+                strict=True,
+            )
+        )
 
     def drop_gradients(self) -> None:
         self.zero.clear_hp_grads()
@@ -211,13 +247,15 @@ def adapter(engine: Any) -> Partitions:
     kind = next((KINDS[c.__name__] for c in type(zero).__mro__ if c.__name__ in KINDS), None)
     if kind is None:
         raise ValueError(
-            f"this engine's optimizer is {type(zero).__name__}, without ZeRO: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's "
+            f"this engine's optimizer is {type(zero).__name__}, without ZeRO: set "
+            "zero_optimization.stage to 1, 2 or 3 in DeepSpeed's "
             "configuration, or train without DeepSpeed and call fsdp_demo.attach(optimizer, ...)"
         )
     lacking = [name for name in (*kind.needs, "optimizer", "clip_grad") if not hasattr(zero, name)]
     if lacking:
         raise RuntimeError(
-            f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which deepspeed_ext needs: take "
+            f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which "
+            "deepspeed_ext needs: take "
             "deepspeed>=0.19,<0.20 (tried: 0.19.8)"
         )
     return kind(engine)

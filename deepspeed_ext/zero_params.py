@@ -1,12 +1,15 @@
 """The fp32 partitions of a ZeRO engine as the exchange's `TrainingHost`.
 
-A rank holds of each parameter a stretch of the flattened tensor: all of it, a part, or nothing. The stretch becomes
+A rank holds of each parameter a stretch of the flattened tensor: all of it, a part, or nothing. The
+stretch becomes
 
-* one shard of whole rows [rows, ...] where it begins and ends at rows: what FSDP2 would hold where ZeRO-3 cuts dim 0 evenly;
+* one shard of whole rows [rows, ...] where it begins and ends at rows: what FSDP2 would hold where
+  ZeRO-3 cuts dim 0 evenly;
 * else up to three: the end of a row (flat), whole rows, the beginning of a row (flat).
 
-Which is decided by the parameter's shape and the stretch alone, so that it is the same on every island. Parameters of which this rank
-holds nothing are there as empty shards: all ranks of an island see the same names, and make the same channels of them.
+Which is decided by the parameter's shape and the stretch alone, so that it is the same on every
+island. Parameters of which this rank holds nothing are there as empty shards: all ranks of an
+island see the same names, and make the same channels of them.
 
 Padding belongs to no shard: it is neither sent nor compared.
 """
@@ -45,7 +48,8 @@ class _Piece:
 
 
 class ZeroHost:
-    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements `fsdp_demo.hosts.base.TrainingHost`.
+    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements
+    `fsdp_demo.hosts.base.TrainingHost`.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -70,7 +74,11 @@ class ZeroHost:
         for f in self.partitions.fragments():
             for start, shape in pieces(f.shape, f.start, f.numel):
                 self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
-                self.params.append(LocalParam(plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start))
+                self.params.append(
+                    LocalParam(
+                        plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start
+                    )
+                )
         self.device = masters[0].device
         self._parameters = dict(engine.module.named_parameters())
         self._trained = [p.requires_grad for p in self._parameters.values()]
@@ -98,14 +106,22 @@ class ZeroHost:
             return list(masters)
         if source == "gradient":
             return [m.grad for m in masters]
-        kept = [self.partitions.inner.state.get(m, {}).get(source.removeprefix("state:")) for m in masters]
-        return [v if isinstance(v, Tensor) and v.shape == m.shape else None for v, m in zip(kept, masters, strict=True)]
+        kept = [
+            self.partitions.inner.state.get(m, {}).get(source.removeprefix("state:"))
+            for m in masters
+        ]
+        return [
+            v if isinstance(v, Tensor) and v.shape == m.shape else None
+            for v, m in zip(kept, masters, strict=True)
+        ]
 
     def _views(self, flats: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
 
     def read(self, source: str) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.read`: fp32 views into the masters, their gradients and their states."""
+        """See `fsdp_demo.hosts.base.TrainingHost.read`: fp32 views into the masters, their
+        gradients and their states.
+        """
         return self._views(self._flats(source))
 
     def rates(self) -> list[float]:
@@ -115,7 +131,14 @@ class ZeroHost:
     def states(self) -> list[str]:
         """See `fsdp_demo.hosts.base.TrainingHost.states`."""
         pairs = self.optimizer_states()
-        return sorted({k for m, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == m.shape and k != "step"})
+        return sorted(
+            {
+                k
+                for m, state in pairs
+                for k, v in state.items()
+                if isinstance(v, Tensor) and v.shape == m.shape and k != "step"
+            }
+        )
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """See `fsdp_demo.hosts.base.TrainingHost.optimizer_states`: one pair per master."""
@@ -123,19 +146,26 @@ class ZeroHost:
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
     def materialise(self) -> None:
-        """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a step on zero gradients, with learning
-        rate and decay zero, one master at a time; then step counters are set back."""
+        """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
+        step on zero gradients, with learning rate and decay zero, one master at a time; then
+        step counters are set back."""
         inner, masters = self.partitions.inner, self.partitions.masters()
         if any(m in inner.state for m in masters):
             return
         for i, master in enumerate(masters):
             if made := fresh_state(inner, self.partitions.group_of(i), master):
                 inner.state[master] = made
-        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in ("Adam", "AdamW"):
+        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in (
+            "Adam",
+            "AdamW",
+        ):
             return
         kept = [{key: g[key] for key in ("lr", "weight_decay")} for g in inner.param_groups]
         for g in inner.param_groups:
-            g.update(lr=torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0, weight_decay=0.0)
+            g.update(
+                lr=torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0,
+                weight_decay=0.0,
+            )
         self.partitions.step_on_zeros()
         for g, before in zip(inner.param_groups, kept, strict=True):
             g.update(before)
@@ -144,16 +174,22 @@ class ZeroHost:
                 counted["step"] = counted["step"] * 0
 
     def rest(self, model: torch.nn.Module) -> list[Tensor]:
-        """See `fsdp_demo.hosts.base.TrainingHost.rest`. Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
+        """See `fsdp_demo.hosts.base.TrainingHost.rest`. Under ZeRO-3 parameters lie in parts
+        (`ds_tensor`).
+        """
         stepped = {s.name for s in self.params}
         left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
-        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [b.detach() for b in model.buffers()]
+        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [
+            b.detach() for b in model.buffers()
+        ]
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.gradients`. A master has one gradient: it goes when nothing in it is wanted, else what is
-        not wanted becomes zeros."""
+        """See `fsdp_demo.hosts.base.TrainingHost.gradients`. A master has one gradient: it goes
+        when nothing in it is wanted, else what is not wanted becomes zeros."""
         for index, master in enumerate(self.partitions.masters()):
-            here = [(p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index]
+            here = [
+                (p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index
+            ]
             if all(want is False for _, want in here):
                 master.grad = None
             elif master.grad is None and any(want for _, want in here):
@@ -169,7 +205,9 @@ class ZeroHost:
         self.partitions.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """Push the masters to the model's parameters: stages 1 and 2 gather them inside the island, stage 3 its persistent ones."""
+        """Push the masters to the model's parameters: stages 1 and 2 gather them inside the island,
+        stage 3 its persistent ones.
+        """
         with torch.no_grad():
             self.partitions.push()
 
@@ -180,14 +218,23 @@ class ZeroHost:
         return [n for n, p in named if p.requires_grad and n not in mine]
 
     def check(self) -> None:
-        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of a parameter was switched."""
+        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of
+        a parameter was switched.
+        """
         if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
-            raise RuntimeError("the ZeRO engine has other partitions than at attach: detach() and attach again")
+            raise RuntimeError(
+                "the ZeRO engine has other partitions than at attach: detach() and attach again"
+            )
         now = [p.requires_grad for p in self._parameters.values()]
         if now != self._trained:
-            name, is_on = next((n, a) for n, a, b in zip(self._parameters, now, self._trained, strict=True) if a != b)
+            name, is_on = next(
+                (n, a)
+                for n, a, b in zip(self._parameters, now, self._trained, strict=True)
+                if a != b
+            )
             raise RuntimeError(
-                f"requires_grad of {plain_name(name)} was switched {'on' if is_on else 'off'} after attach, which ZeRO does not follow: "
+                f"requires_grad of {plain_name(name)} was switched {'on' if is_on else 'off'} "
+                "after attach, which ZeRO does not follow: "
                 "switch it back, or set it before deepspeed.initialize, and attach again"
             )
 
@@ -201,20 +248,28 @@ class ZeroHost:
         shards, shard = comm.get_world_size(group=group), comm.get_rank(group=group)
         if (shards, shard) != (world, rank):
             raise ValueError(
-                f"ZeRO shards over {shards} ranks (this one is {shard}), the replica has {world} (this one is {rank}): in one world over "
-                "several nodes call deepspeed_ext.shard_within_node(node_size) before deepspeed.initialize; islands need none"
+                f"ZeRO shards over {shards} ranks (this one is {shard}), the replica has {world} "
+                f"(this one is {rank}): in one world over "
+                "several nodes call deepspeed_ext.shard_within_node(node_size) before "
+                "deepspeed.initialize; islands need none"
             )
         return ShardPosition(shards, shard, 1, 0)
 
     def hooks(
-        self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+        self,
+        island: IslandGroup,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        skip: Callable[[], None],
+        gradients: bool,
     ) -> EngineStepHooks:
         """The engine's own count of steps."""
         return EngineStepHooks(self.engine, self.partitions, before, after, skip, gradients)
 
 
 def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Cut elements start..start + numel of a flattened tensor into (start, shape): whole rows keep the tensor's dims, the rest is flat.
+    """Cut elements start..start + numel of a flattened tensor into (start, shape): whole rows keep
+    the tensor's dims, the rest is flat.
 
     Example:
         >>> from deepspeed_ext.zero_params import pieces

@@ -1,4 +1,6 @@
-"""For mkdocstrings: docstrings of this package say `Example:`, griffe knows code under `Examples:` only."""
+"""For mkdocstrings: docstrings of this package say `Example:`, griffe knows code under `Examples:`
+only.
+"""
 
 from __future__ import annotations
 
@@ -14,4 +16,6 @@ class Examples(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Called for every object that was read from the sources."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^( *)Example:", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(
+                r"^( *)Example:", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
+            )

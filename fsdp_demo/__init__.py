@@ -1,4 +1,5 @@
-"""Hybrid-sharded training over slow networks: shard inside a node, exchange a little, compressed, between nodes.
+"""Hybrid-sharded training over slow networks: shard inside a node, exchange a little, compressed,
+between nodes.
 
 import fsdp_demo
 exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
     from .comm.link import Link
     from .comm.meter import Meter, ring_all_reduce_bytes
     from .comm.topology import Topology
-    from .config.channel import Accumulator, Applier, Channel, Codec, Fragments, Reducer, SyncSchedule
+    from .config.channel import (
+        Accumulator,
+        Applier,
+        Channel,
+        Codec,
+        Fragments,
+        Reducer,
+        SyncSchedule,
+    )
     from .config.load import load_config, preset
     from .config.presets import half_life_multiples, presets
     from .config.schema import ExchangeConfig
@@ -56,13 +65,22 @@ __all__ = [
     "undecided",
 ]
 
-# Imported late: commands that need no torch (a durable store, a rehearsal, `fsdp-demo presets`) do not wait seconds for it.
+# Imported late: commands that need no torch (a durable store, a rehearsal, `fsdp-demo presets`) do
+# not wait seconds for it.
 _HOMES = {
     "attaching": ("attach",),
     "comm.link": ("Link",),
     "comm.meter": ("Meter", "ring_all_reduce_bytes"),
     "comm.topology": ("Topology",),
-    "config.channel": ("Accumulator", "Applier", "Channel", "Codec", "Fragments", "Reducer", "SyncSchedule"),
+    "config.channel": (
+        "Accumulator",
+        "Applier",
+        "Channel",
+        "Codec",
+        "Fragments",
+        "Reducer",
+        "SyncSchedule",
+    ),
     "config.load": ("load_config", "preset"),
     "config.presets": ("half_life_multiples", "presets"),
     "config.schema": ("ExchangeConfig",),

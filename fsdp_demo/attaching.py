@@ -42,29 +42,39 @@ def attach(
     catch_up: bool = True,
     **changes: Any,
 ) -> Exchange:
-    """Join the replicas of a model: from now on every `optimizer.step()` takes part in the exchange.
+    """Join the replicas of a model: from now on every `optimizer.step()` takes part in the
+    exchange.
 
-    Call it after the model is sharded and the optimizer built (after `accelerator.prepare`), and after weights are loaded
-    (`accelerator.load_state`), on all ranks of all islands: parameters that were changed since are refused at the first step.
+    Call it after the model is sharded and the optimizer built (after `accelerator.prepare`), and
+    after weights are loaded (`accelerator.load_state`), on all ranks of all islands: parameters
+    that were changed since are refused at the first step.
 
     Args:
-        optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in turns; or an engine of a package that
-            offers an `attach` of its own (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
+        optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in
+            turns; or an engine of a package that offers an `attach` of its own
+            (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
         config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
-        model: gives parameters their names, and its frozen parameters and buffers are made equal on all replicas.
+        model: gives parameters their names, and its frozen parameters and buffers are made equal on
+            all replicas.
         topology: default `Topology.from_env()`.
-        must_match: further facts of the run (steps, batch, schedule; JSON values) that all replicas must share.
+        must_match: further facts of the run (steps, batch, schedule; JSON values) that all replicas
+            must share.
         step: the job's step to start from (resume); default 0, of an engine its own count.
-        state: `Exchange.state_dict()` of this rank to resume from, or `checkpoint.load_exchange(...)`, which may have been saved by another
-            number of islands or shards. Replicas without one take over from the one that is furthest. `RunState.saved` of an island that
-            joins a run under way: then it need not fetch what is on its disk.
-        batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log that says the effective batch.
-        catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an exchange that a loss had cut off.
+        state: `Exchange.state_dict()` of this rank to resume from, or
+            `checkpoint.load_exchange(...)`, which may have been saved by another number of islands
+            or shards. Replicas without one take over from the one that is furthest.
+            `RunState.saved` of an island that joins a run under way: then it need not fetch what is
+            on its disk.
+        batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log
+            that says the effective batch.
+        catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
+            exchange that a loss had cut off.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
-        ValueError: a wrong configuration, a preset not defined for this optimizer, parameters or an optimizer that cannot be exchanged,
-            an optimizer of another model, islands that run something else (configuration, parameters, optimizers and their numbers).
+        ValueError: a wrong configuration, a preset not defined for this optimizer, parameters or an
+            optimizer that cannot be exchanged, an optimizer of another model, islands that run
+            something else (configuration, parameters, optimizers and their numbers).
         PeerLost: islands that did not come in time.
 
     Example:
@@ -73,7 +83,7 @@ def attach(
         >>> exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
         >>> exchange.equal_after_exchange
         True
-    """
+    """  # noqa: E501
     given = {
         "model": model,
         "topology": topology,
@@ -84,15 +94,21 @@ def attach(
         "catch_up": catch_up,
     }
     if (door := registry.find(optimizer)) is not None:
-        attached: Exchange = door.attach(optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes)
+        attached: Exchange = door.attach(
+            optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
+        )
         return attached
-    optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+    optimizers = [
+        unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+    ]
     inner = unwrap_model(model)
     return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
-    """A preset's name or yaml file as a configuration, with the changes made. Raises TypeError for `agree`, an old keyword of `attach`."""
+    """A preset's name or yaml file as a configuration, with the changes made. Raises TypeError for
+    `agree`, an old keyword of `attach`.
+    """
     if "agree" in changes:
         raise TypeError("attach(agree=...) is called attach(must_match=...) since fsdp_demo 0.2")
     if isinstance(config, str):
@@ -122,7 +138,9 @@ def join(
     topology = topology or Topology.from_env()
     log_setup.speak(topology)
     try:
-        exchange = Exchange(shards, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up))
+        exchange = Exchange(
+            shards, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
+        )
     except PeerLost as error:
         _try_again(topology, error)
         raise
@@ -131,8 +149,8 @@ def join(
 
 
 def _try_again(topology: Topology, error: PeerLost) -> None:
-    """An island that could not join a run under way, or could not meet the others after its supervisor had started it again, ends with
-    status 75: its supervisor starts it once more."""
+    """An island that could not join a run under way, or could not meet the others after its
+    supervisor had started it again, ends with status 75: its supervisor starts it once more."""
     try:
         joins = topology.elastic and (restarted(os.environ) or topology.under_way())
     except PeerLost:  # not even the store answers
@@ -144,7 +162,8 @@ def _try_again(topology: Topology, error: PeerLost) -> None:
 
 
 def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Take away what finished exchanges have left on optimizers (it only says that they are finished).
+    """Take away what finished exchanges have left on optimizers (it only says that they are
+    finished).
 
     Raises:
         ValueError: one of them has an exchange that runs.

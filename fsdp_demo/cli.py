@@ -1,4 +1,6 @@
-"""The command `fsdp-demo`: serve a store, rehearse islands on one machine, show presets, look into checkpoints, export a model."""
+"""The command `fsdp-demo`: serve a store, rehearse islands on one machine, show presets, look into
+checkpoints, export a model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from .version import __version__
 
 USAGE_ERROR = 2
 
-_BIND_HELP = "a private address of this machine; port 0 picks a free one; zmq:// keeps what it is told in a file, and knows ISLAND_TOKEN"
+_BIND_HELP = (
+    "a private address of this machine; port 0 picks a free one; zmq:// keeps what it is told in a "
+    "file, and knows ISLAND_TOKEN"
+)
 _REHEARSE_USAGE = "fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT ARGS"
 
 
@@ -24,13 +29,15 @@ def store(args: argparse.Namespace) -> int:
     from .comm.address import join_address
     from .launch.store import bound_memory
 
-    # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait` below.
+    # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait`
+    # below.
     signals = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         served = _store(args)
     except BaseException:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # whoever called main() in a process of its own goes on
+        # whoever called main() in a process of its own goes on
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raise
     bound_memory()
     for warning in served.warnings:
@@ -43,7 +50,11 @@ def store(args: argparse.Namespace) -> int:
     listening = join_address(served.host, served.port)
     if not args.quiet:
         kept = f", keys in {served.file}" if served.file else ""
-        print(f"store listening on {listening}{kept}; on every island: export ISLAND_ENDPOINT={served.endpoint}", flush=True)
+        print(
+            f"store listening on {listening}{kept}; on every island: export "
+            f"ISLAND_ENDPOINT={served.endpoint}",
+            flush=True,
+        )
     served.serve_until(signals)
     return 0
 
@@ -59,7 +70,10 @@ def _store(args: argparse.Namespace) -> Any:
 
         return DurableStore(args.bind, args.file or FILE, token)
     if args.file:
-        raise ValueError(f"--file {args.file}: this store keeps nothing in a file; take --bind {SCHEME}{args.bind}")
+        raise ValueError(
+            f"--file {args.file}: this store keeps nothing in a file; take --bind "
+            f"{SCHEME}{args.bind}"
+        )
     return serve(args.bind, token)
 
 
@@ -68,7 +82,9 @@ def status(args: argparse.Namespace) -> int:
     from .comm.look import members, text
     from .comm.topology import Topology
 
-    topology = Topology.from_env({"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", **os.environ, "ISLAND_RANK": "0"})
+    topology = Topology.from_env(
+        {"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", **os.environ, "ISLAND_RANK": "0"}
+    )
     found = members(topology.open_store(10.0), topology.run, topology.token)
     print(json.dumps(found, indent=2) if args.json else text(found))
     return 0 if any(not one.get("silent") for one in found["members"]) else 1
@@ -83,7 +99,11 @@ def rehearse(args: argparse.Namespace) -> int:
     link = None
     if args.link is not None or args.rtt is not None:
         try:
-            link = Link.parse(args.link) if args.link and "," in args.link else Link(args.link and parse_rate(args.link), 0.0)
+            link = (
+                Link.parse(args.link)
+                if args.link and "," in args.link
+                else Link(args.link and parse_rate(args.link), 0.0)
+            )
             link = Link(link.bits_per_second, parse_rtt(args.rtt)) if args.rtt else link
         except ValueError as error:
             raise ValueError(f"--link/--rtt: {error}") from None
@@ -113,8 +133,13 @@ def presets(args: argparse.Namespace) -> int:
     if args.name is None:
         width = max(map(len, known))
         for name in sorted(known, key=lambda name: name not in RECOMMENDED):
-            group = "recommended" if name in RECOMMENDED else "baseline" if name == "full" else "paper"
-            print(f"{name:{width}}  {group:11}  {(inspect.getdoc(known[name]) or '').partition(chr(10))[0]}")
+            group = (
+                "recommended" if name in RECOMMENDED else "baseline" if name == "full" else "paper"
+            )
+            print(
+                f"{name:{width}}  {group:11}  "
+                f"{(inspect.getdoc(known[name]) or '').partition(chr(10))[0]}"
+            )
         return 0
     config = fsdp_demo.preset(args.name)  # a wrong name: ValueError with the nearest right one
     if args.yaml:
@@ -145,7 +170,9 @@ def export(args: argparse.Namespace) -> int:
     try:
         from .integrations.export.pretrained import export as write
     except ImportError as error:
-        raise ValueError(f"export needs transformers ({error}): pip install 'fsdp_demo[hf]'") from None
+        raise ValueError(
+            f"export needs transformers ({error}): pip install 'fsdp_demo[hf]'"
+        ) from None
     chosen = write(
         args.folder,
         args.out,
@@ -155,57 +182,133 @@ def export(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         push_to_hub=args.push_to_hub,
     )
-    print(f"{args.out}: step {chosen.step}, {chosen.says}" + (f"; uploaded to {args.push_to_hub}" if args.push_to_hub else ""))
+    print(
+        f"{args.out}: step {chosen.step}, {chosen.says}"
+        + (f"; uploaded to {args.push_to_hub}" if args.push_to_hub else "")
+    )
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """The command table."""
-    top = argparse.ArgumentParser(prog="fsdp-demo", description="One model on several islands that a slow network joins.")
+    top = argparse.ArgumentParser(
+        prog="fsdp-demo", description="One model on several islands that a slow network joins."
+    )
     top.add_argument("--version", action="version", version=f"fsdp-demo {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     sub = commands.add_parser("store", help="serve the store where islands meet, until stopped")
     sub.add_argument("--bind", required=True, metavar="[zmq://]ADDR:PORT", help=_BIND_HELP)
-    sub.add_argument("--file", metavar="PATH", help="where a zmq:// store keeps its keys (default: fsdp_demo_store.sqlite in this folder)")
-    sub.add_argument("--port-file", metavar="FILE", help="write the port into this file when the store listens")
+    sub.add_argument(
+        "--file",
+        metavar="PATH",
+        help="where a zmq:// store keeps its keys (default: fsdp_demo_store.sqlite in this folder)",
+    )
+    sub.add_argument(
+        "--port-file", metavar="FILE", help="write the port into this file when the store listens"
+    )
     sub.add_argument("--quiet", action="store_true", help="do not print where it listens")
     sub.set_defaults(run_command=store)
 
-    sub = commands.add_parser("rehearse", help="run several islands on this machine, as they would run on several", usage=_REHEARSE_USAGE)
+    sub = commands.add_parser(
+        "rehearse",
+        help="run several islands on this machine, as they would run on several",
+        usage=_REHEARSE_USAGE,
+    )
     sub.add_argument("--islands", type=int, required=True, metavar="N", help="number of islands")
-    sub.add_argument("--procs", type=int, required=True, metavar="P", help="processes (ranks) per island")
-    sub.add_argument("--link", metavar="RATE", help="rate of each island's link, for example 100Mbit (default: not limited)")
-    sub.add_argument("--rtt", metavar="TIME", help="round trip between islands, for example 40ms (default: 0)")
-    sub.add_argument("--launcher", default="accelerate", choices=("accelerate", "torchrun", "deepspeed"), help="default: accelerate")
+    sub.add_argument(
+        "--procs", type=int, required=True, metavar="P", help="processes (ranks) per island"
+    )
+    sub.add_argument(
+        "--link",
+        metavar="RATE",
+        help="rate of each island's link, for example 100Mbit (default: not limited)",
+    )
+    sub.add_argument(
+        "--rtt", metavar="TIME", help="round trip between islands, for example 40ms (default: 0)"
+    )
+    sub.add_argument(
+        "--launcher",
+        default="accelerate",
+        choices=("accelerate", "torchrun", "deepspeed"),
+        help="default: accelerate",
+    )
     sub.add_argument("--run", default="rehearse", metavar="ID", help="run id (ISLAND_RUN)")
     sub.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
-    sub.add_argument("--grace", type=float, default=40.0, metavar="SECONDS", help="left to the others when an island dies (default: 40)")
-    sub.add_argument("--restarts", type=int, default=0, metavar="N", help="start an island that saved and left, or was killed, again")
-    sub.add_argument("--resume-args", default="", metavar="ARGS", help="added to the script's arguments then")
+    sub.add_argument(
+        "--grace",
+        type=float,
+        default=40.0,
+        metavar="SECONDS",
+        help="left to the others when an island dies (default: 40)",
+    )
+    sub.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start an island that saved and left, or was killed, again",
+    )
+    sub.add_argument(
+        "--resume-args", default="", metavar="ARGS", help="added to the script's arguments then"
+    )
     sub.set_defaults(run_command=rehearse)
 
-    sub = commands.add_parser("status", help="say which islands take part in a run, and how far they are (ISLAND_ENDPOINT, ISLAND_RUN)")
+    sub = commands.add_parser(
+        "status",
+        help="say which islands take part in a run, and how far they are (ISLAND_ENDPOINT, "
+        "ISLAND_RUN)",
+    )
     sub.add_argument("--json", action="store_true", help="print one object")
     sub.set_defaults(run_command=status)
 
     sub = commands.add_parser("presets", help="list the published methods, or show one")
     sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
-    sub.add_argument("--yaml", action="store_true", help="print it as yaml, to change and pass as a file")
+    sub.add_argument(
+        "--yaml", action="store_true", help="print it as yaml, to change and pass as a file"
+    )
     sub.set_defaults(run_command=presets)
 
-    sub = commands.add_parser("inspect", help="say what a checkpoint holds: step, preset, islands, states and sizes, what is missing")
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint-N, or the folder of a run for all of its checkpoints")
-    sub.add_argument("--json", action="store_true", help="print a list of objects, one per checkpoint")
+    sub = commands.add_parser(
+        "inspect",
+        help="say what a checkpoint holds: step, preset, islands, states and sizes, what is "
+        "missing",
+    )
+    sub.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a checkpoint-N, or the folder of a run for all of its checkpoints",
+    )
+    sub.add_argument(
+        "--json", action="store_true", help="print a list of objects, one per checkpoint"
+    )
     sub.set_defaults(run_command=inspect_checkpoint)
 
-    sub = commands.add_parser("export", help="write a run's outer parameters as a folder for from_pretrained, with a model card")
-    sub.add_argument("folder", metavar="RUN", help="output folder of the run, with those of all islands, or one checkpoint of it")
+    sub = commands.add_parser(
+        "export",
+        help="write a run's outer parameters as a folder for from_pretrained, with a model card",
+    )
+    sub.add_argument(
+        "folder",
+        metavar="RUN",
+        help="output folder of the run, with those of all islands, or one checkpoint of it",
+    )
     sub.add_argument("out", metavar="OUT", help="folder to write; new or empty")
-    sub.add_argument("--step", type=int, metavar="N", help="of the checkpoints (default: the newest that is whole)")
+    sub.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="of the checkpoints (default: the newest that is whole)",
+    )
     sub.add_argument("--island", type=int, metavar="I", help="this island's replica alone")
-    sub.add_argument("--model", metavar="CONFIG", help="config.json, folder or hub id of the architecture, if the checkpoints hold none")
-    sub.add_argument("--tokenizer", metavar="ID", help="hub id or folder (default: the one saved with the run)")
+    sub.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="config.json, folder or hub id of the architecture, if the checkpoints hold none",
+    )
+    sub.add_argument(
+        "--tokenizer", metavar="ID", help="hub id or folder (default: the one saved with the run)"
+    )
     sub.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this repository")
     sub.set_defaults(run_command=export)
     return top

@@ -1,4 +1,6 @@
-"""The errors of this package that a caller may want to tell apart. A wrong value given by a user is a plain `ValueError`."""
+"""The errors of this package that a caller may want to tell apart. A wrong value given by a user is
+a plain `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ ANCHORS = (
     "one-world",
     "hostfile",
 )
-"""The errors that have a section of their own in PAGE, by the anchor of its heading, in the order of the page."""
+"""The errors that have a section of their own in PAGE, by the anchor of its heading, in the order
+of the page.
+"""
 
 
 def see(anchor: str) -> str:
@@ -54,7 +58,8 @@ def see(anchor: str) -> str:
 
 
 class PeerLost(RuntimeError):
-    """A peer island died or was silent for longer than the timeout. What was in flight has not been applied.
+    """A peer island died or was silent for longer than the timeout. What was in flight has not been
+    applied.
 
     Example:
         >>> from fsdp_demo import PeerLost
@@ -64,7 +69,8 @@ class PeerLost(RuntimeError):
 
 
 class StoreSilent(PeerLost):
-    """The store did not answer in time, or its connection is gone. What was asked may have happened or not.
+    """The store did not answer in time, or its connection is gone. What was asked may have happened
+    or not.
 
     Example:
         >>> from fsdp_demo.errors import StoreSilent
@@ -74,7 +80,8 @@ class StoreSilent(PeerLost):
 
 
 class WireError(RuntimeError):
-    """A message that is torn, of another configuration, version or step. Nothing of it has been applied.
+    """A message that is torn, of another configuration, version or step. Nothing of it has been
+    applied.
 
     Example:
         >>> from fsdp_demo import WireError
@@ -84,9 +91,11 @@ class WireError(RuntimeError):
 
 
 class Mismatch(WireError):
-    """Islands do not do the same: other steps, another order of calls, another configuration, or replicas that are no longer equal.
+    """Islands do not do the same: other steps, another order of calls, another configuration, or
+    replicas that are no longer equal.
 
-    To start again does not help: somebody must change something first. `guard` ends with status 78, not 75.
+    To start again does not help: somebody must change something first. `guard` ends with status 78,
+    not 75.
 
     Example:
         >>> from fsdp_demo import Mismatch, WireError
@@ -96,8 +105,8 @@ class Mismatch(WireError):
 
 
 class NotFinite(RuntimeError):
-    """Values that are needed hold NaN or Inf: a replica that does not come back by itself, or a checkpoint that is not saved. No other
-    replica has taken anything of them.
+    """Values that are needed hold NaN or Inf: a replica that does not come back by itself, or a
+    checkpoint that is not saved. No other replica has taken anything of them.
 
     Example:
         >>> from fsdp_demo import NotFinite
@@ -107,7 +116,8 @@ class NotFinite(RuntimeError):
 
 
 class Stopped(RuntimeError):
-    """An island asked to stop (`request_stop`, SIGTERM); all ranks of this island stand after the same step.
+    """An island asked to stop (`request_stop`, SIGTERM); all ranks of this island stand after the
+    same step.
 
     Example:
         >>> from fsdp_demo import Stopped
@@ -117,7 +127,8 @@ class Stopped(RuntimeError):
 
 
 class NeedsDecision(ValueError):
-    """A run cannot go on by itself: the sentence says what was found and what there is to choose from. Scripts end with status 78.
+    """A run cannot go on by itself: the sentence says what was found and what there is to choose
+    from. Scripts end with status 78.
 
     Example:
         >>> from fsdp_demo import NeedsDecision
@@ -139,16 +150,23 @@ class Superseded(RuntimeError):
 def as_disk_error(error: Exception) -> Exception:
     """An OSError for what writers raise on a full disk, whichever class it has; all else as it is.
 
-    safetensors says "I/O error ... (os error 28)", `torch.save` "enforce fail at inline_container.cc" or "PytorchStreamWriter failed".
+    safetensors says "I/O error ... (os error 28)", `torch.save` "enforce fail at
+    inline_container.cc" or "PytorchStreamWriter failed".
     """
     text = str(error)
     theirs = type(error).__name__ == "SafetensorError" and "os error" in text
-    torchs = isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text)
-    return OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
+    torchs = isinstance(error, RuntimeError) and (
+        "inline_container" in text or "PytorchStreamWriter" in text
+    )
+    return (
+        OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
+    )
 
 
 def renamed(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:
-    """The error for `owner.name`, which is not there. If it is one of the old `names`, the text says the new one."""
+    """The error for `owner.name`, which is not there. If it is one of the old `names`, the text
+    says the new one.
+    """
     if name in names:
         return AttributeError(f"{owner}.{name} is called {owner}.{names[name]} since fsdp_demo 0.2")
     return AttributeError(f"{owner} has no attribute {name!r}")

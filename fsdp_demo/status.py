@@ -15,11 +15,15 @@ DECIDE = 78
 """To start again changes nothing: somebody must choose, or change something, first (EX_CONFIG)."""
 
 FOLDER = "ISLAND_STATUS"
-"""Variable with the folder where every rank that ends so writes its status, file `rank<R>`: launchers turn every status into 1."""
+"""Variable with the folder where every rank that ends so writes its status, file `rank<R>`:
+launchers turn every status into 1.
+"""
 
 
 def tell_launcher(rank: int, status: int) -> None:
-    """Write the status of a rank of this island where `fsdp_demo.launch` and rehearsals look for it."""
+    """Write the status of a rank of this island where `fsdp_demo.launch` and rehearsals look for
+    it.
+    """
     folder = os.environ.get(FOLDER)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -27,7 +31,9 @@ def tell_launcher(rank: int, status: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once, with what was logged and printed: a regular exit could wait for peers that are gone."""
+    """End the process at once, with what was logged and printed: a regular exit could wait for
+    peers that are gone.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,9 +1,11 @@
-"""Pretrain a causal language model with `transformers.Trainer` on islands (or a mesh): the twin of pretrain.py.
+"""Pretrain a causal language model with `transformers.Trainer` on islands (or a mesh): the twin of
+pretrain.py.
 
-    fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain_trainer.py --model small --data stdlib --exchange diloco --set period=20
+    fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain_trainer.py --model small --data
+    stdlib --exchange diloco --set period=20
 
-Takes all flags of TrainingArguments; `--deepspeed recipes/deepspeed/zero2.json` takes ZeRO in the place of FSDP2. Lines that differ from an
-ordinary Trainer script are marked (*).
+Takes all flags of TrainingArguments; `--deepspeed recipes/deepspeed/zero2.json` takes ZeRO in the
+place of FSDP2. Lines that differ from an ordinary Trainer script are marked (*).
 """
 
 from __future__ import annotations
@@ -27,26 +29,42 @@ from fsdp_demo.status import SAVED, leave
 
 @dataclass
 class DataArguments:
-    model: str = field(default="small", metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"})
-    data: str = field(default="stdlib", metadata={"help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"})
+    model: str = field(
+        default="small",
+        metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"},
+    )
+    data: str = field(
+        default="stdlib",
+        metadata={
+            "help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"
+        },
+    )
     tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
     sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
     eval_rows: int = field(default=64, metadata={"help": "held-out rows, the same on every island"})
 
 
 def parser() -> HfArgumentParser:
-    """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has ranks enough (not DeepSpeed), fp32 parameters."""
+    """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has ranks
+    enough (not DeepSpeed), fp32 parameters.
+    """
     made = HfArgumentParser((DataArguments, ExchangeArguments, TrainingArguments))
     mesh = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) > 1
     sharded = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or any(flag.partition("=")[0] == "--deepspeed" for flag in sys.argv)
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or os.environ.get("DS_ACCELERATOR") == "cpu"
+    zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or any(
+        flag.partition("=")[0] == "--deepspeed" for flag in sys.argv
+    )
+    cpu = (
+        os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        or os.environ.get("DS_ACCELERATOR") == "cpu"
+    )
     if zero:
         from pretrain_deepspeed import without_compiler
 
         without_compiler()
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would leave DeepSpeed out without a word; `use_cpu` has it
+        # Accelerate would leave DeepSpeed out without a word; `use_cpu` has it
+        os.environ.pop("ACCELERATE_USE_CPU", None)
     made.set_defaults(
         output_dir="outputs/pretrain-trainer",
         use_cpu=cpu or not torch.accelerator.is_available(),
@@ -61,7 +79,8 @@ def parser() -> HfArgumentParser:
         save_steps=100,
         report_to="none",
         **({"fsdp": True, "fsdp_config": sharded} if ranks > 1 and not zero else {}),
-        **({"parallelism_config": ExchangeParallelismConfig()} if mesh else {}),  # (*) all nodes in one launch; else islands
+        # (*) all nodes in one launch; else islands
+        **({"parallelism_config": ExchangeParallelismConfig()} if mesh else {}),
     )
     return made
 
@@ -69,7 +88,9 @@ def parser() -> HfArgumentParser:
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     data, exchange, args = parser().parse_args_into_dataclasses()
-    logging.getLogger("fsdp_demo").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
+    logging.getLogger("fsdp_demo").setLevel(
+        logging.INFO if args.process_index == 0 else logging.WARNING
+    )
     config = exchange.config()  # (*) the method, None without --exchange
     if args.learning_rate is None:
         args.learning_rate = (config.lr if config else None) or 3e-4
@@ -82,7 +103,8 @@ def main() -> None:
         data.data,
         tokenizer,
         data.sequence_length,
-        island=topology.island,  # (*) the data are split by island first; other scripts: split_dataset_by_island(dataset)
+        # (*) the data are split by island first; other scripts: split_dataset_by_island(dataset)
+        island=topology.island,
         islands=topology.islands,
         seed=args.seed + 1 + topology.island,
         validation_rows=data.eval_rows,
@@ -93,7 +115,8 @@ def main() -> None:
         train_dataset=sets.train,
         eval_dataset=sets.validation,
         data_collator=Collate(sets.pad),
-        **exchange.trainer(lr=args.learning_rate),  # (*) the callback, and the optimizer of presets that have their own
+        # (*) the callback, and the optimizer of presets that have their own
+        **exchange.trainer(lr=args.learning_rate),
     )
     resume = args.resume_from_checkpoint
     try:
@@ -101,7 +124,8 @@ def main() -> None:
         trainer.train(resume_from_checkpoint=True if str(resume).lower() in newest else resume)
     except NeedsDecision as error:
         undecided(error, args.process_index)  # (*) status 78: trying again changes nothing
-    except (SystemExit, PeerLost):  # (*) SIGTERM, here or elsewhere, or an island that is gone: all is saved
+    except (SystemExit, PeerLost):
+        # (*) SIGTERM, here or elsewhere, or an island that is gone: all is saved
         leave(SAVED)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -109,7 +133,9 @@ def main() -> None:
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
-    trainer.accelerator.end_training()  # ranks that leave their process group to the interpreter sometimes abort, under DeepSpeed above all
+    # ranks that leave their process group to the interpreter sometimes abort, under DeepSpeed above
+    # all
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

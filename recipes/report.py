@@ -1,4 +1,6 @@
-"""What a run tells: a progress bar, `metrics.jsonl`, `summary.json`, `report.png` and a table. Nothing here changes the training."""
+"""What a run tells: a progress bar, `metrics.jsonl`, `summary.json`, `report.png` and a table.
+Nothing here changes the training.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,40 @@ from fsdp_demo import ring_all_reduce_bytes
 
 
 def full_bytes(parameters: int, steps: int, islands: int) -> int:
-    """Bytes one island sends when bf16 gradients are ring all-reduced over the islands at every step."""
+    """Bytes one island sends when bf16 gradients are ring all-reduced over the islands at every
+    step.
+    """
     return ring_all_reduce_bytes(islands, 2 * parameters) * steps
 
 
-# Dense bf16 with fp32 sums, 1e12 per second; the first name found in the GPU's name counts. Source: NVIDIA's data sheets of each, and for
-# Ada and Ampere GeForce the architecture white papers' appendices.
-PEAK = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362}
-PEAK |= {"L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 3090": 71}
+# Dense bf16 with fp32 sums, 1e12 per second; the first name found in the GPU's name counts. Source:
+# NVIDIA's data sheets of each, and for Ada and Ampere GeForce the architecture white papers'
+# appendices.
+PEAK = {
+    "B200": 2250,
+    "GH200": 989,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+}
+PEAK |= {
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "A10": 125,
+    "RTX 6000 Ada": 364,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
 
 
 def peak_flops(device: torch.device, given: float | None = None) -> float | None:
-    """Flops per second of one device in bf16: `given` in 1e12, or by its name; None if nobody knows (a CPU, another GPU)."""
+    """Flops per second of one device in bf16: `given` in 1e12, or by its name; None if nobody knows
+    (a CPU, another GPU).
+    """
     if given is not None:
         return given * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -36,10 +60,12 @@ def peak_flops(device: torch.device, given: float | None = None) -> float | None
 
 
 def flops_per_token(model: Any, length: int) -> float:
-    """Of a dense model's forward and backward: 6 per parameter, and 12 * layers * width * length for attention (PaLM, appendix B).
+    """Of a dense model's forward and backward: 6 per parameter, and 12 * layers * width * length
+    for attention (PaLM, appendix B).
 
-    The input embedding is looked up, not multiplied, so it counts only where it is also the head. As in PaLM the causal mask saves
-    nothing, and what activation checkpointing computes again is not counted.
+    The input embedding is looked up, not multiplied, so it counts only where it is also the head.
+    As in PaLM the causal mask saves nothing, and what activation checkpointing computes again is
+    not counted.
     """
     count, config = sum(p.numel() for p in model.parameters()), model.config
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -51,10 +77,14 @@ def flops_per_token(model: Any, length: int) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on this rank's GPU, or the most that the process took on a CPU."""
+    """Bytes: the most that tensors took on this rank's GPU, or the most that the process took on a
+    CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def size(count: float) -> str:
@@ -68,7 +98,13 @@ def size(count: float) -> str:
 def table(rows: list[list[str]], markdown: bool = False) -> str:
     """Aligned columns; the first row is the head, the first column is left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    padded = [[row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    padded = [
+        [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+        ]
+        for row in rows
+    ]
     if not markdown:
         return "\n".join("  ".join(row) for row in padded)
     lines = ["| " + " | ".join(row) + " |" for row in padded]
@@ -77,7 +113,8 @@ def table(rows: list[list[str]], markdown: bool = False) -> str:
 
 
 class Report:
-    """Counts on every rank, writes on the main process of each island, shows a bar on island 0 only.
+    """Counts on every rank, writes on the main process of each island, shows a bar on island 0
+    only.
 
     Args:
         accelerator: for the means over the ranks of this island, once per `log_every` steps.
@@ -85,16 +122,36 @@ class Report:
         facts: what goes into the summary as it is (model, seed...).
         parameters: number of parameters of the whole model.
 
-    In a mesh the accelerator's ranks are those of all islands, and the one main process writes for all.
+    In a mesh the accelerator's ranks are those of all islands, and the one main process writes for
+    all.
     """
 
     def __init__(
-        self, accelerator: Any, exchange: Any, output: Path, *, steps: int, log_every: int, parameters: int, facts: dict[str, Any]
+        self,
+        accelerator: Any,
+        exchange: Any,
+        output: Path,
+        *,
+        steps: int,
+        log_every: int,
+        parameters: int,
+        facts: dict[str, Any],
     ):
-        self.accelerator, self.exchange, self.steps, self.log_every = accelerator, exchange, steps, log_every
-        self.topology, self.output, self.facts, self.parameters = exchange.topology, output, facts, parameters
+        self.accelerator, self.exchange, self.steps, self.log_every = (
+            accelerator,
+            exchange,
+            steps,
+            log_every,
+        )
+        self.topology, self.output, self.facts, self.parameters = (
+            exchange.topology,
+            output,
+            facts,
+            parameters,
+        )
         self.folder = output / self.topology.name
-        self.islands = self.topology.count  # at the start; who joins or is lost later is not counted
+        # at the start; who joins or is lost later is not counted
+        self.islands = self.topology.count
         self.worlds = 1 if self.topology.kind == "mesh" else self.islands
         self.procs = accelerator.num_processes * self.worlds // self.islands
         self.flops: float | None = None
@@ -105,17 +162,33 @@ class Report:
         self.validation: list[list[float]] = []
         self.history: list[dict[str, Any]] = []
         self.began, self.evaluating, self.bar = time.monotonic(), 0.0, None
-        self.counters: Callable[[], dict[str, Any]] = dict  # what others count, for each line and the summary
-        self.before = {"bytes_sent": 0, "exchanges": 0, "seconds_waiting": 0.0, "seconds_exchanging": 0.0}  # before a resume
+        # what others count, for each line and the summary
+        self.counters: Callable[[], dict[str, Any]] = dict
+        # before a resume
+        self.before = {
+            "bytes_sent": 0,
+            "exchanges": 0,
+            "seconds_waiting": 0.0,
+            "seconds_exchanging": 0.0,
+        }
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.folder / "metrics.jsonl", "a" if self.start else "w", encoding="utf-8")
+            self.file = open(
+                self.folder / "metrics.jsonl", "a" if self.start else "w", encoding="utf-8"
+            )
             self.bar = self._bar() if self.topology.island == 0 else None
 
     def _bar(self) -> Any:
         from tqdm import tqdm
 
-        return tqdm(total=self.steps, initial=self.start, unit="step", mininterval=0.5, dynamic_ncols=True, file=sys.stderr)
+        return tqdm(
+            total=self.steps,
+            initial=self.start,
+            unit="step",
+            mininterval=0.5,
+            dynamic_ncols=True,
+            file=sys.stderr,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's counters, as JSON values."""
@@ -134,14 +207,21 @@ class Report:
         """Go on counting from a `state_dict()`; lines of metrics.jsonl that came after it go."""
         self.start, self.step, self.tokens = 0, state["step"], state["tokens"]
         self.losses = [torch.tensor(v, device=self.accelerator.device) for v in state["losses"]]
-        self.validation, self.history, self.before = state["validation"], state["history"], state["before"]
+        self.validation, self.history, self.before = (
+            state["validation"],
+            state["history"],
+            state["before"],
+        )
         self.began, self.evaluating = time.monotonic() - state["seconds"], state["evaluating"]
         if self.main:
             self.file.close()
             path = self.folder / "metrics.jsonl"
             lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-            whole = [line for line in lines if line.endswith("}\n")]  # a run that was killed may have left half a line
-            path.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step), "utf-8")
+            # a run that was killed may have left half a line
+            whole = [line for line in lines if line.endswith("}\n")]
+            path.write_text(
+                "".join(line for line in whole if json.loads(line)["step"] <= self.step), "utf-8"
+            )
             self.file = open(path, "a", encoding="utf-8")
 
     def _metrics(self) -> dict[str, Any]:
@@ -150,7 +230,9 @@ class Report:
         return metrics | {key: metrics[key] + value for key, value in self.before.items()}
 
     def count_flops(self, per_token: float, peak: float | None) -> None:
-        """Report MFU: the model's flops as a share of the peak of all devices; without a peak it stays unknown."""
+        """Report MFU: the model's flops as a share of the peak of all devices; without a peak it
+        stays unknown.
+        """
         self.flops = per_token / (peak * self.procs * self.islands) if peak else None
 
     def micro_batch(self, loss: torch.Tensor, tokens: int) -> None:
@@ -169,11 +251,21 @@ class Report:
         if not self.main:
             return
         speed = values["tokens"] / self._seconds()
-        line = {"step": self.step, "lr": lr, "tokens_per_second": speed, "mfu": self._mfu(speed), **values, **self.counters()}
+        line = {
+            "step": self.step,
+            "lr": lr,
+            "tokens_per_second": speed,
+            "mfu": self._mfu(speed),
+            **values,
+            **self.counters(),
+        }
         self.history.append(line)
         print(json.dumps(line), file=self.file, flush=True)
         if self.bar is not None:
-            postfix = f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s, sent {size(line['bytes_sent'])} per island"
+            postfix = (
+                f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s, sent "
+                f"{size(line['bytes_sent'])} per island"
+            )
             self.bar.set_postfix_str(postfix, refresh=False)
 
     def evaluated(self, loss: float, seconds: float) -> None:
@@ -183,7 +275,9 @@ class Report:
             self.bar.write(f"step {self.step}: validation loss {loss:.4f}", file=sys.stderr)
 
     def finish(self, digests_equal: bool | None) -> dict[str, Any]:
-        """Write what there is to write; returns the summary (the same numbers on every rank of an island, seconds aside)."""
+        """Write what there is to write; returns the summary (the same numbers on every rank of an
+        island, seconds aside).
+        """
         values, metrics, islands = self._island(), self._metrics(), self.islands
         steps, seconds = self.step - self.start, time.monotonic() - self.began
         sent, full = int(values["bytes_sent"]), full_bytes(self.parameters, steps, islands)
@@ -221,11 +315,17 @@ class Report:
             with open(self.folder / "timeline.jsonl", "w", encoding="utf-8") as file:
                 for flown in self.exchange.timeline():
                     print(json.dumps(vars(flown)), file=file)
-            for folder in {self.folder, self.output} if self.topology.island == 0 else {self.folder}:
-                (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            for folder in (
+                {self.folder, self.output} if self.topology.island == 0 else {self.folder}
+            ):
+                (folder / "summary.json").write_text(
+                    json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+                )
         if self.main and self.topology.island == 0:
             draw(self.output / "report.png", self.history, summary, self.exchange.timeline())
-            print("\n".join(f"{name:<28}{value}" for name, value in self._rows(summary)), flush=True)
+            print(
+                "\n".join(f"{name:<28}{value}" for name, value in self._rows(summary)), flush=True
+            )
         return summary
 
     def _seconds(self) -> float:
@@ -237,14 +337,23 @@ class Report:
     def _island(self) -> dict[str, Any]:
         """What the ranks of this island, in a mesh of all, count together (a collective).
 
-        Means: loss, waiting, and `global_loss`, which every rank got from its peers with the last exchange. Tokens are those of all
-        islands, bytes those of one, memory is that of the rank which took most.
+        Means: loss, waiting, and `global_loss`, which every rank got from its peers with the last
+        exchange. Tokens are those of all islands, bytes those of one, memory is that of the rank
+        which took most.
         """
         metrics = self._metrics()
         loss = torch.stack(self.losses).float().mean().item() if self.losses else 0.0
         everywhere = math.nan if metrics["loss"] is None else metrics["loss"]
-        counts = [metrics["bytes_sent"], metrics["seconds_waiting"], peak_memory(self.accelerator.device)]
-        mine = torch.tensor([[loss, everywhere, self.tokens, *counts]], dtype=torch.float64, device=self.accelerator.device)
+        counts = [
+            metrics["bytes_sent"],
+            metrics["seconds_waiting"],
+            peak_memory(self.accelerator.device),
+        ]
+        mine = torch.tensor(
+            [[loss, everywhere, self.tokens, *counts]],
+            dtype=torch.float64,
+            device=self.accelerator.device,
+        )
         ranks = self.accelerator.gather(mine)
         loss, everywhere, _, _, waiting, _ = ranks.mean(0).tolist()
         _, _, tokens, sent, _, _ = ranks.sum(0).tolist()
@@ -258,24 +367,47 @@ class Report:
         }
 
     def _rows(self, summary: dict[str, Any]) -> list[list[str]]:
-        agree = {True: "yes, bit for bit", False: "NO", None: "not expected by this preset"}[summary["digests_equal"]]
+        agree = {True: "yes, bit for bit", False: "NO", None: "not expected by this preset"}[
+            summary["digests_equal"]
+        ]
         rows = [
-            ["preset", f"{summary['preset']}, {summary['islands']} islands x {summary['procs']} ranks, {summary['steps']} steps"],
-            ["validation loss", f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after"],
-            ["training loss, all islands", "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}"],
+            [
+                "preset",
+                f"{summary['preset']}, {summary['islands']} islands x {summary['procs']} ranks, "
+                f"{summary['steps']} steps",
+            ],
+            [
+                "validation loss",
+                f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after",
+            ],
+            [
+                "training loss, all islands",
+                "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}",
+            ],
             ["tokens/s, all islands", f"{summary['tokens_per_second']:.0f}"],
             ["peak memory of a rank", size(summary["peak_memory"])],
             ["each island sent", size(summary["bytes_sent_per_island"])],
             ["bf16 all-reduce would send", size(summary["bytes_full_per_island"])],
-            ["ratio", f"{summary['ratio']:.1f} x fewer bytes" if summary["ratio"] else "nothing was sent"],
+            [
+                "ratio",
+                f"{summary['ratio']:.1f} x fewer bytes" if summary["ratio"] else "nothing was sent",
+            ],
             ["time spent waiting", f"{summary['wait_share']:.1%}"],
         ]
         if summary["mfu"] is not None:
             rows.insert(4, ["MFU, of the bf16 peak", f"{summary['mfu']:.1%}"])
-        if summary["hidden"] and any(flown.applied > flown.step for flown in self.exchange.timeline()):
-            rows.append(["hidden behind training", f"{summary['hidden']:.0%} of the exchanges' time"])
+        if summary["hidden"] and any(
+            flown.applied > flown.step for flown in self.exchange.timeline()
+        ):
+            rows.append(
+                ["hidden behind training", f"{summary['hidden']:.0%} of the exchanges' time"]
+            )
         rows += [["islands agree", agree]] if summary["islands"] > 1 else []
-        return rows if summary["drift"] is None else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
+        return (
+            rows
+            if summary["drift"] is None
+            else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
+        )
 
 
 def hidden(metrics: dict[str, Any]) -> float | None:
@@ -284,9 +416,11 @@ def hidden(metrics: dict[str, Any]) -> float | None:
     return max(0.0, 1.0 - metrics["seconds_waiting"] / exchanging) if exchanging else None
 
 
-def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any], timeline: list[Any]) -> None:
-    """Loss over steps and over bytes sent by one island; with delays also a timeline: for each channel the steps with an exchange in
-    flight. Left out without matplotlib (extra `report`)."""
+def draw(
+    path: Path, history: list[dict[str, Any]], summary: dict[str, Any], timeline: list[Any]
+) -> None:
+    """Loss over steps and over bytes sent by one island; with delays also a timeline: for each
+    channel the steps with an exchange in flight. Left out without matplotlib (extra `report`)."""
     try:
         import matplotlib
     except ImportError:
@@ -302,7 +436,13 @@ def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any], tim
     losses, held_out = [line["loss"] for line in history], [v[1] for v in summary["validation"]]
     axes = (("step", 0, 1, "optimizer step"), ("bytes_sent", 2, 1e-6, "MB sent by each island"))
     for panel, (key, column, scale, label) in zip(panels, axes, strict=True):
-        panel.plot([line[key] * scale for line in history], losses, color="#9aa5b1", lw=1.2, label="training")
+        panel.plot(
+            [line[key] * scale for line in history],
+            losses,
+            color="#9aa5b1",
+            lw=1.2,
+            label="training",
+        )
         x = [v[column] * scale for v in summary["validation"]]
         panel.plot(x, held_out, "o-", color="#0b6e99", lw=1.6, ms=4, label="validation")
         panel.set_xlabel(label)
@@ -311,14 +451,26 @@ def draw(path: Path, history: list[dict[str, Any]], summary: dict[str, Any], tim
     panels[0].set_ylabel("loss (nats per token)")
     panels[0].legend(frameon=False)
     if late:
-        strip, names = figure.add_subplot(grid[1, :], sharex=left), sorted({name for flown in late for name in flown.channels})
+        strip, names = (
+            figure.add_subplot(grid[1, :], sharex=left),
+            sorted({name for flown in late for name in flown.channels}),
+        )
         for row, name in enumerate(names):
-            bars = [(flown.step + 1, flown.applied - flown.step) for flown in late if name in flown.channels]
+            bars = [
+                (flown.step + 1, flown.applied - flown.step)
+                for flown in late
+                if name in flown.channels
+            ]
             strip.broken_barh(bars, (row - 0.4, 0.8), color="#0b6e99")
         strip.set_yticks(range(len(names)), names)
         strip.set_xlabel("optimizer step (bars: an exchange of the channel is in flight)")
         strip.spines[["top", "right"]].set_visible(False)
-    saved = f", {summary['ratio']:.0f} x fewer bytes than a bf16 all-reduce" if summary["ratio"] else ""
-    figure.suptitle(f"{summary['preset']}: {summary['islands']} islands x {summary['procs']} ranks{saved}", fontsize=11)
+    saved = (
+        f", {summary['ratio']:.0f} x fewer bytes than a bf16 all-reduce" if summary["ratio"] else ""
+    )
+    figure.suptitle(
+        f"{summary['preset']}: {summary['islands']} islands x {summary['procs']} ranks{saved}",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)

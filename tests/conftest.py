@@ -1,6 +1,8 @@
-"""Fixtures that every test may use: `run_ranks` plays islands x processes on this machine, forked by the rank server (tests/support).
+"""Fixtures that every test may use: `run_ranks` plays islands x processes on this machine, forked
+by the rank server (tests/support).
 
-torch stays on one thread everywhere: a fork after an OpenMP region of several threads would hang in the child.
+torch stays on one thread everywhere: a fork after an OpenMP region of several threads would hang in
+the child.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # reverse look-ups of addresses warn on every connection
+# reverse look-ups of addresses warn on every connection
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest  # noqa: E402
@@ -32,7 +35,9 @@ GRACE = 5.0  # seconds that the other ranks get to end after one has failed
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Markers `ranks` and `launch`, by what a test uses; `slow` within large matrices. First, since -m chooses by markers afterwards."""
+    """Markers `ranks` and `launch`, by what a test uses; `slow` within large matrices. First, since
+    -m chooses by markers afterwards.
+    """
     kinds.mark(items)
     matrices.thin(items)
 
@@ -48,7 +53,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+def rank_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RankServer]:
     """The process that forks the ranks of this test process."""
     server = RankServer(request.config.rootpath, tmp_path_factory.getbasetemp() / "rank_server.log")
     yield server
@@ -57,7 +64,9 @@ def rank_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def exchange_store(rank_server: RankServer) -> Iterator[tuple[str, int]]:
-    """(host, port) of a TCPStore in a process of its own, for a test that starts its processes itself."""
+    """(host, port) of a TCPStore in a process of its own, for a test that starts its processes
+    itself.
+    """
     name = f"test-{secrets.token_hex(6)}"
     host, port = rank_server.ask("store", name).rsplit(":", 1)
     yield host, int(port)
@@ -66,7 +75,9 @@ def exchange_store(rank_server: RankServer) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Everywhere:
-    """`everywhere.setattr(target, name, value)`: `monkeypatch.setattr` for the test process and the ranks it starts from now on."""
+    """`everywhere.setattr(target, name, value)`: `monkeypatch.setattr` for the test process and the
+    ranks it starts from now on.
+    """
     return Everywhere(monkeypatch)
 
 
@@ -81,16 +92,20 @@ def fixed_members(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def run_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer, everywhere: Everywhere
 ) -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks(fn, islands=2, procs=2, timeout=60, *, group=None, env=None, check=True, args=())`.
+    """`run_ranks(fn, islands=2, procs=2, timeout=60, *, group=None, env=None, check=True,
+    args=())`.
 
-    Forks islands x procs processes; `procs` may be a list, one number per island. Each runs `fn(rank, *args)` (or `fn()` if it
-    takes nothing) with the ISLAND_* environment of its island and, if the island has more than one process (or `group=True`), its
-    own default gloo group. Returns the values, island by island; they must be picklable. A rank that raises fails the call with its
-    traceback; ranks that hang are killed after `timeout` seconds and show where they were. `env` adds variables (a function of
-    the Rank, or a dict), and so does the mark `gloo`. With `check=False` the result is a list of `Outcome`, whatever happened.
+    Forks islands x procs processes; `procs` may be a list, one number per island. Each runs
+    `fn(rank, *args)` (or `fn()` if it takes nothing) with the ISLAND_* environment of its island
+    and, if the island has more than one process (or `group=True`), its own default gloo group.
+    Returns the values, island by island; they must be picklable. A rank that raises fails the call
+    with its traceback; ranks that hang are killed after `timeout` seconds and show where they were.
+    `env` adds variables (a function of the Rank, or a dict), and so does the mark `gloo`. With
+    `check=False` the result is a list of `Outcome`, whatever happened.
 
-    The ranks are forked by another process: what `fn` holds is copied, patches are made by `everywhere`, environment and working
-    folder are those of the test. Each call has a store of its own; calls whose `env` has the same ISLAND_RUN share one.
+    The ranks are forked by another process: what `fn` holds is copied, patches are made by
+    `everywhere`, environment and working folder are those of the test. Each call has a store of its
+    own; calls whose `env` has the same ISLAND_RUN share one.
     """
     runs: set[str] = set()
 
@@ -108,9 +123,17 @@ def run_ranks(
         counts = [procs] * islands if isinstance(procs, int) else list(procs)
         folder = tmp_path / f"ranks-{secrets.token_hex(4)}"
         folder.mkdir()
-        ranks = [Rank(i, p, len(counts), n, sum(counts[:i]) + p, folder) for i, n in enumerate(counts) for p in range(n)]
+        ranks = [
+            Rank(i, p, len(counts), n, sum(counts[:i]) + p, folder)
+            for i, n in enumerate(counts)
+            for p in range(n)
+        ]
         run = f"test-{secrets.token_hex(6)}"
-        common = {"ISLAND_COUNT": str(len(counts)), "ISLAND_RUN": run, "ISLAND_ADDRESS": "127.0.0.1"}
+        common = {
+            "ISLAND_COUNT": str(len(counts)),
+            "ISLAND_RUN": run,
+            "ISLAND_ADDRESS": "127.0.0.1",
+        }
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
         if request.node.get_closest_marker("gloo"):
             common["ISLAND_TRANSPORT"] = "gloo"
@@ -143,10 +166,15 @@ def _raise_on_failure(outcomes: list[Outcome]) -> None:
     bad = [o for o in outcomes if o.error or o.status != 0]
     if not bad:
         return
-    bad.sort(key=lambda o: o.error == HUNG)  # those that raised first: the others mostly hang because of them
+    # those that raised first: the others mostly hang because of them
+    bad.sort(key=lambda o: o.error == HUNG)
     parts = []
     for o in bad:
-        lines = [line for line in o.log.strip().splitlines() if "/_pytest/" not in line and "/pluggy/" not in line]
+        lines = [
+            line
+            for line in o.log.strip().splitlines()
+            if "/_pytest/" not in line and "/pluggy/" not in line
+        ]
         tail = "\n".join(lines[-60:])
         parts.append(f"--- rank {o.rank} (exit status {o.status}) ---\n{o.error or ''}\n{tail}")
     pytest.fail(f"{len(bad)} of {len(outcomes)} ranks failed\n" + "\n".join(parts), pytrace=False)

@@ -1,4 +1,6 @@
-"""Names of the first release that users may have written: each raises an error that says the new one."""
+"""Names of the first release that users may have written: each raises an error that says the new
+one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def renamed(get: Any, new: str) -> None:
 
 def test_of_the_package() -> None:
     renamed(lambda: fsdp_demo.Clock, "fsdp_demo.SyncSchedule")
-    for old, new in {"Checkpoints": "CheckpointManager", "Saved": "SavedExchange", "open_exchange": "load_exchange"}.items():
+    for old, new in {
+        "Checkpoints": "CheckpointManager",
+        "Saved": "SavedExchange",
+        "open_exchange": "load_exchange",
+    }.items():
         renamed(lambda old=old: getattr(checkpoint, old), f"fsdp_demo.checkpoint.{new}")
     for module in (fsdp_demo, checkpoint):
         with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -33,7 +39,11 @@ def test_of_the_package() -> None:
 
 def test_of_an_exchange() -> None:
     exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
-    for old, new in {"note": "report", "council": "across_islands", "consensus": "equal_after_exchange"}.items():
+    for old, new in {
+        "note": "report",
+        "council": "across_islands",
+        "consensus": "equal_after_exchange",
+    }.items():
         renamed(lambda old=old: getattr(exchange, old), f"Exchange.{new}")
         assert hasattr(exchange, new) and not hasattr(exchange, old)
     with pytest.raises(AttributeError, match="Exchange has no attribute 'nothing'"):
@@ -43,7 +53,12 @@ def test_of_an_exchange() -> None:
 
 def test_of_the_manager_of_checkpoints(tmp_path: Any) -> None:
     kept = CheckpointManager(tmp_path, fsdp_demo.Topology())
-    names = {"agreed": "resolve_resume_step", "left": "crash_saves", "holds": "has", "forget_emergencies": "clear_crash_saves"}
+    names = {
+        "agreed": "resolve_resume_step",
+        "left": "crash_saves",
+        "holds": "has",
+        "forget_emergencies": "clear_crash_saves",
+    }
     for old, new in names.items():
         renamed(lambda old=old: getattr(kept, old), f"CheckpointManager.{new}")
         assert callable(getattr(kept, new))
@@ -51,5 +66,7 @@ def test_of_the_manager_of_checkpoints(tmp_path: Any) -> None:
 
 def test_the_old_keyword_of_attach() -> None:
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
-    with pytest.raises(TypeError, match=r"attach\(agree=\.\.\.\) is called attach\(must_match=\.\.\.\)"):
+    with pytest.raises(
+        TypeError, match=r"attach\(agree=\.\.\.\) is called attach\(must_match=\.\.\.\)"
+    ):
         fsdp_demo.attach(optimizer, "diloco", agree={"steps": 10})

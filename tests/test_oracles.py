@@ -19,7 +19,9 @@ def test_dct_is_the_double_sum_and_orthonormal():
         assert abs(dct.coefficient(block, u, v) - float(coefficients[u, v])) < 1e-12
     assert torch.allclose(dct.idct2(coefficients), block, atol=1e-12)
     for n in (1, 2, 37, 64):
-        assert torch.allclose(dct.basis(n) @ dct.basis(n).T, torch.eye(n, dtype=torch.float64), atol=1e-12)
+        assert torch.allclose(
+            dct.basis(n) @ dct.basis(n).T, torch.eye(n, dtype=torch.float64), atol=1e-12
+        )
 
 
 def test_dct_of_a_constant_is_one_coefficient():
@@ -39,7 +41,8 @@ def test_dct_of_a_constant_is_one_coefficient():
         ((0, 5), [], 0),
         ((4096,), [(64, 64)], 0),
         ((5000,), [(64, 64), (14, 64)], 8),  # 904 = 14 * 64 + 8
-        ((128, 250), [(64, 64)] * 3 + [(64, 58)] + [(64, 64)] * 3 + [(64, 58)], 0),  # padded 1.024 times
+        # padded 1.024 times
+        ((128, 250), [(64, 64)] * 3 + [(64, 58)] + [(64, 64)] * 3 + [(64, 58)], 0),
         ((130, 200), [(64, 64)] * 6 + [(22, 64)], 16),  # padded 1.89 times: flat
         ((1000, 7), [(64, 64), (45, 64)], 24),
         ((2, 64, 64), [(64, 64)] * 2, 0),  # rows x last
@@ -55,7 +58,9 @@ def test_blocks(shape, sizes, dense):
 
 
 def test_blocks_without_a_transform_are_flat():
-    assert [tuple(b.shape) for b in blocks.cut((128, 250), flat=True)[0]] == [(64, 64)] * 7 + [(52, 64)]
+    assert [tuple(b.shape) for b in blocks.cut((128, 250), flat=True)[0]] == [(64, 64)] * 7 + [
+        (52, 64)
+    ]
     assert blocks.cut((128, 250), flat=True)[0][1].reshape(-1).tolist() == list(range(4096, 8192))
 
 
@@ -75,8 +80,15 @@ def test_topk_ties_go_to_the_lower_position():
 
 
 def test_bf16_is_torchs():
-    values = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-20, 20).repeat(50)
-    halves = torch.tensor([struct.unpack("<f", struct.pack("<I", b))[0] for b in (0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF)])
+    values = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(
+        -20, 20
+    ).repeat(50)
+    halves = torch.tensor(
+        [
+            struct.unpack("<f", struct.pack("<I", b))[0]
+            for b in (0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF)
+        ]
+    )
     for v in (values, halves, torch.tensor([0.0, -0.0, 3.4e38])):
         assert torch.equal(quantise.bf16_all(v), v.bfloat16().float())
 
@@ -96,7 +108,7 @@ def test_pack12():
     assert len(wire.pack12(numbers)) == 8  # 60 bits
 
 
-# -- presets -------------------------------------------------------------------------------------------------------
+# -- presets -------------------------------------------------------------------------------------
 
 SHAPES = {"weight": (70, 65), "small": (3, 5), "bias": (7,)}
 
@@ -128,7 +140,9 @@ def close(a: presets.Tensors, b: presets.Tensors) -> bool:
 def test_full_is_sgd_on_the_mean():
     method = run(presets.Full(start(), 2, sgd))
     for n, p in start().items():
-        expected = p.double() - 0.1 * sum((gradients(t, 0)[n].double() + gradients(t, 1)[n].double()) / 2 for t in range(4))
+        expected = p.double() - 0.1 * sum(
+            (gradients(t, 0)[n].double() + gradients(t, 1)[n].double()) / 2 for t in range(4)
+        )
         assert torch.allclose(method.theta[1][n], expected)
 
 
@@ -140,14 +154,26 @@ def everything(**kw) -> presets.Coding:
 def test_demo_with_everything_kept(transform):
     """subtract: nothing stays, so plain SGD on the mean; keep: dense momentum SGD."""
     full = run(presets.Full(start(), 2, sgd))
-    same = run(presets.Demo(start(), 2, sgd, shards=2, sign=False, coding=everything(transform=transform)))
+    same = run(
+        presets.Demo(start(), 2, sgd, shards=2, sign=False, coding=everything(transform=transform))
+    )
     assert close(full.theta[0], same.theta[0])
 
     def momentum(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
     dense = run(presets.Full(start(), 2, momentum))
-    kept = run(presets.Demo(start(), 2, sgd, sign=False, residual="keep", beta=0.9, coding=everything(transform=transform)))
+    kept = run(
+        presets.Demo(
+            start(),
+            2,
+            sgd,
+            sign=False,
+            residual="keep",
+            beta=0.9,
+            coding=everything(transform=transform),
+        )
+    )
     assert close(dense.theta[0], kept.theta[0])
 
 
@@ -168,10 +194,14 @@ def test_consensus_with_everything_kept_is_averaging():
 
 
 def test_released_conserves_the_sum_with_divisor_r_only():
-    """Sum of the accumulators after an exchange: beta * sum before + sum of T(D), if the divisor is R; more with senders."""
+    """Sum of the accumulators after an exchange: beta * sum before + sum of T(D), if the divisor is
+    R; more with senders.
+    """
     for senders in (False, True):
         coding = presets.Coding(k=16, code="fp32", senders=senders)
-        method = presets.DecoupledMomentum(start(), 3, sgd, rule="released", period=1, coding=coding)
+        method = presets.DecoupledMomentum(
+            start(), 3, sgd, rule="released", period=1, coding=coding
+        )
         run(method, 3)
         before = method.sum_of_accumulators()["weight"][0]
         deltas = [0.1 * gradients(3, r)["weight"].double() for r in range(3)]
@@ -179,7 +209,9 @@ def test_released_conserves_the_sum_with_divisor_r_only():
         expected = [0.95 * x + y for x, y in zip(before, shard.forward(sum(deltas)), strict=True)]
         method.step([gradients(3, r) for r in range(3)])
         after = method.sum_of_accumulators()["weight"][0]
-        conserved = all(torch.allclose(x, y, atol=1e-10) for x, y in zip(after, expected, strict=True))
+        conserved = all(
+            torch.allclose(x, y, atol=1e-10) for x, y in zip(after, expected, strict=True)
+        )
         assert conserved != senders
 
 
@@ -191,7 +223,7 @@ def test_mean_over_senders_and_weights():
     assert presets.mean(values, [1.0, 3.0], True).tolist() == [3.5, 4.0, 0.0]
 
 
-# -- averaging ---------------------------------------------------------------------------------------------------------
+# -- averaging -----------------------------------------------------------------------------------
 
 
 def heavy(params):
@@ -207,7 +239,9 @@ def mean_theta(method) -> presets.Tensors:
 
 
 def test_averaging_what_is_linear_is_averaging_the_gradient():
-    """SGD with momentum is linear: where parameters and momenta are averaged replicas hold what the mean gradient gives."""
+    """SGD with momentum is linear: where parameters and momenta are averaged replicas hold what the
+    mean gradient gives.
+    """
     full = run(presets.Full(start(), 3, heavy), 6)
     for states in ({"momentum_buffer": 2}, {"momentum_buffer": 3}, {}):
         method = run(presets.Averaging(start(), 3, heavy, period=2, states=states), 6)
@@ -221,7 +255,9 @@ def full_state(full: presets.Full) -> presets.Tensors:
 
 
 def test_local_adam_is_desloc_with_multiples_of_one_and_differs_from_rarer_states():
-    """Averaging everything at every step with one gradient for all is AdamW itself; rarer states leave the replicas' moments apart."""
+    """Averaging everything at every step with one gradient for all is AdamW itself; rarer states
+    leave the replicas' moments apart.
+    """
     method = presets.Averaging(start(), 2, adamw, period=2, states={"exp_avg": 2, "exp_avg_sq": 2})
     rare = presets.Averaging(start(), 2, adamw, period=2, states={"exp_avg": 4, "exp_avg_sq": 6})
     for t in range(6):
@@ -230,11 +266,16 @@ def test_local_adam_is_desloc_with_multiples_of_one_and_differs_from_rarer_state
         for name, period in (("exp_avg", 4), ("exp_avg_sq", 6)):
             assert close(rare.state(0, name), rare.state(1, name)) == ((t + 1) % period == 0)
             assert close(method.state(0, name), method.state(1, name)) == (t % 2 == 1)
-    alone, same = presets.Full(start(), 1, adamw), presets.Averaging(start(), 2, adamw, period=1, states={"exp_avg": 1, "exp_avg_sq": 1})
+    alone, same = (
+        presets.Full(start(), 1, adamw),
+        presets.Averaging(start(), 2, adamw, period=1, states={"exp_avg": 1, "exp_avg_sq": 1}),
+    )
     for t in range(4):
         alone.step([gradients(t, 0)])
         same.step([gradients(t, 0)] * 2)
-    assert close(alone.theta[0], same.theta[1]) and all(float(s["step"]) == 4 for s in same.inner[0].state.values())
+    assert close(alone.theta[0], same.theta[1]) and all(
+        float(s["step"]) == 4 for s in same.inner[0].state.values()
+    )
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 5, 7])
@@ -248,11 +289,13 @@ def test_delayed_averaging_moves_no_mean_and_corrects_once(delay, mix):
     for _ in range(2 * delay + 4):  # no gradients: what differs is corrected, not more
         method.step([{} for _ in range(3)])
     method.flush()
-    apart = max(float((a[n] - full.theta[0][n]).detach().abs().max()) for a in method.theta for n in a)
+    apart = max(
+        float((a[n] - full.theta[0][n]).detach().abs().max()) for a in method.theta for n in a
+    )
     assert apart < 1e-9 if mix == 0 else apart < 0.5
 
 
-# -- outer steps, fragments, delays ------------------------------------------------------------------------------------
+# -- outer steps, fragments, delays --------------------------------------------------------------
 
 
 def test_diloco_with_rate_one_is_local_sgd():
@@ -272,14 +315,26 @@ def test_streaming_with_one_fragment_at_once_is_diloco(warmup):
 
 
 def test_momentum_warms_up():
-    assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9] and warmed(0.9, 0, 1) == 0.9
+    assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9] and warmed(
+        0.9, 0, 1
+    ) == 0.9
 
 
 def test_fragments_by_hand():
     names = ["embed.weight", "h.0.w", "h.0.b", "h.1.w", "h.2.w", "h.3.w", "h.4.w", "norm.2x.weight"]
     last = ["embed.weight", "norm.2x.weight"]
-    assert presets.fragments(names, 2, "strided") == [["h.0.w", "h.0.b", "h.3.w"], ["h.1.w", "h.4.w"], ["h.2.w"], last]
-    assert presets.fragments(names, 2, "sequential") == [["h.0.w", "h.0.b", "h.1.w"], ["h.2.w", "h.3.w"], ["h.4.w"], last]
+    assert presets.fragments(names, 2, "strided") == [
+        ["h.0.w", "h.0.b", "h.3.w"],
+        ["h.1.w", "h.4.w"],
+        ["h.2.w"],
+        last,
+    ]
+    assert presets.fragments(names, 2, "sequential") == [
+        ["h.0.w", "h.0.b", "h.1.w"],
+        ["h.2.w", "h.3.w"],
+        ["h.4.w"],
+        last,
+    ]
 
 
 def test_everything_kept_of_the_local_parameters_is_training_alone():
@@ -293,7 +348,8 @@ def test_everything_kept_of_the_local_parameters_is_training_alone():
 
 @pytest.mark.parametrize("delay", [0, 2, 4, 6])
 def test_nothing_is_lost_or_sent_twice_beyond_the_period(delay):
-    """lr 1, no momentum, SGD: once what is in flight has landed the anchor is where the mean gradient leads.
+    """lr 1, no momentum, SGD: once what is in flight has landed the anchor is where the mean
+    gradient leads.
 
     A mean that lands where the next delta leaves rewinds no step that was not sent."""
     full = run(presets.Full(start(), 3, sgd), 8)
@@ -306,7 +362,9 @@ def test_nothing_is_lost_or_sent_twice_beyond_the_period(delay):
 
 
 def test_finish_leaves_the_replicas_at_the_anchor():
-    method = run(presets.Streaming(start(), 2, sgd, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25), 7)
+    method = run(
+        presets.Streaming(start(), 2, sgd, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25), 7
+    )
     method.finish()
     assert close(method.theta[0], method.theta[1]) and not any(f.flying for f in method.fragments)
 
@@ -314,27 +372,37 @@ def test_finish_leaves_the_replicas_at_the_anchor():
 def test_delayed_gradients_arrive_late_and_in_order():
     for make in (presets.Full, presets.Demo):
         kw = {"coding": presets.Coding(code="fp32")} if make is presets.Demo else {}
-        early, late = run(make(start(), 2, sgd, **kw), 3), run(make(start(), 2, sgd, delay=2, **kw), 5)
+        early, late = (
+            run(make(start(), 2, sgd, **kw), 3),
+            run(make(start(), 2, sgd, delay=2, **kw), 5),
+        )
         assert close(early.theta[0], late.theta[0])
         late.flush()
         assert close(run(make(start(), 2, sgd, **kw), 5).theta[1], late.theta[1])
 
 
 def test_a_gradient_channel_with_a_period_gathers():
-    method = run(presets.Demo(start(), 2, sgd, sign=False, beta=1.0, period=3, coding=everything()), 7)
+    method = run(
+        presets.Demo(start(), 2, sgd, sign=False, beta=1.0, period=3, coding=everything()), 7
+    )
     assert close(method.theta[0], run(presets.Full(start(), 2, sgd), 6).theta[0])
 
 
-# -- codes on whole tensors, error feedback ----------------------------------------------------------------------------
+# -- codes on whole tensors, error feedback ------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit"])
 def test_whole_vectors_are_coded_as_one_value_at_a_time(code):
     generator = torch.Generator().manual_seed(3)
-    values = torch.randn(4096 + 77, generator=generator) * 10.0 ** torch.randint(-3, 1, (4173,), generator=generator)
+    values = torch.randn(4096 + 77, generator=generator) * 10.0 ** torch.randint(
+        -3, 1, (4173,), generator=generator
+    )
     values[:300], values[400], values[600:700] = 0.0, -0.0, torch.arange(100) / 8.0
     assert torch.equal(dense.coded(values, code), quantise.dequantised(values, code))
-    assert dense.coded(values[:0], code).shape == (0,) and dense.coded(values.double(), code).dtype == torch.float64
+    assert (
+        dense.coded(values[:0], code).shape == (0,)
+        and dense.coded(values.double(), code).dtype == torch.float64
+    )
 
 
 def test_who_gathers():
@@ -350,7 +418,9 @@ def test_a_mean_of_whole_tensors_is_the_mean_of_what_arrives():
         for rows, cut in ((slice(0, 2), slice(0, 4)), (slice(2, 3), slice(4, 7))):
             vectors = [torch.cat([t["small"][rows].reshape(-1), t["bias"][cut]]) for t in tensors]
             want = dense.coded(sum(dense.coded(v, code) for v in vectors) / 4, back)
-            assert torch.allclose(torch.cat([got["small"][rows].reshape(-1), got["bias"][cut]]), want, atol=1e-12)
+            assert torch.allclose(
+                torch.cat([got["small"][rows].reshape(-1), got["bias"][cut]]), want, atol=1e-12
+            )
 
 
 def updates(t: int, r: int) -> presets.Tensors:
@@ -363,15 +433,20 @@ def test_muloco_is_diloco_on_given_updates_and_feeds_errors_back():
     for t in range(6):
         method.step([updates(t, r) for r in range(2)])
         coarse.step([updates(t, r) for r in range(2)])
-    assert close(method.theta[0], run(presets.DiLoCo(start(), 2, sgd, period=2, lr=0.8), 6).theta[0])
+    assert close(
+        method.theta[0], run(presets.DiLoCo(start(), 2, sgd, period=2, lr=0.8), 6).theta[0]
+    )
     # beta 1: the anchor plus what the feedback still holds is where exact deltas would have led
-    kept = {n: coarse.theta[0][n].detach() - sum(a[n] for a in coarse.fragments[0].a) / 2 for n in SHAPES}
+    kept = {
+        n: coarse.theta[0][n].detach() - sum(a[n] for a in coarse.fragments[0].a) / 2
+        for n in SHAPES
+    }
     exact = run(presets.Full(start(), 2, sgd), 6).theta[0]
     assert all(torch.allclose(kept[n], exact[n].detach(), atol=1e-6) for n in SHAPES)
     assert not close(coarse.theta[0], exact)
 
 
-# -- sparse ------------------------------------------------------------------------------------------------------------
+# -- sparse --------------------------------------------------------------------------------------
 
 
 def test_all_positions_are_all_coefficients():
@@ -392,32 +467,54 @@ def test_half_the_positions_of_a_block_come_a_step_late():
 
     coding = presets.Coding(code="fp32", transform=False, senders=False, positions=half)
     method = run(presets.Demo(start(), 2, sgd, sign=False, beta=1.0, coding=coding))
-    now, before = (run(presets.Full(start(), 2, sgd), t).theta[0]["weight"].detach().reshape(-1)[:4096] for t in (4, 3))
+    now, before = (
+        run(presets.Full(start(), 2, sgd), t).theta[0]["weight"].detach().reshape(-1)[:4096]
+        for t in (4, 3)
+    )
     got = method.theta[0]["weight"].detach().reshape(-1)[:4096]
-    assert torch.allclose(got[1::2], now[1::2], atol=1e-10) and torch.allclose(got[0::2], before[0::2], atol=1e-10)
+    assert torch.allclose(got[1::2], now[1::2], atol=1e-10) and torch.allclose(
+        got[0::2], before[0::2], atol=1e-10
+    )
 
 
 def test_sparse_loco_with_everything_kept_is_averaging():
-    method = run(presets.SparseLoCo(start(), 2, sgd, period=2, k=4096, code="fp32", clip_blocks=False))
+    method = run(
+        presets.SparseLoCo(start(), 2, sgd, period=2, k=4096, code="fp32", clip_blocks=False)
+    )
     assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
 
 
 def test_block_norms_are_clipped_to_their_median():
-    shard = presets.Shard("weight", torch.Size((64, 64)), presets.Coding(clip=True, transform=False))
+    shard = presets.Shard(
+        "weight", torch.Size((64, 64)), presets.Coding(clip=True, transform=False)
+    )
 
     def pieces(*norms):
         blocks = [torch.zeros(64, 64) for _ in norms]
         for i, (block, norm) in enumerate(zip(blocks, norms, strict=True)):
             block[i, i] = norm
-        return shard.mean([[b, torch.zeros(0)] for b in blocks], [1.0] * len(norms))[0].diagonal()[: len(norms)].tolist()
+        return (
+            shard.mean([[b, torch.zeros(0)] for b in blocks], [1.0] * len(norms))[0]
+            .diagonal()[: len(norms)]
+            .tolist()
+        )
 
     assert pieces(1.0, 8.0, 2.0) == [1.0, 2.0, 2.0]
-    assert pieces(1.0, 3.0) == [1.0, 2.0] and pieces(0.0, 3.0) == [0.0, 1.5] and pieces(5.0) == [5.0]
+    assert (
+        pieces(1.0, 3.0) == [1.0, 2.0] and pieces(0.0, 3.0) == [0.0, 1.5] and pieces(5.0) == [5.0]
+    )
 
 
 def test_demo_v2_with_everything_kept_is_a_geometric_mean_of_gradients():
-    """alpha 0.5, gain 0.1: a = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the update of step t is 0.1 sum (0.45)^i g."""
-    method = run(presets.Demo(start(), 2, sgd, sign=False, beta=0.9, gain=0.1, alpha=0.5, coding=everything()), 3)
+    """alpha 0.5, gain 0.1: a = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the
+    update of step t is 0.1 sum (0.45)^i g.
+    """
+    method = run(
+        presets.Demo(
+            start(), 2, sgd, sign=False, beta=0.9, gain=0.1, alpha=0.5, coding=everything()
+        ),
+        3,
+    )
     for n, p in start().items():
         g = [(gradients(t, 0)[n].double() + gradients(t, 1)[n].double()) / 2 for t in range(3)]
         moved = 0.1 * (g[0] + (g[1] + 0.45 * g[0]) + (g[2] + 0.45 * g[1] + 0.45**2 * g[0]))
@@ -427,7 +524,10 @@ def test_demo_v2_with_everything_kept_is_a_geometric_mean_of_gradients():
 def test_a_full_average_now_and_then_moves_no_mean():
     coding = presets.Coding(k=16, code="fp32", senders=False)
     methods = [
-        presets.DecoupledMomentum(start(), 3, sgd, rule="released", period=1, coding=coding, average_every=every) for every in (0, 3)
+        presets.DecoupledMomentum(
+            start(), 3, sgd, rule="released", period=1, coding=coding, average_every=every
+        )
+        for every in (0, 3)
     ]
     for t in range(5):
         for method in methods:
@@ -436,13 +536,15 @@ def test_a_full_average_now_and_then_moves_no_mean():
         assert close(mean_theta(methods[0]), mean_theta(methods[1]))
 
 
-# -- learning rate, clipping -------------------------------------------------------------------------------------------
+# -- learning rate, clipping ---------------------------------------------------------------------
 
 
 def test_the_schedule_is_a_factor_of_the_rate():
     method = run(presets.Full(start(), 1, sgd, schedule=lambda t: float(t == 1)))
     for n, p in start().items():
-        assert torch.allclose(method.theta[0][n].detach(), p.double() - 0.1 * gradients(1, 0)[n].double())
+        assert torch.allclose(
+            method.theta[0][n].detach(), p.double() - 0.1 * gradients(1, 0)[n].double()
+        )
 
 
 def test_clipping_by_ones_own_norm_or_by_all():
@@ -451,4 +553,7 @@ def test_clipping_by_ones_own_norm_or_by_all():
     grads = [{"bias": torch.full((1,), 6.0)}, {"bias": torch.full((1,), 8.0)}]
     assert [round(float(g["bias"]), 4) for g in own.clipped_all(grads)] == [5.0, 5.0]
     factor = 5 / math.sqrt(50)
-    assert [round(float(g["bias"]), 4) for g in common.clipped_all(grads)] == [round(6 * factor, 4), round(8 * factor, 4)]
+    assert [round(float(g["bias"]), 4) for g in common.clipped_all(grads)] == [
+        round(6 * factor, 4),
+        round(8 * factor, 4),
+    ]

@@ -1,4 +1,5 @@
-"""The package as it is released: sdist and wheel are built as a release builds them, checked, and installed into a clean environment.
+"""The package as it is released: sdist and wheel are built as a release builds them, checked, and
+installed into a clean environment.
 
 Building fetches the build backend. Nothing else needs a network.
 """
@@ -25,25 +26,52 @@ from .test_packaging import PROJECT, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NO_BACKEND = "Could not find a version|No matching distribution|Connection|Temporary failure|Max retries|resolve|timed out|unreachable"
+NO_BACKEND = (
+    "Could not find a version|No matching distribution|Connection|Temporary failure|Max "
+    "retries|resolve|timed out|unreachable"
+)
 
 
 def run(*words: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command without this run's PYTHONPATH."""
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME") and not key.startswith("ISLAND_")}
-    done = subprocess.run([str(w) for w in words], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "PYTHONHOME") and not key.startswith("ISLAND_")
+    }
+    done = subprocess.run(
+        [str(w) for w in words],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert not check or done.returncode == 0, done.stdout
     return done
 
 
 def copy_of_the_tree(to: Path) -> None:
-    """What git holds or would take up: no build folders, no environment. Without git: the same by name."""
+    """What git holds or would take up: no build folders, no environment. Without git: the same by
+    name.
+    """
     try:
-        listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT, check=False)
+        listed = run(
+            "git",
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            cwd=ROOT,
+            check=False,
+        )
     except FileNotFoundError:
         listed = None
     if listed is None or listed.returncode:
-        leave = shutil.ignore_patterns(".venv", ".git", "build", "dist", "outputs", "__pycache__", "*.egg-info", ".*_cache")
+        leave = shutil.ignore_patterns(
+            ".venv", ".git", "build", "dist", "outputs", "__pycache__", "*.egg-info", ".*_cache"
+        )
         shutil.copytree(ROOT, to, ignore=leave, dirs_exist_ok=True)
         return
     for name in listed.stdout.split("\0"):
@@ -55,10 +83,20 @@ def copy_of_the_tree(to: Path) -> None:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sdist, wheel); the wheel is built from the sdist."""
-    pytest.importorskip("build.env")  # the package: a folder build/ of this repository is no such thing
+    # the package: a folder build/ of this repository is no such thing
+    pytest.importorskip("build.env")
     folder = tmp_path_factory.mktemp("built")
     copy_of_the_tree(folder / "tree")
-    done = run(sys.executable, "-m", "build", "--outdir", folder / "dist", folder / "tree", cwd=folder, check=False)
+    done = run(
+        sys.executable,
+        "-m",
+        "build",
+        "--outdir",
+        folder / "dist",
+        folder / "tree",
+        cwd=folder,
+        check=False,
+    )
     if done.returncode and re.search(NO_BACKEND, done.stdout):
         pytest.skip(f"the build backend cannot be fetched: {done.stdout[-500:]}")
     assert done.returncode == 0, done.stdout
@@ -68,7 +106,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def of_packages(names: Sequence[str]) -> set[str]:
     """Packages whose `__init__.py` is among these names."""
-    return {name.removesuffix("/__init__.py").replace("/", ".") for name in names if name.endswith("/__init__.py")}
+    return {
+        name.removesuffix("/__init__.py").replace("/", ".")
+        for name in names
+        if name.endswith("/__init__.py")
+    }
 
 
 def test_the_index_would_take_them(built: tuple[Path, Path]) -> None:
@@ -83,35 +125,97 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: tuple[Path, Path])
         entries = wheel.read(f"fsdp_demo-{__version__}.dist-info/entry_points.txt").decode()
         meta = email.message_from_bytes(wheel.read(f"fsdp_demo-{__version__}.dist-info/METADATA"))
     assert of_packages(names) == set(PROJECT["tool"]["setuptools"]["packages"])
-    assert {name.partition("/")[0] for name in names} == {"fsdp_demo", "deepspeed_ext", f"fsdp_demo-{__version__}.dist-info"}
-    assert {"fsdp_demo/py.typed", "deepspeed_ext/py.typed", f"fsdp_demo-{__version__}.dist-info/licenses/LICENSE"} <= set(names)
-    modules = {p.relative_to(ROOT).as_posix() for top in ("fsdp_demo", "deepspeed_ext") for p in (ROOT / top).rglob("*.py")}
+    assert {name.partition("/")[0] for name in names} == {
+        "fsdp_demo",
+        "deepspeed_ext",
+        f"fsdp_demo-{__version__}.dist-info",
+    }
+    assert {
+        "fsdp_demo/py.typed",
+        "deepspeed_ext/py.typed",
+        f"fsdp_demo-{__version__}.dist-info/licenses/LICENSE",
+    } <= set(names)
+    modules = {
+        p.relative_to(ROOT).as_posix()
+        for top in ("fsdp_demo", "deepspeed_ext")
+        for p in (ROOT / top).rglob("*.py")
+    }
     assert {name for name in names if name.endswith(".py")} == modules
     assert "fsdp-demo = fsdp_demo.cli:main" in entries and "deepspeed = deepspeed_ext" in entries
-    assert meta["Version"] == __version__ and meta["Requires-Python"] == PROJECT["project"]["requires-python"]
-    assert meta["Description-Content-Type"] == "text/markdown" and "# fsdp_demo" in meta.get_payload()
+    assert (
+        meta["Version"] == __version__
+        and meta["Requires-Python"] == PROJECT["project"]["requires-python"]
+    )
+    assert (
+        meta["Description-Content-Type"] == "text/markdown" and "# fsdp_demo" in meta.get_payload()
+    )
 
 
 def test_the_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    wanted = ["pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "fsdp_demo/py.typed", "docs/storm.svg"]
-    wanted += ["tests/run.sh", "tests/conftest.py", "recipes/setup.sh", "recipes/models/small.json", "docs/figures/tables.py"]
+    wanted = [
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "fsdp_demo/py.typed",
+        "docs/storm.svg",
+    ]
+    wanted += [
+        "tests/run.sh",
+        "tests/conftest.py",
+        "recipes/setup.sh",
+        "recipes/models/small.json",
+        "docs/figures/tables.py",
+    ]
     assert not [name for name in wanted if name not in names]
-    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "outputs", "build"))]
+    assert not [
+        name
+        for name in names
+        if "__pycache__" in name or name.startswith((".venv", "outputs", "build"))
+    ]
 
 
 def test_it_works_in_a_clean_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """torch and the other dependencies are those of this environment, by a path; the package is the wheel's."""
+    """torch and the other dependencies are those of this environment, by a path; the package is the
+    wheel's.
+    """
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     binaries = tmp_path / "env" / "bin"
-    run(binaries / "python", "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", built[1], cwd=tmp_path)
-    where = run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).stdout.strip()
+    run(
+        binaries / "python",
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        built[1],
+        cwd=tmp_path,
+    )
+    where = run(
+        binaries / "python",
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+        cwd=tmp_path,
+    ).stdout.strip()
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (Path(where) / "dependencies.pth").write_text("\n".join(paths) + "\n")
-    program = "import fsdp_demo as f, importlib.metadata as m; print(f.__file__); print(m.version('fsdp_demo'), f.preset('demo').preset)"
-    file, words = run(binaries / "python", "-W", "ignore", "-c", program, cwd=tmp_path).stdout.splitlines()[-2:]
+    program = (
+        "import fsdp_demo as f, importlib.metadata as m; print(f.__file__); "
+        "print(m.version('fsdp_demo'), f.preset('demo').preset)"
+    )
+    file, words = run(
+        binaries / "python", "-W", "ignore", "-c", program, cwd=tmp_path
+    ).stdout.splitlines()[-2:]
     assert Path(file).is_relative_to(tmp_path / "env") and words == f"{__version__} demo"
-    shown = yaml.safe_load(run(binaries / "fsdp-demo", "presets", "demo", "--yaml", cwd=tmp_path).stdout)
+    shown = yaml.safe_load(
+        run(binaries / "fsdp-demo", "presets", "demo", "--yaml", cwd=tmp_path).stdout
+    )
     assert shown["preset"] == "demo" and shown["channels"]
-    assert run(binaries / "fsdp-demo", "--version", cwd=tmp_path).stdout.strip() == f"fsdp-demo {__version__}"
+    assert (
+        run(binaries / "fsdp-demo", "--version", cwd=tmp_path).stdout.strip()
+        == f"fsdp-demo {__version__}"
+    )

@@ -1,4 +1,5 @@
-"""Imports go one way: no module imports from a package above its own, and none imports itself by a detour.
+"""Imports go one way: no module imports from a package above its own, and none imports itself by a
+detour.
 
 Read from the sources (`ast`), so imports inside functions and under TYPE_CHECKING count as well.
 """
@@ -27,19 +28,30 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),
     ("fsdp_demo.cli",),
 )
-"""Packages and single modules, lowest first. One imports from its own package and from rows below, not from its neighbours in a row."""
+"""Packages and single modules, lowest first. One imports from its own package and from rows below,
+not from its neighbours in a row.
+"""
 
-packed = pytest.mark.skipif(not (ROOT / "fsdp_demo" / "config").is_dir(), reason="the modules lie flat in one folder")
+packed = pytest.mark.skipif(
+    not (ROOT / "fsdp_demo" / "config").is_dir(), reason="the modules lie flat in one folder"
+)
 
 
 def modules(root: Path) -> dict[str, Path]:
     """Dotted name -> file, of both packages; a package is its `__init__.py`."""
-    files = [f for top in ("fsdp_demo", "deepspeed_ext") for f in sorted((root / top).rglob("*.py"))]
-    return {".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+    files = [
+        f for top in ("fsdp_demo", "deepspeed_ext") for f in sorted((root / top).rglob("*.py"))
+    ]
+    return {
+        ".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in files
+    }
 
 
 def arrows(root: Path) -> Iterator[tuple[str, str, int]]:
-    """(module, what it imports, line). The packages above what is imported count as well, but for one's own and `fsdp_demo` itself."""
+    """(module, what it imports, line). The packages above what is imported count as well, but for
+    one's own and `fsdp_demo` itself.
+    """
     known = modules(root)
     for name, file in known.items():
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
@@ -67,7 +79,12 @@ def imported(file: Path, package: str) -> Iterator[tuple[int, str]]:
 
 def row(module: str) -> tuple[int, str]:
     """The row of a module and its entry there, the longest that fits."""
-    fits = [(len(entry), n, entry) for n, entries in enumerate(ORDER) for entry in entries if f"{module}.".startswith(f"{entry}.")]
+    fits = [
+        (len(entry), n, entry)
+        for n, entries in enumerate(ORDER)
+        for entry in entries
+        if f"{module}.".startswith(f"{entry}.")
+    ]
     _, number, entry = max(fits)
     return number, entry
 
@@ -97,7 +114,11 @@ def circles(root: Path) -> list[list[str]]:
                 seen.add(module)
                 left += direct[module]
         reach[start] = seen
-    groups = {tuple(sorted(m for m in reach[name] if name in reach[m])) for name in known if name in reach[name]}
+    groups = {
+        tuple(sorted(m for m in reach[name] if name in reach[m]))
+        for name in known
+        if name in reach[name]
+    }
     return [list(group) for group in sorted(groups)]
 
 
@@ -112,8 +133,14 @@ def test_no_circles() -> None:
 
 @packed
 def test_every_module_has_its_place() -> None:
-    """A new module at the top of `fsdp_demo` is a decision: it belongs into a package, or into ORDER."""
-    beside = [name for name in modules(ROOT) if name.startswith("fsdp_demo.") and row(name)[1] == "fsdp_demo"]
+    """A new module at the top of `fsdp_demo` is a decision: it belongs into a package, or into
+    ORDER.
+    """
+    beside = [
+        name
+        for name in modules(ROOT)
+        if name.startswith("fsdp_demo.") and row(name)[1] == "fsdp_demo"
+    ]
     assert beside == []
 
 
@@ -137,12 +164,20 @@ def test_packages_say_what_they_are_for() -> None:
 )
 def test_what_goes_upwards_is_found(tmp_path: Path, text: str) -> None:
     written(tmp_path, {"config/rules.py": text, "hosts/muon.py": ""})
-    (found,) = {sentence.partition(" imports ")[0].partition(":")[0] for sentence in upwards(tmp_path)}
+    (found,) = {
+        sentence.partition(" imports ")[0].partition(":")[0] for sentence in upwards(tmp_path)
+    }
     assert found == "fsdp_demo.config.rules" and circles(tmp_path) == []
 
 
 def test_neighbours_are_no_way_down(tmp_path: Path) -> None:
-    written(tmp_path, {"launch/run.py": "from ..integrations import mesh", "integrations/mesh.py": "from ..comm import link"})
+    written(
+        tmp_path,
+        {
+            "launch/run.py": "from ..integrations import mesh",
+            "integrations/mesh.py": "from ..comm import link",
+        },
+    )
     assert [s.split(" imports ")[1] for s in upwards(tmp_path)] == [
         "fsdp_demo.integrations.mesh: fsdp_demo.integrations is not below fsdp_demo.launch",
         "fsdp_demo.integrations: fsdp_demo.integrations is not below fsdp_demo.launch",
@@ -150,9 +185,21 @@ def test_neighbours_are_no_way_down(tmp_path: Path) -> None:
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
-    files = {"link": "from . import meter", "meter": "def f():\n    from .peers import Line", "peers": "from .link import Link"}
-    written(tmp_path, {f"comm/{name}.py": text for name, text in {**files, "header": "from .link import Link"}.items()})
-    assert circles(tmp_path) == [["fsdp_demo.comm.link", "fsdp_demo.comm.meter", "fsdp_demo.comm.peers"]]
+    files = {
+        "link": "from . import meter",
+        "meter": "def f():\n    from .peers import Line",
+        "peers": "from .link import Link",
+    }
+    written(
+        tmp_path,
+        {
+            f"comm/{name}.py": text
+            for name, text in {**files, "header": "from .link import Link"}.items()
+        },
+    )
+    assert circles(tmp_path) == [
+        ["fsdp_demo.comm.link", "fsdp_demo.comm.meter", "fsdp_demo.comm.peers"]
+    ]
 
 
 def written(root: Path, files: dict[str, str]) -> None:

@@ -1,4 +1,6 @@
-"""The package as it is shipped: one version, typed, complete, and a core that imports torch only."""
+"""The package as it is shipped: one version, typed, complete, and a core that imports torch
+only.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,27 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_one_version() -> None:
     assert fsdp_demo.__version__ == __version__
     assert PROJECT["project"]["dynamic"] == ["version"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fsdp_demo.version.__version__"}
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "fsdp_demo.version.__version__"
+    }
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_installed_version_and_command() -> None:
     assert importlib.metadata.version("fsdp_demo") == __version__
-    (command,) = (entry for entry in importlib.metadata.entry_points(group="console_scripts") if entry.name == "fsdp-demo")
+    (command,) = (
+        entry
+        for entry in importlib.metadata.entry_points(group="console_scripts")
+        if entry.name == "fsdp-demo"
+    )
     assert command.value == "fsdp_demo.cli:main"
 
 
 def test_every_package_is_listed_and_typed() -> None:
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
-    files = [file for top in ("fsdp_demo", "deepspeed_ext") for file in (ROOT / top).rglob("__init__.py")]
+    files = [
+        file for top in ("fsdp_demo", "deepspeed_ext") for file in (ROOT / top).rglob("__init__.py")
+    ]
     present = {".".join(file.parent.relative_to(ROOT).parts) for file in files}
     assert listed == present
     for top in ("fsdp_demo", "deepspeed_ext"):
@@ -48,15 +58,23 @@ def test_no_upper_bound_on_torch() -> None:
 
 
 def test_exact_versions_are_in_one_file() -> None:
-    requirements = PROJECT["project"]["dependencies"] + sum(PROJECT["project"]["optional-dependencies"].values(), [])
+    requirements = PROJECT["project"]["dependencies"] + sum(
+        PROJECT["project"]["optional-dependencies"].values(), []
+    )
     assert not [line for line in requirements if "==" in line]
-    pins = [line for line in (ROOT / "recipes/constraints-cpu.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = [
+        line
+        for line in (ROOT / "recipes/constraints-cpu.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert all("==" in line for line in pins)
     assert "torch==2.13.0" in pins and "accelerate==1.15.0" in pins
 
 
 def imported(program: str, unwanted: set[str]) -> set[str]:
-    """Which unwanted modules a program has imported. It runs elsewhere: the package must be found where it is installed."""
+    """Which unwanted modules a program has imported. It runs elsewhere: the package must be found
+    where it is installed.
+    """
     program += f"\nimport sys; print(*set({sorted(unwanted)}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
@@ -66,16 +84,37 @@ def imported(program: str, unwanted: set[str]) -> set[str]:
 def test_the_core_imports_torch_only() -> None:
     # tqdm is not looked for: torch itself imports it where it is installed.
     heavy = {"accelerate", "transformers", "datasets", "deepspeed", "matplotlib", "pandas"}
-    assert not imported("from fsdp_demo import *\nimport fsdp_demo.cli, fsdp_demo.launch.rehearse, fsdp_demo.launch.store", heavy)
+    assert not imported(
+        "from fsdp_demo import *\nimport fsdp_demo.cli, fsdp_demo.launch.rehearse, "
+        "fsdp_demo.launch.store",
+        heavy,
+    )
 
 
 def test_commands_that_need_no_torch_start_without_it() -> None:
-    """A durable store is started again while a run waits for it; launchers are started once for each island."""
-    modules = ("cli", "launch.durable_store", "launch.rehearse", "launch.restarts", "launch.run", "config.presets", "status")
-    assert not imported("import fsdp_demo, " + ", ".join(f"fsdp_demo.{name}" for name in modules), {"torch", "numpy"})
+    """A durable store is started again while a run waits for it; launchers are started once for
+    each island.
+    """
+    modules = (
+        "cli",
+        "launch.durable_store",
+        "launch.rehearse",
+        "launch.restarts",
+        "launch.run",
+        "config.presets",
+        "status",
+    )
+    assert not imported(
+        "import fsdp_demo, " + ", ".join(f"fsdp_demo.{name}" for name in modules),
+        {"torch", "numpy"},
+    )
 
 
 def test_public_names_have_homes() -> None:
     late = [name for names in fsdp_demo._HOMES.values() for name in names]
-    assert sorted([*late, "__version__"]) == sorted(fsdp_demo.__all__) == sorted(set(fsdp_demo.__all__))
+    assert (
+        sorted([*late, "__version__"])
+        == sorted(fsdp_demo.__all__)
+        == sorted(set(fsdp_demo.__all__))
+    )
     assert all(getattr(fsdp_demo, name) is not None and name in dir(fsdp_demo) for name in late)

@@ -28,15 +28,31 @@ def methods(cls: type) -> list[tuple[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def one_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "COUNT", "ENDPOINT", "RUN", "NAME", "ADDRESS", "TIMEOUT", "LINK", "STATUS"):
+    for name in (
+        "RANK",
+        "COUNT",
+        "ENDPOINT",
+        "RUN",
+        "NAME",
+        "ADDRESS",
+        "TIMEOUT",
+        "LINK",
+        "STATUS",
+    ):
         monkeypatch.delenv(f"ISLAND_{name}", raising=False)
     yield
 
 
 def test_all_is_sorted_and_complete() -> None:
-    assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__ and len(set(fsdp_demo.__all__)) == len(fsdp_demo.__all__)
+    assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__ and len(set(fsdp_demo.__all__)) == len(
+        fsdp_demo.__all__
+    )
     modules = {n for n, v in vars(fsdp_demo).items() if inspect.ismodule(v)}
-    shown = {n for n in vars(fsdp_demo) if not n.startswith("_")} - modules - {"Any", "TYPE_CHECKING", "import_module"}
+    shown = (
+        {n for n in vars(fsdp_demo) if not n.startswith("_")}
+        - modules
+        - {"Any", "TYPE_CHECKING", "import_module"}
+    )
     assert shown <= {*fsdp_demo.__all__, "guard"}
 
 
@@ -67,15 +83,30 @@ def test_a_public_name_has_an_example_that_runs(name: str) -> None:
 
 
 def test_exchange_and_topology_show_what_the_documents_promise() -> None:
-    promised = ["flush", "finish", "skip", "paused", "outer_parameters", "state_dict", "load_state_dict", "detach", "metrics", "report"]
+    promised = [
+        "flush",
+        "finish",
+        "skip",
+        "paused",
+        "outer_parameters",
+        "state_dict",
+        "load_state_dict",
+        "detach",
+        "metrics",
+        "report",
+    ]
     assert {*promised, "digests_equal"} <= {n for n, _ in methods(fsdp_demo.Exchange)}
     assert {"from_env", "from_mesh", "from_group"} <= {n for n, _ in methods(fsdp_demo.Topology)}
     parameters = inspect.signature(fsdp_demo.attach).parameters
-    assert [parameters[n].kind for n in ("model", "topology", "must_match", "step", "state")] == [inspect.Parameter.KEYWORD_ONLY] * 5
+    assert [parameters[n].kind for n in ("model", "topology", "must_match", "step", "state")] == [
+        inspect.Parameter.KEYWORD_ONLY
+    ] * 5
 
 
 def test_the_core_imports_torch_only() -> None:
-    """No other package comes with `import fsdp_demo` than torch brings along, and yaml. (From elsewhere: the installed package.)"""
+    """No other package comes with `import fsdp_demo` than torch brings along, and yaml. (From
+    elsewhere: the installed package.)
+    """
     program = (
         "import sys, torch, torch.distributed.fsdp, yaml\n"
         "before = {n.partition('.')[0] for n in sys.modules}\n"
@@ -89,6 +120,8 @@ def test_the_core_imports_torch_only() -> None:
 
 def test_the_core_does_not_wait_for_what_only_checkpoints_need() -> None:
     """`torch.distributed.checkpoint` takes a second to import."""
-    program = "import sys, fsdp_demo.checkpoint\nassert 'torch.distributed.checkpoint' not in sys.modules"
+    program = (
+        "import sys, fsdp_demo.checkpoint\nassert 'torch.distributed.checkpoint' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The rank server and the markers: one thread at a fork, patches and stores that reach the ranks, and who may start a process."""
+"""The rank server and the markers: one thread at a fork, patches and stores that reach the ranks,
+and who may start a process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_fork_with_a_second_thread_is_an_error_that_names_it():
     thread.start()
     try:
         assert len(threads.names()) >= 2
-        with pytest.raises(AssertionError, match=r"the test forks with \d+ threads, besides its own: "):
+        with pytest.raises(
+            AssertionError, match=r"the test forks with \d+ threads, besides its own: "
+        ):
             threads.assert_one("the test")
         guard.alone(None)
         with pytest.raises(AssertionError, match="this process forks with"):
@@ -46,7 +50,9 @@ def test_the_server_has_one_thread_though_it_has_datasets(run_ranks):
     assert first[0][0] != os.getpid() and first[0][1]
 
 
-def test_patches_environment_and_folder_reach_the_ranks(run_ranks, everywhere, monkeypatch, tmp_path):
+def test_patches_environment_and_folder_reach_the_ranks(
+    run_ranks, everywhere, monkeypatch, tmp_path
+):
     everywhere.setattr(sys.modules[__name__], "LIMIT", 2)
     everywhere.setattr("fsdp_demo.comm.attempts", "BEAT", 0.25)
     monkeypatch.setenv("SOME_WORD", "here")
@@ -131,7 +137,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-# -- markers ----------------------------------------------------------------------------------------------------------
+# -- markers -------------------------------------------------------------------------------------
 
 
 def _starts_by_a_helper():
@@ -151,7 +157,9 @@ def test_who_starts_a_process_is_found_through_helpers():
 def test_a_process_of_a_test_without_marker_is_an_error():
     guard.alone("some test")
     try:
-        with pytest.raises(pytest.fail.Exception, match="some test starts a process .* but has no marker"):
+        with pytest.raises(
+            pytest.fail.Exception, match="some test starts a process .* but has no marker"
+        ):
             getattr(sys.modules["subprocess"], "ru" + "n")(["true"])
     finally:
         guard.alone(None)

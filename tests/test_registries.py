@@ -1,5 +1,6 @@
-"""Names and what is behind them: a number format, a transform, a selection or a way of applying the mean is one entry in a table of names
-and one in a table of functions, and nobody else knows of it."""
+"""Names and what is behind them: a number format, a transform, a selection or a way of applying the
+mean is one entry in a table of names and one in a table of functions, and nobody else knows of
+it."""
 
 from __future__ import annotations
 
@@ -25,14 +26,28 @@ PACKAGE = Path(fsdp_demo.__file__).parent
 
 def test_every_name_has_something_behind_it_and_the_other_way_round() -> None:
     exact = {name for name, form in names.FORMATS.items() if form.exact}
-    assert set(formats.EXACT) == exact, "a format without scales is a dtype in compression/formats.py"
-    assert set(formats.CODERS) == set(names.FORMATS) - exact, "a format with scales is a coder in compression/formats.py"
+    assert set(formats.EXACT) == exact, (
+        "a format without scales is a dtype in compression/formats.py"
+    )
+    assert set(formats.CODERS) == set(names.FORMATS) - exact, (
+        "a format with scales is a coder in compression/formats.py"
+    )
     assert set(transform.MATRICES) == set(names.TRANSFORMS) - {"none"}
-    by = {who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who} for who in ("nobody", "data", "step")}
-    assert (by["nobody"], set(selection.BY_DATA), set(selection.BY_STEP)) == ({"dense"}, by["data"], by["step"])
+    by = {
+        who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who}
+        for who in ("nobody", "data", "step")
+    }
+    assert (by["nobody"], set(selection.BY_DATA), set(selection.BY_STEP)) == (
+        {"dense"},
+        by["data"],
+        by["step"],
+    )
     assert set().union(*by.values()) == set(names.SELECTIONS)
     assert set(apply.APPLIERS) == set(names.APPLIERS)
-    assert {source for acts in names.APPLIERS.values() for source in acts.sources} == {*config.SOURCES, "state"}
+    assert {source for acts in names.APPLIERS.values() for source in acts.sources} == {
+        *config.SOURCES,
+        "state",
+    }
 
 
 def test_the_facts_of_the_formats() -> None:
@@ -41,34 +56,60 @@ def test_the_facts_of_the_formats() -> None:
         if form.exact:
             assert 8 * formats.EXACT[name].itemsize == form.bits
             continue
-        scales, codes = formats.CODERS[name].encode(torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32))
+        scales, codes = formats.CODERS[name].encode(
+            torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32)
+        )
         assert scales.shape == (2, 3, form.scales) and scales.dtype == torch.bfloat16
-        assert codes.shape == (2, 3, 32) and codes.dtype == torch.uint8 and int(codes.max()) < 2**form.bits
+        assert (
+            codes.shape == (2, 3, 32)
+            and codes.dtype == torch.uint8
+            and int(codes.max()) < 2**form.bits
+        )
         assert formats.CODERS[name].decode(scales.float(), codes).shape == (2, 3, 32)
 
 
 def test_matrices_are_orthonormal() -> None:
     for make in transform.MATRICES.values():
         for n in range(1, 65):
-            assert torch.allclose(make(n) @ make(n).t(), torch.eye(n, dtype=torch.float64), atol=1e-12)
+            assert torch.allclose(
+                make(n) @ make(n).t(), torch.eye(n, dtype=torch.float64), atol=1e-12
+            )
 
 
-TABLES = ("config/names.py", "config/presets.py", "compression/formats.py", "compression/transform.py", "compression/selection.py")
+TABLES = (
+    "config/names.py",
+    "config/presets.py",
+    "compression/formats.py",
+    "compression/transform.py",
+    "compression/selection.py",
+)
 
 
 def test_nobody_else_names_them() -> None:
-    """As literals in code; documentation may. The mean of low codes comes back in int8 (`dense.mean_code`), by decree."""
-    known, found = {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS} - {"none", "dense", "fp32", "bf16", "random"}, []
+    """As literals in code; documentation may. The mean of low codes comes back in int8
+    (`dense.mean_code`), by decree.
+    """
+    known, found = (
+        {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS}
+        - {"none", "dense", "fp32", "bf16", "random"},
+        [],
+    )
     for package in ("config", "compression", "channels", "comm", "exchange", "checkpoint"):
         for file in sorted((PACKAGE / package).glob("*.py")):
             where = f"{package}/{file.name}"
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if where not in TABLES else ():
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
+            for node in (
+                ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if where not in TABLES else ()
+            ):
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and node.value in known
+                ):
                     found.append(f"{where} names {node.value!r}")
     assert found == ["compression/dense.py names 'int8'"]
 
 
-# ---- one entry is enough ---------------------------------------------------------------------------------------------------------------
+# ---- one entry is enough -----------------------------------------------------------------------
 
 
 class Ternary:
@@ -76,7 +117,9 @@ class Ternary:
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
         scale = v.abs().amax(-1, keepdim=True).to(torch.bfloat16)
-        return scale, (v.abs() * 2 > scale.float()).to(torch.uint8) * (1 + 2 * (v < 0).to(torch.uint8))
+        return scale, (v.abs() * 2 > scale.float()).to(torch.uint8) * (
+            1 + 2 * (v < 0).to(torch.uint8)
+        )
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
         return (q.float() * (2 - q.float()) * (q < 2) - (q == 3).float()) * scales
@@ -114,25 +157,40 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(names.SELECTIONS, "head", names.Selection("step", alike=True))
     monkeypatch.setitem(selection.BY_STEP, "head", head)
     monkeypatch.setitem(names.SELECTIONS, "first", names.Selection("data"))
-    monkeypatch.setitem(selection.BY_DATA, "first", lambda rows, k: torch.arange(k).expand(len(rows), k))
+    monkeypatch.setitem(
+        selection.BY_DATA, "first", lambda rows, k: torch.arange(k).expand(len(rows), k)
+    )
     monkeypatch.setitem(names.APPLIERS, "halved", names.Acts(("gradient",)))
     monkeypatch.setitem(apply.APPLIERS, "halved", halved)
 
 
 def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Two islands, three steps on given gradients: the parameters, and what is left in the accumulators (element domain), of each."""
+    """Two islands, three steps on given gradients: the parameters, and what is left in the
+    accumulators (element domain), of each.
+    """
 
     def island(i: int, topology: fsdp_demo.Topology) -> tuple[Tensor, Tensor]:
         weight = nn.Parameter(torch.zeros(130, 128))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        own = Channel("m", "gradient", SyncSchedule(), Accumulator(beta=beta), codec, feedback="subtract", applier=Applier(applier))
+        own = Channel(
+            "m",
+            "gradient",
+            SyncSchedule(),
+            Accumulator(beta=beta),
+            codec,
+            feedback="subtract",
+            applier=Applier(applier),
+        )
         exchange = fsdp_demo.attach(optimizer, ExchangeConfig("own", (own,)), topology=topology)
         for t in range(3):
             weight.grad = torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i))
             optimizer.step()
         channel = exchange.channels[0]
         assert channel.layout is not None and channel.accumulator is not None
-        work, left = transform.transform(codec, channel.layout, channel.accumulator.clone(), inverse=True), torch.zeros(130, 128)
+        work, left = (
+            transform.transform(codec, channel.layout, channel.accumulator.clone(), inverse=True),
+            torch.zeros(130, 128),
+        )
         channel.layout.unpack(work, [left])
         exchange.finish()
         return weight.detach(), left
@@ -143,27 +201,49 @@ def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list
 
 @pytest.mark.parametrize("select", ["topk", "first", "head", "random"])
 def test_one_of_each_trains(run_ranks: Any, select: str) -> None:
-    """Nothing is lost with beta 1: what was sent and what is left is what came in; and both islands apply the same bits."""
+    """Nothing is lost with beta 1: what was sent and what is left is what came in; and both islands
+    apply the same bits.
+    """
 
     def run() -> None:
         enter(pytest.MonkeyPatch())  # the process ends with the run
         for code in ("ternary", "fp32"):
             (a, b), left = trained(Codec("hadamard", select, 64, code), "halved", 1.0)
-            came = sum(torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i)) for t in range(3) for i in range(2))
+            came = sum(
+                torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i))
+                for t in range(3)
+                for i in range(2)
+            )
             assert torch.equal(a, b) and bool(a.any())
-            # Half of the mean of two, once: parameters are minus a quarter of the sum that was sent.
-            assert torch.allclose(-4 * a + left[0] + left[1], came, atol=2e-2 if code == "ternary" else 1e-4)
+            # Half of the mean of two, once: parameters are minus a quarter of the sum that was
+            # sent.
+            assert torch.allclose(
+                -4 * a + left[0] + left[1], came, atol=2e-2 if code == "ternary" else 1e-4
+            )
 
     run_ranks(run, 1, 1)
 
 
 def test_what_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     enter(monkeypatch)
-    with pytest.raises(ValueError, match="applier.acts_as='halved' cannot apply source 'delta': use applier.acts_as='outer_step'"):
+    with pytest.raises(
+        ValueError,
+        match="applier.acts_as='halved' cannot apply source 'delta': use "
+        "applier.acts_as='outer_step'",
+    ):
         ExchangeConfig("own", (Channel("d", "delta", applier=Applier("halved")),))
     with pytest.raises(
-        ValueError, match="applier.acts_as='outer_step' cannot apply source 'gradient': use applier.acts_as='gradient' or 'halved'"
+        ValueError,
+        match="applier.acts_as='outer_step' cannot apply source 'gradient': use "
+        "applier.acts_as='gradient' or 'halved'",
     ):
         ExchangeConfig("own", (Channel("g", "gradient", applier=Applier("outer_step")),))
     with pytest.raises(ValueError, match="value_dtype fp32 or bf16"):
-        ExchangeConfig("own", (Channel("p", "parameter", codec=Codec(value_dtype="ternary"), applier=Applier("replace")),))
+        ExchangeConfig(
+            "own",
+            (
+                Channel(
+                    "p", "parameter", codec=Codec(value_dtype="ternary"), applier=Applier("replace")
+                ),
+            ),
+        )

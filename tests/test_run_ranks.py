@@ -22,7 +22,14 @@ def test_values_and_environment(run_ranks):
         arrived = store.add(os.environ["ISLAND_RUN"], 1)
         total = torch.ones(())
         dist.all_reduce(total)
-        return me.island, me.proc, os.environ["ISLAND_RANK"], os.environ["ISLAND_COUNT"], int(total), 1 <= arrived <= 4
+        return (
+            me.island,
+            me.proc,
+            os.environ["ISLAND_RANK"],
+            os.environ["ISLAND_COUNT"],
+            int(total),
+            1 <= arrived <= 4,
+        )
 
     began = time.monotonic()
     assert run_ranks(who) == [(i, p, str(i), "2", 2, True) for i in (0, 1) for p in (0, 1)]
@@ -35,7 +42,9 @@ def test_islands_of_different_size(run_ranks):
 
     assert run_ranks(group, procs=[1, 2]) == [False, 2, 2]
     assert run_ranks(group, procs=1, group=True) == [1, 1]
-    assert run_ranks(lambda: os.environ.get("ISLAND_RANK"), islands=1, procs=1, env={"ISLAND_COUNT": ""}) == [None]
+    assert run_ranks(
+        lambda: os.environ.get("ISLAND_RANK"), islands=1, procs=1, env={"ISLAND_COUNT": ""}
+    ) == [None]
 
 
 def test_fork_after_a_backward_in_the_parent(run_ranks):

@@ -23,35 +23,64 @@ def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
 
     def run(rank):
         def refused(callback, **settings):
-            trained = script.trainer(rank.folder / f"island{rank.island}", {"callbacks": [callback]}, max_steps=2, **settings)
+            trained = script.trainer(
+                rank.folder / f"island{rank.island}",
+                {"callbacks": [callback]},
+                max_steps=2,
+                **settings,
+            )
             with pytest.raises(ValueError) as error:
                 trained.train()
             return str(error.value)
 
         wrong = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})}
         trained = script.trainer(
-            rank.folder / "as_is", {"callbacks": [ExchangeCallback("diloco", inner_optimizers="as_is")]}, max_steps=2, optim="sgd"
+            rank.folder / "as_is",
+            {"callbacks": [ExchangeCallback("diloco", inner_optimizers="as_is")]},
+            max_steps=2,
+            optim="sgd",
         )
         trained.train()
         with pytest.raises(ValueError) as error:
-            script.trainer(rank.folder / "handed", {"callbacks": [ExchangeCallback("demo")], **wrong}, max_steps=2).train()
-        return [refused(ExchangeCallback("diloco"), optim=o) for o in ("adafactor", "sgd")], str(error.value)
+            script.trainer(
+                rank.folder / "handed",
+                {"callbacks": [ExchangeCallback("demo")], **wrong},
+                max_steps=2,
+            ).train()
+        return [refused(ExchangeCallback("diloco"), optim=o) for o in ("adafactor", "sgd")], str(
+            error.value
+        )
 
     for (adafactor, sgd), handed in run_ranks(run, islands=2, procs=1):
-        for name, text in (("Adafactor (--optim adafactor)", adafactor), ("SGD (--optim sgd)", sgd)):
-            assert f"found {name}: take --optim adamw_torch, or insist with ExchangeCallback(..., inner_optimizers='as_is')" in text
-        assert "found SGD (the one handed to the Trainer)" in handed and 'exchange_optimizer("demo"' in handed
+        for name, text in (
+            ("Adafactor (--optim adafactor)", adafactor),
+            ("SGD (--optim sgd)", sgd),
+        ):
+            assert (
+                f"found {name}: take --optim adamw_torch, or insist with ExchangeCallback(..., "
+                "inner_optimizers='as_is')"
+            ) in text
+        assert (
+            "found SGD (the one handed to the Trainer)" in handed
+            and 'exchange_optimizer("demo"' in handed
+        )
         assert "base_optimizer" not in adafactor + sgd + handed
     assert exchange_optimizer("demo")[1]["lr"] == 4e-4
 
 
 def test_under_the_trainer_information_is_heard_unless_it_was_told_to_be_quiet(capfd) -> None:
     usual = hf_logging.get_verbosity()
-    for rank, level, heard in ((0, logging.WARNING, True), (1, logging.WARNING, False), (0, logging.ERROR, False)):
+    for rank, level, heard in (
+        (0, logging.WARNING, True),
+        (1, logging.WARNING, False),
+        (0, logging.ERROR, False),
+    ):
         with silence():
             hf_logging.set_verbosity(level)
             try:
-                talk(SimpleNamespace(args=SimpleNamespace(process_index=rank)), fsdp_demo.Topology())  # type: ignore[arg-type]
+                talk(
+                    SimpleNamespace(args=SimpleNamespace(process_index=rank)), fsdp_demo.Topology()
+                )  # type: ignore[arg-type]
             finally:
                 hf_logging.set_verbosity(usual)
             LOG.info("output_dir is out/island0")
@@ -62,14 +91,19 @@ def test_under_the_trainer_information_is_heard_unless_it_was_told_to_be_quiet(c
         assert LOG.level == usual and not said(capfd)
 
 
-@pytest.mark.parametrize(("named", "cure"), [(True, "the model has none to cut between"), (False, "pass model= to attach")])
+@pytest.mark.parametrize(
+    ("named", "cure"),
+    [(True, "the model has none to cut between"), (False, "pass model= to attach")],
+)
 def test_fragments_without_layers(monkeypatch, named, cure) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = nn.Linear(4, 4)
     options = {"model": model} if named else {}
     with pytest.raises(ValueError, match=f"{cure}.* do without fragments: layers=0"):
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco", **options)
-    fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco", layers=0, **options).detach()
+    fsdp_demo.attach(
+        torch.optim.AdamW(model.parameters()), "streaming_diloco", layers=0, **options
+    ).detach()
 
 
 def test_a_gan_is_told_to_make_two_exchanges(monkeypatch) -> None:
@@ -83,7 +117,10 @@ def test_a_gan_is_told_to_make_two_exchanges(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="stepped twice.*attach each alone: two exchanges"):
         optimizers[0].step()
     exchange.detach()
-    both = [fsdp_demo.attach(o, "diloco", model=m, period=2) for o, m in zip(optimizers, models, strict=True)]
+    both = [
+        fsdp_demo.attach(o, "diloco", model=m, period=2)
+        for o, m in zip(optimizers, models, strict=True)
+    ]
     for o in (*optimizers[:1] * 2, optimizers[1]):
         o.step()
     assert [e.step for e in both] == [2, 1]

@@ -12,7 +12,18 @@ import yaml
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TOP = {"name", "on", "permissions", "concurrency", "jobs", "env", "defaults"}
-JOB = {"name", "needs", "runs-on", "timeout-minutes", "environment", "permissions", "steps", "strategy", "env", "if"}
+JOB = {
+    "name",
+    "needs",
+    "runs-on",
+    "timeout-minutes",
+    "environment",
+    "permissions",
+    "steps",
+    "strategy",
+    "env",
+    "if",
+}
 STEP = {"name", "id", "uses", "with", "run", "env", "if", "shell", "working-directory"}
 EVENTS = {"push", "pull_request", "release", "workflow_dispatch", "schedule"}
 
@@ -53,12 +64,21 @@ def test_its_schema(file: Path) -> None:
 
 def test_it_takes_the_python_that_is_tested(file: Path) -> None:
     versions = re.findall(r'python-version: "([\d.]+)"', file.read_text(encoding="utf-8"))
-    assert versions and all(f"with Python {version}" in (ROOT / "recipes" / "constraints-cpu.txt").read_text() for version in versions)
+    assert versions and all(
+        f"with Python {version}" in (ROOT / "recipes" / "constraints-cpu.txt").read_text()
+        for version in versions
+    )
 
 
 def test_commands_name_files_that_exist(file: Path) -> None:
-    runs = [step["run"] for job in read(file)["jobs"].values() for step in job["steps"] if "run" in step]
-    paths = {path for run in runs for path in re.findall(r"\b(?:tests|recipes|fsdp_demo)/[\w./-]*\w", run)}
+    runs = [
+        step["run"] for job in read(file)["jobs"].values() for step in job["steps"] if "run" in step
+    ]
+    paths = {
+        path
+        for run in runs
+        for path in re.findall(r"\b(?:tests|recipes|fsdp_demo)/[\w./-]*\w", run)
+    }
     assert all((ROOT / path).is_file() for path in paths)
     assert file.name != "tests.yml" or runs == ["bash tests/run.sh"]
 
@@ -66,9 +86,15 @@ def test_commands_name_files_that_exist(file: Path) -> None:
 def test_a_release_is_built_and_checked_before_it_is_published() -> None:
     jobs = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     runs = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
-    assert runs.index("python -m build") < next(i for i, run in enumerate(runs) if "twine check" in run)
-    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert "permissions" not in jobs["build"]  # the right to publish is not with what runs the build
+    assert runs.index("python -m build") < next(
+        i for i, run in enumerate(runs) if "twine check" in run
+    )
+    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"] == {
+        "id-token": "write"
+    }
+    # the right to publish is not with what runs the build
+    assert "permissions" not in jobs["build"]
     assert jobs["publish"]["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
     version = (ROOT / "fsdp_demo" / "version.py").read_text(encoding="utf-8")
-    assert re.search(r'^__version__ = "[^"]+"$', version, re.MULTILINE)  # what the release compares with its tag
+    # what the release compares with its tag
+    assert re.search(r'^__version__ = "[^"]+"$', version, re.MULTILINE)

@@ -3,9 +3,9 @@
     python docs/figures/tables.py             # print them
     python docs/figures/tables.py --write     # put them between their marks in README.md, docs/*.md and recipes/README.md
 
-A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. A test compares the two (tests/docs/test_figures.py).
-`about.json` says date, machine and command of each file.
-"""
+A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. A test compares
+the two (tests/docs/test_figures.py). `about.json` says date, machine and command of each file.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ import compare  # noqa: E402
 from report import size  # noqa: E402
 
 Rows = list[list[str]]
-MARK = re.compile(r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
+MARK = re.compile(
+    r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
+)
 BASELINE = "baseline (all-reduce every step)"
 STORMS = ("demo", "diloco", "streaming_diloco")
 CHOICE = ("demo", "diloco", "decoupled_momentum")  # the three that the README recommends
@@ -32,17 +34,45 @@ CHOICE = ("demo", "diloco", "decoupled_momentum")  # the three that the README r
 # Of each preset: what crosses the slow link, the inner optimizer, when the replicas are equal.
 METHODS = {
     "full": ("mean gradient", "any", "always"),
-    "demo": ("largest DCT coefficients of the momentum", 'SGD by sign, or `inner_optimizer="adamw"`', "always"),
-    "random": ("momentum at positions that all islands know", 'SGD by sign, or `inner_optimizer="adamw"`', "always"),
-    "stride": ("momentum at positions that all islands know", 'SGD by sign, or `inner_optimizer="adamw"`', "always"),
+    "demo": (
+        "largest DCT coefficients of the momentum",
+        'SGD by sign, or `inner_optimizer="adamw"`',
+        "always",
+    ),
+    "random": (
+        "momentum at positions that all islands know",
+        'SGD by sign, or `inner_optimizer="adamw"`',
+        "always",
+    ),
+    "stride": (
+        "momentum at positions that all islands know",
+        'SGD by sign, or `inner_optimizer="adamw"`',
+        "always",
+    ),
     "diloco": ("pseudo-gradient", "AdamW", "after an exchange"),
-    "decoupled_momentum": ("largest values of the outer momentum", "AdamW", "after an exchange; `rule=released`: never"),
-    "sparse_loco": ("largest values of the pseudo-gradient, with error feedback", "AdamW", "after an exchange"),
-    "streaming_diloco": ("pseudo-gradient by fragments, while training goes on", "AdamW", "at the end"),
+    "decoupled_momentum": (
+        "largest values of the outer momentum",
+        "AdamW",
+        "after an exchange; `rule=released`: never",
+    ),
+    "sparse_loco": (
+        "largest values of the pseudo-gradient, with error feedback",
+        "AdamW",
+        "after an exchange",
+    ),
+    "streaming_diloco": (
+        "pseudo-gradient by fragments, while training goes on",
+        "AdamW",
+        "at the end",
+    ),
     "muloco": ("pseudo-gradient of Muon, with error feedback", "Muon + AdamW", "after an exchange"),
     "local_sgd": ("parameters", "any", "after an exchange"),
     "local_adam": ("parameters and both moments", "AdamW", "after an exchange"),
-    "desloc": ("parameters and moments (not of embeddings)", "AdamW, any with named states", "after an exchange"),
+    "desloc": (
+        "parameters and moments (not of embeddings)",
+        "AdamW, any with named states",
+        "after an exchange",
+    ),
 }
 
 
@@ -51,12 +81,19 @@ def load(name: str) -> Any:
     return json.loads((HERE / name).read_text(encoding="utf-8"))
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------------------
+# ---- tables ------------------------------------------------------------------------------------
 
 
 def quickstart() -> Rows:
     """The comparison of the quickstart, in the cells that it prints itself."""
-    head = ["method", "validation loss", "sent per island", "fewer bytes than bf16 all-reduce", "tokens/s", "time waiting"]
+    head = [
+        "method",
+        "validation loss",
+        "sent per island",
+        "fewer bytes than bf16 all-reduce",
+        "tokens/s",
+        "time waiting",
+    ]
     rows = []
     for run in load("quickstart.json"):
         name = BASELINE if run["preset"] == "full" else f"`{run['preset']}`"
@@ -73,15 +110,34 @@ def quickstart_settings() -> Rows:
 def methods() -> Rows:
     """The presets to choose from: bytes of Llama-3.2-1B."""
     found = {entry["preset"]: entry for entry in load("bytes.json")["presets"]["rows"]}
-    head = ["preset", "crosses the slow link", "settings", "per exchange", "per step", "fewer bytes", "inner optimizer"]
-    return [head, *([*_named(found[name])[:2], *_sent(found[name]), METHODS[name][1]] for name in CHOICE)]
+    head = [
+        "preset",
+        "crosses the slow link",
+        "settings",
+        "per exchange",
+        "per step",
+        "fewer bytes",
+        "inner optimizer",
+    ]
+    return [
+        head,
+        *([*_named(found[name])[:2], *_sent(found[name]), METHODS[name][1]] for name in CHOICE),
+    ]
 
 
 def all_methods() -> Rows:
     """Every preset: bytes of Llama-3.2-1B, seconds on the link."""
     facts = load("bytes.json")["presets"]
     link = facts["link"].partition(",")[0]
-    head = ["preset", "crosses the slow link", "settings", "per exchange", "per step", "fewer bytes", f"seconds of an exchange at {link}"]
+    head = [
+        "preset",
+        "crosses the slow link",
+        "settings",
+        "per exchange",
+        "per step",
+        "fewer bytes",
+        f"seconds of an exchange at {link}",
+    ]
     rows = []
     for entry in facts["rows"]:
         more = METHODS.get(entry["preset"], ("", "any", "always"))[1:]
@@ -91,7 +147,14 @@ def all_methods() -> Rows:
 
 def storm() -> Rows:
     """Storms of faults, as `recipes/benchmarks/chaos.py --json` wrote them."""
-    head = ["storm", "survived", "longest stall", "back after (median)", "participating / alive", "digests that differ"]
+    head = [
+        "storm",
+        "survived",
+        "longest stall",
+        "back after (median)",
+        "participating / alive",
+        "digests that differ",
+    ]
     rows = [[*head, "tokens in completed rounds", "loss", "loss, undisturbed at as many tokens"]]
     for name in STORMS:
         if (HERE / f"storm-{name}.json").exists():
@@ -101,7 +164,11 @@ def storm() -> Rows:
 
 def storm_kinds() -> Rows:
     """The same storms by what was done: events that were survived, and the longest stall."""
-    found = {name: load(f"storm-{name}.json")["by_kind"] for name in STORMS if (HERE / f"storm-{name}.json").exists()}
+    found = {
+        name: load(f"storm-{name}.json")["by_kind"]
+        for name in STORMS
+        if (HERE / f"storm-{name}.json").exists()
+    }
     kinds = sorted({kind for by_kind in found.values() for kind in by_kind})
     rows = [["what happens", *(f"`{name}`: survived, longest stall" for name in found)]]
     for kind in kinds:
@@ -119,7 +186,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
 }
 
 
-# ---- cells ---------------------------------------------------------------------------------------------------------------------
+# ---- cells -------------------------------------------------------------------------------------
 
 
 def _named(entry: dict[str, Any]) -> tuple[str, str]:
@@ -131,9 +198,16 @@ def _named(entry: dict[str, Any]) -> tuple[str, str]:
 
 
 def _sent(entry: dict[str, Any]) -> list[str]:
-    """Settings, bytes of an exchange and of a step, times fewer than an all-reduce at every step."""
+    """Settings, bytes of an exchange and of a step, times fewer than an all-reduce at every
+    step.
+    """
     ratio = entry["ratio_per_step"] or 1.0
-    return [entry["settings"], size(entry["sent"]), size(entry["sent_per_step"]), f"{_short(ratio)} x"]
+    return [
+        entry["settings"],
+        size(entry["sent"]),
+        size(entry["sent_per_step"]),
+        f"{_short(ratio)} x",
+    ]
 
 
 def _short(number: float) -> str:
@@ -141,7 +215,11 @@ def _short(number: float) -> str:
 
 
 def _of_kind(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"{found['survived']} of {found['events']}, {found['longest_stall_s']:.1f} s"
+    return (
+        "-"
+        if found is None
+        else f"{found['survived']} of {found['events']}, {found['longest_stall_s']:.1f} s"
+    )
 
 
 def _storm(name: str, found: dict[str, Any]) -> list[str]:
@@ -161,7 +239,7 @@ def _storm(name: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
-# ---- pages ---------------------------------------------------------------------------------------------------------------------
+# ---- pages -------------------------------------------------------------------------------------
 
 
 def markdown(rows: Rows) -> str:
@@ -184,7 +262,10 @@ def write() -> None:
     """Put every table between its marks."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        made = MARK.sub(lambda m: f"<!-- table: {m['name']} -->\n{markdown(TABLES[m['name']]())}<!-- end -->", text)
+        made = MARK.sub(
+            lambda m: f"<!-- table: {m['name']} -->\n{markdown(TABLES[m['name']]())}<!-- end -->",
+            text,
+        )
         if made != text:
             page.write_text(made, encoding="utf-8")
 
@@ -195,4 +276,9 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         sys.exit(f"usage: {sys.argv[0]} [--write]")
     else:
-        print("\n".join(f"<!-- table: {name} -->\n{markdown(make())}<!-- end -->\n" for name, make in TABLES.items()))
+        print(
+            "\n".join(
+                f"<!-- table: {name} -->\n{markdown(make())}<!-- end -->\n"
+                for name, make in TABLES.items()
+            )
+        )

@@ -1,4 +1,5 @@
-"""One channel at work on one rank: its state, what it sends, how what arrives is decoded and applied.
+"""One channel at work on one rank: its state, what it sends, how what arrives is decoded and
+applied.
 
 May import `hosts`, `comm`, `compression`, `config`.
 """

@@ -1,9 +1,12 @@
-"""How a mean acts on the tensors of one channel: as the gradient, as an outer step on the anchor, as replacement of parameters or state.
+"""How a mean acts on the tensors of one channel: as the gradient, as an outer step on the anchor,
+as replacement of parameters or state.
 
-Each is an entry of `APPLIERS`, at the end; a new one is a function in a file of its own, a line in `config/names.py` and a line there.
+Each is an entry of `APPLIERS`, at the end; a new one is a function in a file of its own, a line in
+`config/names.py` and a line there.
 
-A mean (`decode.py`) is decoded, brought to the element domain, changed and written one window at a time, so that no workspace is made for
-it; only where ranks of the island share the work it is collected for the one all-gather that completes it.
+A mean (`decode.py`) is decoded, brought to the element domain, changed and written one window at a
+time, so that no workspace is made for it; only where ranks of the island share the work it is
+collected for the one all-gather that completes it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class Arrival:
         flying: the replica's own part of what is still under way.
         present: for which of the covered tensors any replica had a gradient; of gradient channels.
         mix: share of the local parameters that stays.
-        number: of this round of the channel's schedule; None: a part of a round, at the end, which has neither rate nor momentum.
+        number: of this round of the channel's schedule; None: a part of a round, at the end, which
+            has neither rate nor momentum.
         last: nothing comes after it.
     """
 
@@ -44,23 +48,36 @@ class Arrival:
 
 
 def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
-    """Make the mean, or its signs, the gradient of the covered tensors for which any replica had one."""
+    """Make the mean, or its signs, the gradient of the covered tensors for which any replica had
+    one.
+    """
     assert arrival.present is not None
     sign, targets = c.channel.applier.sign, c.set_gradients(arrival.present)
     with make_transform(c.channel.codec, c.shards.device) as made:
         deliver(c, mean, targets, lambda _, x: x.sign_() if sign else x, made)
 
 
-def replace(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> tuple[float, float] | None:
+def replace(
+    c: LocalChannel, mean: DecodedMean | None, arrival: Arrival
+) -> tuple[float, float] | None:
     """Parameters theta, or a state, become the mean, mixed with `mix` of the local ones.
 
-    After a delay theta += mean - own instead, unless it is the last one, and what is in flight counts as corrected (in place).
+    After a delay theta += mean - own instead, unless it is the last one, and what is in flight
+    counts as corrected (in place).
 
     Returns:
-        Squared norms of the change and of the mean, of this copy, where parameters come after a delta channel.
+        Squared norms of the change and of the mean, of this copy, where parameters come after a
+        delta channel.
     """
-    own, mix, tensors = None if arrival.last else arrival.own, arrival.mix, c.tensors(c.channel.target)
-    moved, after = torch.zeros(2, device=c.shards.device), c.channel.writes_parameters and bool(c.channel.after)
+    own, mix, tensors = (
+        None if arrival.last else arrival.own,
+        arrival.mix,
+        c.tensors(c.channel.target),
+    )
+    moved, after = (
+        torch.zeros(2, device=c.shards.device),
+        c.channel.writes_parameters and bool(c.channel.after),
+    )
 
     def change(window: Window, x: Tensor) -> Tensor:
         if own is None and not mix and not after:
@@ -80,24 +97,41 @@ def replace(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> tupl
 
 
 def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
-    """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P is the sum of what is in flight."""
+    """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P
+    is the sum of what is in flight.
+    """
     tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
-    plain = c.channel.feedback != "put_back" and not c.channel.applier.local_delta  # nobody needs the coefficients
+    # nobody needs the coefficients
+    plain = c.channel.feedback != "put_back" and not c.channel.applier.local_delta
 
     def change(window: Window, x: Tensor) -> Tensor:
         anchor = _step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
         if not mix and not flying:
             return anchor
         target = less(x.copy_(anchor), window, flying)
-        return torch.lerp(target, window.pack(ContiguousViews(tensors), torch.empty_like(x)), mix, out=target) if mix else target
+        return (
+            torch.lerp(
+                target, window.pack(ContiguousViews(tensors), torch.empty_like(x)), mix, out=target
+            )
+            if mix
+            else target
+        )
 
     with make_transform(c.channel.codec, c.shards.device) as made:
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
 
 
-def _step_anchor(c: LocalChannel, window: Window, x: Tensor, own: Tensor | None, number: int | None, made: Transform | None) -> Tensor:
-    """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window. `made`: transforms the mean; None: it
-    is in the element domain. Without a `number` the anchor becomes anchor - mean, and the momentum stays what it was."""
+def _step_anchor(
+    c: LocalChannel,
+    window: Window,
+    x: Tensor,
+    own: Tensor | None,
+    number: int | None,
+    made: Transform | None,
+) -> Tensor:
+    """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window.
+    `made`: transforms the mean; None: it is in the element domain. Without a `number` the anchor
+    becomes anchor - mean, and the momentum stays what it was."""
     applier, lr = c.channel.applier, rate(window, c.channel.applier, c.channel.codec.sparse)
     anchor = c.fetch(c.anchor, window)
     assert anchor is not None
@@ -105,30 +139,55 @@ def _step_anchor(c: LocalChannel, window: Window, x: Tensor, own: Tensor | None,
         assert c.accumulator is not None
         window.of(c.accumulator).add_(x)
     if applier.local_delta:
-        assert c.accumulator is not None and c.channel.accumulator is not None and own is not None and made is not None
+        assert (
+            c.accumulator is not None
+            and c.channel.accumulator is not None
+            and own is not None
+            and made is not None
+        )
         momentum = made.inverse_(window.group, x.copy_(window.of(c.accumulator)))
         local_step(anchor, window.of(own), momentum, c.channel.accumulator.beta, lr)
     elif number is None:
         gain = c.channel.accumulator.gain if c.channel.accumulator is not None else 1.0
-        outer_step(anchor, None, x if made is None else made.inverse_(window.group, x), 0.0, False, 1.0 / gain)
+        outer_step(
+            anchor,
+            None,
+            x if made is None else made.inverse_(window.group, x),
+            0.0,
+            False,
+            1.0 / gain,
+        )
     else:
         held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
-        outer_step(anchor, held, x if made is None else made.inverse_(window.group, x), mu, applier.nesterov, lr)
+        outer_step(
+            anchor,
+            held,
+            x if made is None else made.inverse_(window.group, x),
+            mu,
+            applier.nesterov,
+            lr,
+        )
         c.store(c.momentum, window, held)
     c.store(c.anchor, window, anchor)
     return anchor
 
 
 def rate(window: Window, applier: Applier, sparse: bool) -> float:
-    """The outer rate of a window: `lr`, and for the whole tensors of a sparse channel `dense_lr`."""
+    """The outer rate of a window: `lr`, and for the whole tensors of a sparse channel
+    `dense_lr`.
+    """
     return applier.dense_lr if sparse and window.group is None else applier.lr
 
 
-def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, mu: float, nesterov: bool, lr: float) -> None:
-    """One step of SGD on the anchor, in place; `mean` (fp32, element domain, same shape) is used up.
+def outer_step(
+    anchor: Tensor, momentum: Tensor | None, mean: Tensor, mu: float, nesterov: bool, lr: float
+) -> None:
+    """One step of SGD on the anchor, in place; `mean` (fp32, element domain, same shape) is used
+    up.
 
-    m = mu m + mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean where there is no momentum: torch.optim.SGD's form,
-    as in DiLoCo (2311.08105). `mu` is the momentum of this round.
+    m = mu m + mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean where there is
+    no momentum: torch.optim.SGD's form, as in DiLoCo (2311.08105). `mu` is the momentum of this
+    round.
     """
     if momentum is not None:
         momentum.mul_(mu).add_(mean)
@@ -140,7 +199,8 @@ def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, mu: float,
 
 
 def local_step(anchor: Tensor, delta: Tensor, momentum: Tensor, beta: float, lr: float) -> None:
-    """The released rule of 2510.03371: anchor -= lr (delta + beta momentum), with the replica's own delta, in place.
+    """The released rule of 2510.03371: anchor -= lr (delta + beta momentum), with the replica's own
+    delta, in place.
 
     `delta` is used up, `momentum` is the accumulator in the element domain, the mean put back.
     """
@@ -155,16 +215,21 @@ def deliver(
     made: Transform | None = None,
     wrote: bool = False,
 ) -> None:
-    """Write what `change` makes of the mean, a window at a time, into `tensors`; then, if the channel keeps what was `wrote`, note it.
+    """Write what `change` makes of the mean, a window at a time, into `tensors`; then, if the
+    channel keeps what was `wrote`, note it.
 
-    `change` gets the mean in the element domain if it is `made` so, else as it is; the window's room is its to use up. Without a mean (a
-    copy that is not active) the island's other copies complete the tensors."""
+    `change` gets the mean in the element domain if it is `made` so, else as it is; the window's
+    room is its to use up. Without a mean (a copy that is not active) the island's other copies
+    complete the tensors."""
     if mean is None:
         c.write(None, tensors)
         return
     assert c.layout is not None
     alone = c.position.copies == 1
-    room = torch.empty(max((w.numel for w in c.windows), default=0) if alone else c.layout.numel, device=c.shards.device)
+    room = torch.empty(
+        max((w.numel for w in c.windows), default=0) if alone else c.layout.numel,
+        device=c.shards.device,
+    )
     with ContiguousViews(tensors, back=True) as memory:
         for w in c.windows:
             for part, place in _decoded(mean, w, room[: w.numel] if alone else w.of(room), made):
@@ -182,8 +247,12 @@ def deliver(
             _note(c, part, part.of(room), memory, wrote)
 
 
-def _decoded(mean: DecodedMean, window: Window, room: Tensor, made: Transform | None) -> Iterator[tuple[Window, Tensor]]:
-    """The parts of a window, each with its elements of the mean in `room` [numel], in the element domain if it is `made` so."""
+def _decoded(
+    mean: DecodedMean, window: Window, room: Tensor, made: Transform | None
+) -> Iterator[tuple[Window, Tensor]]:
+    """The parts of a window, each with its elements of the mean in `room` [numel], in the element
+    domain if it is `made` so.
+    """
     with record_function("fsdp_demo::decode"):
         terms = mean.terms(window) if made is not None and made.shortens else None
         if terms is None:
@@ -199,8 +268,12 @@ def _decoded(mean: DecodedMean, window: Window, room: Tensor, made: Transform | 
         yield part, place
 
 
-def _note(c: LocalChannel, window: Window, x: Tensor, tensors: ContiguousViews, wrote: bool) -> None:
-    """Remember in `written` the anchor and what rounding has added to the parameters, into which `x` was written."""
+def _note(
+    c: LocalChannel, window: Window, x: Tensor, tensors: ContiguousViews, wrote: bool
+) -> None:
+    """Remember in `written` the anchor and what rounding has added to the parameters, into which
+    `x` was written.
+    """
     if not wrote or c.written is None:
         return
     anchor = c.fetch(c.anchor, window)
@@ -208,10 +281,13 @@ def _note(c: LocalChannel, window: Window, x: Tensor, tensors: ContiguousViews, 
     window.pack(tensors, window.of(c.written)).sub_(x).add_(anchor)
 
 
-APPLIERS: dict[str, Callable[[LocalChannel, DecodedMean | None, Arrival], tuple[float, float] | None]] = {
+APPLIERS: dict[
+    str, Callable[[LocalChannel, DecodedMean | None, Arrival], tuple[float, float] | None]
+] = {
     "gradient": as_gradient,
     "outer_step": outer,
     "replace": replace,
 }
-"""What to do with a mean (transform domain; None on a copy that only receives), by `applier.acts_as`. What comes back is how far parameters
-were moved, where that is of interest: squared norms of the change and of the mean."""
+"""What to do with a mean (transform domain; None on a copy that only receives), by
+`applier.acts_as`. What comes back is how far parameters were moved, where that is of interest:
+squared norms of the change and of the mean."""

@@ -30,17 +30,26 @@ class Bound:
     parameters: LocalChannel
 
 
-def bind(channels: Sequence[Channel], config: ExchangeConfig, placement: Placement, model: torch.nn.Module | None) -> Bound:
-    """Bind `channels`, which are those of `config` with every fragment a channel, and what goes with them.
+def bind(
+    channels: Sequence[Channel],
+    config: ExchangeConfig,
+    placement: Placement,
+    model: torch.nn.Module | None,
+) -> Bound:
+    """Bind `channels`, which are those of `config` with every fragment a channel, and what goes
+    with them.
 
     Args:
         model: whose buffers are averaged; None: nobody's.
 
     Raises:
-        ValueError: they do not fit the parameters, or leave out some of them where the preset keeps replicas equal.
+        ValueError: they do not fit the parameters, or leave out some of them where the preset keeps
+            replicas equal.
     """
     active = [ChannelRunner(c, placement, config.seed) for c in channels]
-    parameters = LocalChannel(Channel("parameters", "parameter", applier=Applier("replace")), placement)
+    parameters = LocalChannel(
+        Channel("parameters", "parameter", applier=Applier("replace")), placement
+    )
     if config.equal_at_end and placement.islands > 1:
         _check_covered(active, placement, config.preset)
     moving = [c for c in channels if c.writes_parameters]
@@ -48,12 +57,17 @@ def bind(channels: Sequence[Channel], config: ExchangeConfig, placement: Placeme
 
 
 def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, preset: str) -> None:
-    """`exclude` means never exchanged: refused where the preset promises replicas that end equal, unless the parameter is frozen."""
+    """`exclude` means never exchanged: refused where the preset promises replicas that end equal,
+    unless the parameter is frozen.
+    """
     covered = {i for c in channels for i in c.covered if c.channel.equal_at_end}
-    left = [s.name for i, s in enumerate(placement.shards.params) if i not in covered and not s.frozen]
+    left = [
+        s.name for i, s in enumerate(placement.shards.params) if i not in covered and not s.frozen
+    ]
     if left:
         names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
         raise ValueError(
-            f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these parameters, or name them in another "
+            f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these "
+            "parameters, or name them in another "
             "channel's include"
         )

@@ -1,11 +1,13 @@
-"""One channel at work on one rank: what it sends, and what comes back. No communication but the completion inside the island.
+"""One channel at work on one rank: what it sends, and what comes back. No communication but the
+completion inside the island.
 
-`state.py` holds what a channel covers and keeps, `apply.py` how a mean acts; this file reads the source, keeps the accumulator and makes
-what leaves.
+`state.py` holds what a channel covers and keeps, `apply.py` how a mean acts; this file reads the
+source, keeps the accumulator and makes what leaves.
 
-With a delay several payloads may be under way. A delta is counted from anchor - P, where P is the sum of this replica's deltas that are
-still in flight, and an arriving mean sets the parameters to anchor - P (mixed with the local ones): what was sent once is neither sent
-nor applied again. A delayed mean of parameters corrects what was sent and keeps the steps taken since.
+With a delay several payloads may be under way. A delta is counted from anchor - P, where P is the
+sum of this replica's deltas that are still in flight, and an arriving mean sets the parameters to
+anchor - P (mixed with the local ones): what was sent once is neither sent nor applied again. A
+delayed mean of parameters corrects what was sent and keeps the steps taken since.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from .state import LocalChannel, less
 
 @dataclass
 class ChannelPayload:
-    """What one channel sends at one step, on the shards' device: its section of the body, or fp32 vectors.
+    """What one channel sends at one step, on the shards' device: its section of the body, or fp32
+    vectors.
 
-    `own` is the replica's own source where it is needed later (a delta that stays in flight or is applied locally; delayed parameters);
-    `present` says which tensors had a gradient; `partial` that it was sent inside a round, by `finish()`: its mean is applied plainly.
+    `own` is the replica's own source where it is needed later (a delta that stays in flight or is
+    applied locally; delayed parameters); `present` says which tensors had a gradient; `partial`
+    that it was sent inside a round, by `finish()`: its mean is applied plainly.
     """
 
     step: int
@@ -44,7 +48,9 @@ class ChannelPayload:
     def to(self, device: torch.device) -> ChannelPayload:
         """The same with its tensors on `device`."""
         body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
-        return ChannelPayload(self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial)
+        return ChannelPayload(
+            self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial
+        )
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,14 @@ class Received:
     """What all replicas sent for one channel, cut out of a message and not decoded.
 
     Attributes:
-        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is reduced.
+        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is
+            reduced.
         means: its reduced vectors, fp32; empty where it is gathered.
         weights: each replica's share in its mean.
-        present: of a gradient channel, which of its tensors any replica had a gradient for; else None.
-        workspace: the mean itself instead (transform domain), where the message was decoded under another layout.
+        present: of a gradient channel, which of its tensors any replica had a gradient for; else
+            None.
+        workspace: the mean itself instead (transform domain), where the message was decoded under
+            another layout.
     """
 
     bodies: Sequence[Tensor]
@@ -73,9 +82,11 @@ class Incoming:
     Attributes:
         sent: this replica's own part in it.
         received: everybody's; None on a copy that is not active, which has no peers.
-        present: for a gradient channel, which of its tensors get one: those that any replica has one for.
+        present: for a gradient channel, which of its tensors get one: those that any replica has
+            one for.
         flying: what the channel still has under way, oldest first.
-        last: nothing local is mixed in: nothing comes after it, or what this replica sent was not finite.
+        last: nothing local is mixed in: nothing comes after it, or what this replica sent was not
+            finite.
     """
 
     sent: ChannelPayload
@@ -94,29 +105,38 @@ class ChannelRunner(LocalChannel):
 
     Attributes:
         section: what it puts into messages; None on a copy that is not active.
-        moved: after parameters were replaced by their mean: squared norms of the change and of the mean, of this copy.
-        left_out: 1 where what is to be sent is not finite on some rank of this island, and counts as zeros; a number, or a scalar on the
-            device.
-        measures: whether `encode` notes the norm of what it is given. square: the squared norm of the last, of this copy,
-            until somebody takes it.
+        moved: after parameters were replaced by their mean: squared norms of the change and of the
+            mean, of this copy.
+        left_out: 1 where what is to be sent is not finite on some rank of this island, and counts
+            as zeros; a number, or a scalar on the device.
+        measures: whether `encode` notes the norm of what it is given. square: the squared norm of
+            the last, of this copy, until somebody takes it.
     """
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
         super().__init__(channel, placement)
-        self.section = ChannelCodec(self.layout, channel, self.size, seed, self.shards.device) if self.layout is not None else None
+        self.section = (
+            ChannelCodec(self.layout, channel, self.size, seed, self.shards.device)
+            if self.layout is not None
+            else None
+        )
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
         self.measures = False
         self.square: Tensor | None = None
 
-    # ---- what is sent ----------------------------------------------------------------------------------------------
+    # ---- what is sent --------------------------------------------------------------------------
 
     def accumulate(self, flying: Sequence[ChannelPayload] = ()) -> Tensor | None:
-        """Read the source, once, into the accumulator if there is one; returns it (element domain). `flying`: what this channel has under
-        way. A gradient channel remembers which tensors have a gradient; with an accumulator, which ever had one."""
+        """Read the source, once, into the accumulator if there is one; returns it (element domain).
+        `flying`: what this channel has under way. A gradient channel remembers which tensors
+        have a gradient; with an accumulator, which ever had one."""
         tensors, settings = self.tensors(self.channel.target), self.channel.accumulator
         if self.channel.before_step:
-            self.present = [t is not None or (settings is not None and p) for t, p in zip(tensors, self.present, strict=True)]
+            self.present = [
+                t is not None or (settings is not None and p)
+                for t, p in zip(tensors, self.present, strict=True)
+            ]
         if self.layout is None:
             return None
         if self.accumulator is not None and settings is not None:
@@ -130,34 +150,62 @@ class ChannelRunner(LocalChannel):
         return x
 
     def _into_accumulator(
-        self, tensors: Sequence[Tensor | None], flying: Sequence[ChannelPayload], beta: float, gain: float, keep: Tensor | None = None
+        self,
+        tensors: Sequence[Tensor | None],
+        flying: Sequence[ChannelPayload],
+        beta: float,
+        gain: float,
+        keep: Tensor | None = None,
     ) -> None:
-        """accumulator = beta accumulator + gain T(source in `tensors`); the source goes to `keep`, too."""
+        """accumulator = beta accumulator + gain T(source in `tensors`); the source goes to `keep`,
+        too.
+        """
         assert self.accumulator is not None
         delta = self.channel.source == "delta"
         common, rates = self._rates()
-        with ContiguousViews(tensors) as memory, make_transform(self.channel.codec, self.shards.device) as made:
+        with (
+            ContiguousViews(tensors) as memory,
+            make_transform(self.channel.codec, self.shards.device) as made,
+        ):
             for part in (part for w in self.windows for part in w.inner):
-                x = self._source(part, memory, flying, made.room(part, exact=delta or keep is not None or bool(rates)))
+                x = self._source(
+                    part,
+                    memory,
+                    flying,
+                    made.room(part, exact=delta or keep is not None or bool(rates)),
+                )
                 if keep is not None:
                     part.of(keep).copy_(x)
                 x = part.scale(x, rates) if rates else x
                 made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
 
     def _rates(self) -> tuple[float, list[float]]:
-        """Where gradients are accumulated times their learning rate: the one of all tensors, or 1 and that of each."""
+        """Where gradients are accumulated times their learning rate: the one of all tensors, or 1
+        and that of each.
+        """
         if self.channel.accumulator is None or not self.channel.accumulator.rate:
             return 1.0, []
         every = self.shards.rates()
         rates = [every[i] for i in self.covered]
         return (rates[0], []) if len(set(rates)) == 1 else (1.0, rates)
 
-    def _source(self, window: Window, tensors: ContiguousViews, flying: Sequence[ChannelPayload], out: Tensor) -> Tensor:
-        """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus parameter, less what is in flight, and
-        less what rounding to a low-precision parameter took away when the anchor was last written."""
+    def _source(
+        self,
+        window: Window,
+        tensors: ContiguousViews,
+        flying: Sequence[ChannelPayload],
+        out: Tensor,
+    ) -> Tensor:
+        """A window of the source in the element domain, into `out` [numel]. A delta is anchor minus
+        parameter, less what is in flight, and less what rounding to a low-precision parameter
+        took away when the anchor was last written."""
         window.pack(tensors, out)
         if self.channel.source == "delta":
-            before = window.of(self.written) if self.written is not None else self.fetch(self.anchor, window)
+            before = (
+                window.of(self.written)
+                if self.written is not None
+                else self.fetch(self.anchor, window)
+            )
             assert before is not None
             torch.sub(before, out, out=out)
             less(out, window, _own(flying))
@@ -166,16 +214,23 @@ class ChannelRunner(LocalChannel):
         return out.zero_() if self.left_out else out
 
     def encode(self, step: int, source: Tensor | None) -> ChannelPayload:
-        """Select and code what is sent: the accumulator, or `source`, which is `accumulate`'s. `subtract` is to follow."""
+        """Select and code what is sent: the accumulator, or `source`, which is `accumulate`'s.
+        `subtract` is to follow.
+        """
         out = ChannelPayload(step, present=list(self.present) if self.channel.before_step else None)
         if self.layout is None or self.section is None:
             return out
         if self.accumulator is not None:
             whole = not self.channel.codec.sparse and not self.section.gathered
-            work = self.accumulator.clone() if whole else self.accumulator  # it goes on while the vector is under way
+            # it goes on while the vector is under way
+            work = self.accumulator.clone() if whole else self.accumulator
         else:
             assert source is not None
-            work = transform(self.channel.codec, self.layout, source.clone() if self.channel.needs_own else source)
+            work = transform(
+                self.channel.codec,
+                self.layout,
+                source.clone() if self.channel.needs_own else source,
+            )
         out.own = source if self.channel.needs_own else None
         if self.measures:  # in the transform domain, where a norm is the same
             self.square = torch.linalg.vector_norm(work).square()
@@ -183,43 +238,69 @@ class ChannelRunner(LocalChannel):
         return out
 
     def subtract(self, out: ChannelPayload) -> None:
-        """Take what is sent, as the others decode it, out of the accumulator (`feedback`: subtract, put_back): rounding stays in it."""
+        """Take what is sent, as the others decode it, out of the accumulator (`feedback`: subtract,
+        put_back): rounding stays in it.
+        """
         self._take(out, 1.0)
 
     def _take(self, out: ChannelPayload, sign: float) -> None:
-        """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1 to undo it."""
+        """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1
+        to undo it.
+        """
         if self.accumulator is None or not self.channel.taken or self.section is None:
             return
-        if out.body is None and not out.vectors:  # sent under another layout (`checkpoint/reshard.py`): there is no code to take back
+        # sent under another layout (`checkpoint/reshard.py`): there is no code to take back
+        if out.body is None and not out.vectors:
             return
-        self.section.subtract(self.accumulator, out.body, out.vectors, out.step, sign * self.channel.taken)
+        self.section.subtract(
+            self.accumulator, out.body, out.vectors, out.step, sign * self.channel.taken
+        )
 
     def undo(self, out: ChannelPayload) -> None:
-        """Return the accumulator to what it was before `out` was accumulated and encoded (to rounding): it will not be sent any more.
+        """Return the accumulator to what it was before `out` was accumulated and encoded (to
+        rounding): it will not be sent any more.
 
-        Only the sent part can come back where the source has moved on (a delay), or is not here (gradients; see `StepRuntime.begun`)."""
+        Only the sent part can come back where the source has moved on (a delay), or is not here
+        (gradients; see `StepRuntime.begun`)."""
         self._take(out, -1.0)
         settings = self.channel.accumulator
-        if self.accumulator is None or settings is None or self.layout is None or self.channel.schedule.delay or settings.beta == 0:
+        if (
+            self.accumulator is None
+            or settings is None
+            or self.layout is None
+            or self.channel.schedule.delay
+            or settings.beta == 0
+        ):
             return
         if self.channel.before_step:
             return
-        self._into_accumulator(self.tensors(self.channel.target), (), 1.0 / settings.beta, -settings.gain / settings.beta)
+        self._into_accumulator(
+            self.tensors(self.channel.target),
+            (),
+            1.0 / settings.beta,
+            -settings.gain / settings.beta,
+        )
 
     def drop(self, out: ChannelPayload) -> None:
-        """Forget what is accumulated here, and this replica's own part in what it has sent: the others have left it out."""
+        """Forget what is accumulated here, and this replica's own part in what it has sent: the
+        others have left it out.
+        """
         if self.accumulator is not None:
             self.accumulator.zero_()
         if self.channel.source == "delta" and out.own is not None:
             out.own.zero_()
 
-    # ---- what comes back -------------------------------------------------------------------------------------------
+    # ---- what comes back -----------------------------------------------------------------------
 
     def mean(self, received: Received, step: int) -> DecodedMean:
-        """The replicas' mean of what was sent at `step` (transform domain): a function of the window, which decodes when it is asked."""
+        """The replicas' mean of what was sent at `step` (transform domain): a function of the
+        window, which decodes when it is asked.
+        """
         assert self.section is not None
         if received.workspace is not None:
-            found: DecodedMean = DenseMean(self.section.layout, received.workspace.to(self.shards.device))
+            found: DecodedMean = DenseMean(
+                self.section.layout, received.workspace.to(self.shards.device)
+            )
         elif self.section.gathered:
             bodies = [b.to(self.shards.device, non_blocking=True) for b in received.bodies]
             found = self.section.received(bodies, received.weights, step)
@@ -229,11 +310,15 @@ class ChannelRunner(LocalChannel):
         return found
 
     def apply(self, arrived: Incoming) -> None:
-        """Let the mean act on gradients, anchor, parameters or state. Where nothing was received the island's other copies bring it."""
+        """Let the mean act on gradients, anchor, parameters or state. Where nothing was received
+        the island's other copies bring it.
+        """
         sent, mix = arrived.sent, 0.0 if arrived.last else self.channel.applier.mix
         mean = self.mean(arrived.received, sent.step) if arrived.received is not None else None
         number = None if sent.partial else self.channel.schedule.round(sent.step)
-        arrival = apply.Arrival(sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last)
+        arrival = apply.Arrival(
+            sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last
+        )
         self.moved = apply.APPLIERS[self.channel.applier.acts_as](self, mean, arrival) or self.moved
 
 

@@ -1,9 +1,12 @@
-"""What one channel puts into a message, and how R such parts become one mean: selection, code, bytes. No communication, no state.
+"""What one channel puts into a message, and how R such parts become one mean: selection, code,
+bytes. No communication, no state.
 
 Three forms, by codec and number of replicas:
 
-* indexed (top-k): a section of the message's body with values and positions (`compression/sparse.py`).
-* vectors: everything, or the values at positions known to all (`selection.seeded`); reduced by the transport.
+* indexed (top-k): a section of the message's body with values and positions
+  (`compression/sparse.py`).
+* vectors: everything, or the values at positions known to all (`selection.seeded`); reduced by the
+  transport.
 * gathered vectors: codes under 8 bits between few replicas, in the body (`dense.gathers`).
 
 What arrives becomes a mean window by window (`decode.py`), so that no workspace is made for it.
@@ -40,24 +43,46 @@ class ChannelCodec:
         gathered: whether it travels in the body.
     """
 
-    def __init__(self, layout: Layout, channel: Channel, size: int, seed: int = 0, device: torch.device | str = "cpu"):
-        self.layout, self.channel, self.codec, self.size, self.seed = layout, channel, channel.codec, size, seed
+    def __init__(
+        self,
+        layout: Layout,
+        channel: Channel,
+        size: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        self.layout, self.channel, self.codec, self.size, self.seed = (
+            layout,
+            channel,
+            channel.codec,
+            size,
+            seed,
+        )
         self.device = torch.device(device)
         self.spans: list[tuple[int, str]] = []
         if self.codec.seeded:
             chosen = sum(g.count * g.k(self.codec.topk) for g in layout.groups)
-            self.spans = [(chosen, self.codec.value_dtype), (layout.num_dense, sparse.dense_code(self.codec))]
+            self.spans = [
+                (chosen, self.codec.value_dtype),
+                (layout.num_dense, sparse.dense_code(self.codec)),
+            ]
         elif not self.codec.indexed:
             self.spans = [(layout.numel, self.codec.value_dtype)]
-        self._known: tuple[int, dict[Group, Tensor]] | None = None  # number of an exchange and its positions
+        # number of an exchange and its positions
+        self._known: tuple[int, dict[Group, Tensor]] | None = None
         self.gathered = self.codec.indexed or vectors.gathers(self.codec.value_dtype, size)
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the positions that are kept from one exchange to the next, where all replicas know them."""
+        """Bytes of the positions that are kept from one exchange to the next, where all replicas
+        know them.
+        """
         if not self.codec.seeded:
             return 0
-        return sum(8 * g.k(self.codec.topk) * (1 if self.codec.selection.alike else g.count) for g in self.layout.groups)
+        return sum(
+            8 * g.k(self.codec.topk) * (1 if self.codec.selection.alike else g.count)
+            for g in self.layout.groups
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -67,8 +92,8 @@ class ChannelCodec:
         return vectors.total_bytes(self.spans) if self.gathered else 0
 
     def encode(self, work: Tensor, step: int) -> tuple[Tensor | None, list[Tensor]]:
-        """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or None and the vectors fp32, which may be
-        the workspace itself."""
+        """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or
+        None and the vectors fp32, which may be the workspace itself."""
         if self.codec.indexed:
             return sparse.encode_sparse(self.layout, self.codec, work), []
         parts = self._vectors(work, step)
@@ -77,34 +102,52 @@ class ChannelCodec:
         return vectors.encode_all(self.spans, parts), []
 
     def blank(self, body: Tensor) -> bool:
-        """Whether a section of the body (on the host) holds no value but zeros; positions do not count."""
+        """Whether a section of the body (on the host) holds no value but zeros; positions do not
+        count.
+        """
         if not self.codec.indexed:
             return not bool(body.any())
         spans = sparse.spans(self.layout, self.codec)
         dense = body[spans[-1][2] if spans else 0 :]
-        return not (any(bool(body[begin:middle].any()) for begin, middle, _ in spans) or bool(dense.any()))
+        return not (
+            any(bool(body[begin:middle].any()) for begin, middle, _ in spans) or bool(dense.any())
+        )
 
-    def subtract(self, work: Tensor, body: Tensor | None, parts: Sequence[Tensor], step: int, alpha: float) -> None:
-        """work -= alpha times what the others receive of an own section: the dequantised values, so that rounding stays in `work`."""
+    def subtract(
+        self, work: Tensor, body: Tensor | None, parts: Sequence[Tensor], step: int, alpha: float
+    ) -> None:
+        """work -= alpha times what the others receive of an own section: the dequantised values, so
+        that rounding stays in `work`.
+        """
         if body is not None:
             self._received([body], [1.0], step).add_to(work, -alpha)
         elif self.codec.seeded:
-            arrived = [vectors.round_trip(code, v, self.size) for v, (_, code) in zip(parts, self.spans, strict=True)]
+            arrived = [
+                vectors.round_trip(code, v, self.size)
+                for v, (_, code) in zip(parts, self.spans, strict=True)
+            ]
             self._scattered(arrived, step).add_to(work, -alpha)
         else:
             vectors.add_round_trip(self.spans[0][1], parts[0], self.size, work, -alpha)
 
-    def received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> DecodedMean:
-        """Weighted mean of the replicas' sections of the body, added in rank order. Replicas of weight 0 are left out.
+    def received(
+        self, bodies: Sequence[Tensor], weights: Sequence[float], step: int
+    ) -> DecodedMean:
+        """Weighted mean of the replicas' sections of the body, added in rank order. Replicas of
+        weight 0 are left out.
 
-        Over "senders": sum of w v over those whose value there is not zero, divided by the sum of their w; dense elements always
-        over all replicas.
+        Over "senders": sum of w v over those whose value there is not zero, divided by the sum of
+        their w; dense elements always over all replicas.
         """
-        return self._received([b for b, w in zip(bodies, weights, strict=True) if w], [w for w in weights if w], step)
+        return self._received(
+            [b for b, w in zip(bodies, weights, strict=True) if w], [w for w in weights if w], step
+        )
 
     def reduced(self, means: Sequence[Tensor], step: int) -> DecodedMean:
         """Reduced means of the vectors, zero where nothing was sent."""
-        return self._scattered(means, step) if self.codec.seeded else DenseMean(self.layout, means[0])
+        return (
+            self._scattered(means, step) if self.codec.seeded else DenseMean(self.layout, means[0])
+        )
 
     def mean(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
         """`received` as an fp32 workspace."""
@@ -114,12 +157,16 @@ class ChannelCodec:
         """`reduced` as an fp32 workspace, for vectors that are not seeded the vector itself."""
         return self.reduced(means, step).clone() if self.codec.seeded else means[0]
 
-    def _received(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> DecodedMean:
+    def _received(
+        self, bodies: Sequence[Tensor], weights: Sequence[float], step: int
+    ) -> DecodedMean:
         if self.codec.indexed:
             return SparseMean(self.layout, self.codec, self.channel.reducer, bodies, weights)
         if not self.codec.seeded:
             return QuantizedMean(self.layout, self.codec.value_dtype, bodies, weights)
-        total = [torch.zeros(n, device=bodies[0].device if bodies else "cpu") for n, _ in self.spans]
+        total = [
+            torch.zeros(n, device=bodies[0].device if bodies else "cpu") for n, _ in self.spans
+        ]
         for body, w in zip(bodies, weights, strict=True):
             at = 0
             for out, (n, code) in zip(total, self.spans, strict=True):
@@ -132,13 +179,23 @@ class ChannelCodec:
         return SeededMean(self.layout, self._positions(step), self.codec.topk, *parts)
 
     def _positions(self, step: int) -> dict[Group, Tensor]:
-        """For each group of blocks the places in their slots that the exchange of `step` sends, int64 [count, k] on the device."""
+        """For each group of blocks the places in their slots that the exchange of `step` sends,
+        int64 [count, k] on the device.
+        """
         number = max(self.channel.schedule.round(step) - 1, 0)
         if self._known is None or self._known[0] != number:
             found = {}
             for g in self.layout.groups:
                 count = 1 if self.codec.selection.alike else g.count
-                inside = seeded(self.codec.select, g.r * g.s, g.k(self.codec.topk), count, number, self.seed, self.device)
+                inside = seeded(
+                    self.codec.select,
+                    g.r * g.s,
+                    g.k(self.codec.topk),
+                    count,
+                    number,
+                    self.seed,
+                    self.device,
+                )
                 place = inside if g.s == EDGE else inside // g.s * EDGE + inside % g.s
                 found[g] = place.expand(g.count, -1)
             self._known = (number, found)
@@ -152,6 +209,11 @@ class ChannelCodec:
         for w in self.layout.windows(work.device):
             if w.group is not None:
                 place = positions[w.group][w.first : w.first + w.count]
-                torch.gather(w.of(work).view(-1, BLOCK), 1, place, out=chosen[at : at + place.numel()].view(place.shape))
+                torch.gather(
+                    w.of(work).view(-1, BLOCK),
+                    1,
+                    place,
+                    out=chosen[at : at + place.numel()].view(place.shape),
+                )
                 at += place.numel()
         return [chosen, self.layout.dense_part(work).clone()]

@@ -1,7 +1,8 @@
-"""What arrived for a channel, decoded window by window: the replicas' mean in the transform domain, without a workspace of its own.
+"""What arrived for a channel, decoded window by window: the replicas' mean in the transform domain,
+without a workspace of its own.
 
-Every form fills windows of a layout in order (`windows.Window`). Replicas are added in rank order in fp32, so the same bits come out
-everywhere, whatever the size of a window.
+Every form fills windows of a layout in order (`windows.Window`). Replicas are added in rank order
+in fp32, so the same bits come out everywhere, whatever the size of a window.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..compression.staging import upload
 from ..compression.windows import Group, Window
 from ..config.channel import BLOCK, Codec, Reducer
 
-FEW = 64  # coefficients of a block for which outer products are less work than two products of matrices
+# coefficients of a block for which outer products are less work than two products of matrices
+FEW = 64
 
 
 class DecodedMean:
@@ -38,8 +40,8 @@ class DecodedMean:
         raise NotImplementedError
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """Where few elements of a window of whole, transformed blocks are not zero: places in the block (int64 [n, m]) and values (fp32
-        [n, m]), which are added where a place comes again."""
+        """Where few elements of a window of whole, transformed blocks are not zero: places in the
+        block (int64 [n, m]) and values (fp32 [n, m]), which are added where a place comes again."""
         return None
 
     def add_to(self, work: Tensor, alpha: float) -> None:
@@ -58,7 +60,9 @@ class DecodedMean:
 
 
 class DenseMean(DecodedMean):
-    """A workspace that is there already, or the mean of a vector that is the whole workspace; it may lie on another device."""
+    """A workspace that is there already, or the mean of a vector that is the whole workspace; it
+    may lie on another device.
+    """
 
     def __init__(self, layout: Layout, work: Tensor):
         self.layout, self.work, self.device = layout, work, work.device
@@ -75,15 +79,29 @@ class SparseMean(DecodedMean):
         bodies, weights: sections of the replicas that count, in rank order.
     """
 
-    def __init__(self, layout: Layout, codec: Codec, reducer: Reducer, bodies: Sequence[Tensor], weights: Sequence[float]):
-        self.layout, self.codec, self.reducer, self.bodies, self.weights = layout, codec, reducer, bodies, weights
+    def __init__(
+        self,
+        layout: Layout,
+        codec: Codec,
+        reducer: Reducer,
+        bodies: Sequence[Tensor],
+        weights: Sequence[float],
+    ):
+        self.layout, self.codec, self.reducer, self.bodies, self.weights = (
+            layout,
+            codec,
+            reducer,
+            bodies,
+            weights,
+        )
         self.device = bodies[0].device if bodies else torch.device("cpu")
         self._coded = sparse.split(layout, codec, bodies)
         self._shared = upload(torch.tensor(self.weights), self.device)
         self._stretches: list[Window] = []
         self._latest: tuple[Window, Tensor, Tensor] | None = None  # what was decoded last
         self._dense: Tensor | None = None
-        self._counts: Tensor | None = None  # replicas, or their weights, that sent a place of the window: bytes save much of the time
+        # replicas, or their weights, that sent a place of the window: bytes save much of the time
+        self._counts: Tensor | None = None
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
         """See `DecodedMean.fill`."""
@@ -93,27 +111,43 @@ class SparseMean(DecodedMean):
             start = self.layout.num_blocks * BLOCK
             return out.copy_(self._whole()[window.begin - start : window.end - start])
         places, values = self._decoded(window)
-        blocks, step = out.view(-1, BLOCK), CACHED if out.device.type == "cpu" and places.shape[1] > FEW else window.count
-        for lo in range(0, window.count, step):  # many are jumped to in what the cache of a core holds
+        blocks, step = (
+            out.view(-1, BLOCK),
+            CACHED if out.device.type == "cpu" and places.shape[1] > FEW else window.count,
+        )
+        # many are jumped to in what the cache of a core holds
+        for lo in range(0, window.count, step):
             part = places[lo : lo + step]
-            self._add(blocks[lo : lo + step].zero_(), part, self._shares(part, values[lo : lo + step]))
+            self._add(
+                blocks[lo : lo + step].zero_(), part, self._shares(part, values[lo : lo + step])
+            )
         return out
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
         """See `DecodedMean.terms`."""
         g, size = window.group, len(self.bodies)
-        if g is None or not g.transform or not size or g.r * g.s < BLOCK or size * g.k(self.codec.topk) > FEW:
+        if (
+            g is None
+            or not g.transform
+            or not size
+            or g.r * g.s < BLOCK
+            or size * g.k(self.codec.topk) > FEW
+        ):
             return None
         places, values = self._decoded(window)
         return places, self._shares(places, values)
 
     def _decoded(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Places (int64) and values (fp32) of all replicas, [n, R k]: those of a block in rank order."""
+        """Places (int64) and values (fp32) of all replicas, [n, R k]: those of a block in rank
+        order.
+        """
         place, found = self._decode(window)
         return place.transpose(0, 1).flatten(1), found.transpose(0, 1).flatten(1)
 
     def _shares(self, places: Tensor, values: Tensor) -> Tensor:
-        """What each of the values [n, R k] adds to the mean: its replica's weight over the weights of all that count at its place."""
+        """What each of the values [n, R k] adds to the mean: its replica's weight over the weights
+        of all that count at its place.
+        """
         size, equal = len(self.weights), all(w == 1.0 for w in self.weights)
         if size == 1:
             return values
@@ -122,7 +156,12 @@ class SparseMean(DecodedMean):
             return values * (weights / sum(self.weights))
         few = equal and size < 256  # then bytes do: a quarter of the memory to jump about in
         if self._counts is None or len(self._counts) < len(values):
-            self._counts = torch.empty(len(values), BLOCK, dtype=torch.uint8 if few else torch.float32, device=values.device)
+            self._counts = torch.empty(
+                len(values),
+                BLOCK,
+                dtype=torch.uint8 if few else torch.float32,
+                device=values.device,
+            )
         counts, sent = self._counts[: len(values)].zero_(), values != 0
         self._add(counts, places, sent.view(torch.uint8) if few else sent * weights)
         count = counts.gather(1, places)
@@ -133,7 +172,8 @@ class SparseMean(DecodedMean):
     def _add(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
         """blocks [n, 4096] += values [n, R k] at their places, in rank order.
 
-        A CPU adds what is in a row one after the other. Elsewhere what is added at once has no order, so replicas are added one at a time.
+        A CPU adds what is in a row one after the other. Elsewhere what is added at once has no
+        order, so replicas are added one at a time.
         """
         if blocks.device.type == "cpu":
             blocks.scatter_add_(1, places, values)
@@ -150,17 +190,27 @@ class SparseMean(DecodedMean):
         for s in self.layout.stretches(self.device, self.codec.topk):
             place, found = self._decode(s)
             s.of(work).view(-1, BLOCK).scatter_add_(1, place[0], found[0] * alpha)
-        self.layout.dense_part(work).add_(sparse.decode_dense(self.layout, self.codec, self.bodies[0]), alpha=alpha)
+        self.layout.dense_part(work).add_(
+            sparse.decode_dense(self.layout, self.codec, self.bodies[0]), alpha=alpha
+        )
 
     def _decode(self, window: Window) -> tuple[Tensor, Tensor]:
         """Places and values [R, n, k] of a window, from the stretch that it lies in."""
         if self._latest is None or not self._latest[0].begin <= window.begin < self._latest[0].end:
             self._latest = None  # its memory is that of the next
-            self._stretches = self._stretches or self.layout.stretches(self.device, self.codec.topk, len(self.bodies))
-            stretch = self._stretches[bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1]
+            self._stretches = self._stretches or self.layout.stretches(
+                self.device, self.codec.topk, len(self.bodies)
+            )
+            stretch = self._stretches[
+                bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1
+            ]
             assert stretch.group is not None
             place, found = sparse.decode_window(stretch, self._coded[stretch.group], self.codec)
-            self._latest = stretch, place, _clipped(found) if self.reducer.clip == "median_norm" else found
+            self._latest = (
+                stretch,
+                place,
+                _clipped(found) if self.reducer.clip == "median_norm" else found,
+            )
         stretch, place, found = self._latest
         first = window.first - stretch.first
         return place[:, first : first + window.count], found[:, first : first + window.count]
@@ -178,7 +228,9 @@ class SparseMean(DecodedMean):
 class QuantizedMean(DecodedMean):
     """Whole vectors in a code, gathered (`compression/dense.py`)."""
 
-    def __init__(self, layout: Layout, code: str, bodies: Sequence[Tensor], weights: Sequence[float]):
+    def __init__(
+        self, layout: Layout, code: str, bodies: Sequence[Tensor], weights: Sequence[float]
+    ):
         self.layout, self.code, self.bodies, self.weights = layout, code, bodies, weights
         self.device = bodies[0].device if bodies else torch.device("cpu")
 
@@ -201,13 +253,27 @@ class SeededMean(DecodedMean):
     """Values at positions that are known, and the dense elements.
 
     Args:
-        positions: of each group, places in the slots, int64 [count, k], on the device of the workspaces.
+        positions: of each group, places in the slots, int64 [count, k], on the device of the
+            workspaces.
         topk: of the codec.
         chosen, dense: fp32; they may lie on the host instead.
     """
 
-    def __init__(self, layout: Layout, positions: dict[Group, Tensor], topk: int, chosen: Tensor, dense: Tensor):
-        self.layout, self._positions, self._chosen, self._dense, self.device = layout, positions, chosen, dense, chosen.device
+    def __init__(
+        self,
+        layout: Layout,
+        positions: dict[Group, Tensor],
+        topk: int,
+        chosen: Tensor,
+        dense: Tensor,
+    ):
+        self.layout, self._positions, self._chosen, self._dense, self.device = (
+            layout,
+            positions,
+            chosen,
+            dense,
+            chosen.device,
+        )
         self._starts, at = {}, 0
         for g in layout.groups:
             self._starts[g] = at
@@ -217,7 +283,9 @@ class SeededMean(DecodedMean):
         """See `DecodedMean.fill`."""
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
-            return out.copy_(self._dense[window.begin - start : window.end - start], non_blocking=True)
+            return out.copy_(
+                self._dense[window.begin - start : window.end - start], non_blocking=True
+            )
         place, values = self._of(window)
         out.zero_().view(-1, BLOCK).scatter_(1, place, values)
         return out
@@ -235,12 +303,14 @@ class SeededMean(DecodedMean):
         assert window.group is not None
         place = self._positions[window.group][window.first : window.first + window.count]
         start = self._starts[window.group] + window.first * place.shape[1]
-        return place, self._chosen[start : start + place.numel()].view(place.shape).to(place.device, non_blocking=True)
+        return place, self._chosen[start : start + place.numel()].view(place.shape).to(
+            place.device, non_blocking=True
+        )
 
 
 def _clipped(found: Tensor) -> Tensor:
-    """Scale each replica's values of a block [R, n, k] by min(1, median / norm), the median being that of the replicas' norms of that block
-    (the mean of the middle two of an even number)."""
+    """Scale each replica's values of a block [R, n, k] by min(1, median / norm), the median being
+    that of the replicas' norms of that block (the mean of the middle two of an even number)."""
     norms = found.norm(dim=2)
     ordered = norms.sort(0).values
     median = (ordered[(len(found) - 1) // 2] + ordered[len(found) // 2]) / 2

@@ -18,8 +18,10 @@ class Placement:
     Attributes:
         shards: what the engine offers: all local tensors.
         position: of the rank in its island.
-        active_copies: how many of the copies of a shard send; a copy beyond them keeps no state and only receives.
-        copies: process group of the ranks of this island that hold the same shard (None: the default group).
+        active_copies: how many of the copies of a shard send; a copy beyond them keeps no state and
+            only receives.
+        copies: process group of the ranks of this island that hold the same shard (None: the
+            default group).
         islands: number of replicas.
         home: device on which anchor and outer momentum are kept; None: with the shards.
 

@@ -1,8 +1,10 @@
-"""A channel on one rank: which tensors it covers, how they lie in workspaces, and what it keeps between exchanges. It sends nothing.
+"""A channel on one rank: which tensors it covers, how they lie in workspaces, and what it keeps
+between exchanges. It sends nothing.
 
-Everything a channel keeps lives in workspaces of its active copy (see `compression/blocks.py`): the accumulator in the transform domain,
-where a = beta a + gain T(source) and "subtract what was sent" are exact because the DCT is orthonormal and linear; anchor and outer
-momentum in the element domain, on the device or in host memory.
+Everything a channel keeps lives in workspaces of its active copy (see `compression/blocks.py`): the
+accumulator in the transform domain, where a = beta a + gain T(source) and "subtract what was sent"
+are exact because the DCT is orthonormal and linear; anchor and outer momentum in the element
+domain, on the device or in host memory.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from .placement import Placement
 
 @dataclass
 class ChannelState:
-    """What a channel keeps between exchanges: workspaces of its active copy, None where it keeps none, and which of its tensors have a
-    gradient. See `LocalChannel`."""
+    """What a channel keeps between exchanges: workspaces of its active copy, None where it keeps
+    none, and which of its tensors have a gradient. See `LocalChannel`."""
 
     present: list[bool]
     accumulator: Tensor | None = None
@@ -36,7 +38,9 @@ class ChannelState:
     @property
     def workspaces(self) -> dict[str, Tensor]:
         """Those that are kept, by name."""
-        return {key: work for key, work in vars(self).items() if key != "present" and work is not None}
+        return {
+            key: work for key, work in vars(self).items() if key != "present" and work is not None
+        }
 
     def to_tree(self) -> dict[str, Any]:
         """As a checkpoint holds it; tensors are references."""
@@ -47,7 +51,10 @@ class ChannelState:
         """The inverse of `to_tree`. Raises ValueError if the channel had kept something else."""
         unknown = sorted(set(tree) - {f.name for f in fields(cls)})
         if unknown or "present" not in tree:
-            raise ValueError(f"channel {channel!r}: saved state has {sorted(tree)}, no channel keeps that: resume with its own release")
+            raise ValueError(
+                f"channel {channel!r}: saved state has {sorted(tree)}, no channel keeps that: "
+                "resume with its own release"
+            )
         return cls(**tree)
 
 
@@ -56,12 +63,15 @@ class LocalChannel:
 
     Args:
         channel: what to do.
-        placement: where this rank stands; of its shards the channel covers those that its patterns name and that are not frozen.
+        placement: where this rank stands; of its shards the channel covers those that its patterns
+            name and that are not frozen.
 
     Attributes:
         shards, position, active_copies, copies, size: of the placement (`size`: its islands).
-        covered: indices of its tensors in `shards`; present: which of them have a gradient (`ChannelRunner.accumulate`).
-        layouts: of all active copies; layout, windows: of this copy (None and none on a copy that is not active).
+        covered: indices of its tensors in `shards`; present: which of them have a gradient
+            (`ChannelRunner.accumulate`).
+        layouts: of all active copies; layout, windows: of this copy (None and none on a copy that
+            is not active).
         accumulator, anchor, momentum: workspaces of this copy, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
     """
@@ -75,12 +85,17 @@ class LocalChannel:
             placement.islands,
         )
         shards, active_copies = placement.shards, placement.active_copies
-        self.covered = [i for i, s in enumerate(shards.params) if not s.frozen and covers(channel, s.name)]
+        self.covered = [
+            i for i, s in enumerate(shards.params) if not s.frozen and covers(channel, s.name)
+        ]
         if channel.state_name:
             self._with_state()
         chosen = [shards.params[i] for i in self.covered]
         kinds = [kind(channel, s.name) for s in chosen]
-        self.layouts = [Layout([s.shape for s in chosen], kinds, active_copy, active_copies) for active_copy in range(active_copies)]
+        self.layouts = [
+            Layout([s.shape for s in chosen], kinds, active_copy, active_copies)
+            for active_copy in range(active_copies)
+        ]
         self.active_copy = placement.active_copy
         self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
         self.windows = self.layout.windows(shards.device) if self.layout is not None else []
@@ -92,23 +107,31 @@ class LocalChannel:
         self._low_precision = any(s.dtype != torch.float32 for s in chosen)
         if self._low_precision and channel.queues:
             raise ValueError(
-                f"channel {channel.name!r}: schedule.delay={channel.schedule.delay}, not below schedule.sync_every="
-                f"{channel.schedule.sync_every}, needs fp32 parameters: load the model with dtype=torch.float32, or shorten the delay"
+                f"channel {channel.name!r}: schedule.delay={channel.schedule.delay}, not below "
+                "schedule.sync_every="
+                f"{channel.schedule.sync_every}, needs fp32 parameters: load the model with "
+                "dtype=torch.float32, or shorten the delay"
             )
 
     def _with_state(self) -> None:
-        """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments exist for the rest."""
+        """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments
+        exist for the rest.
+        """
         found = self.shards.read(self.channel.source)
         self.covered = [i for i in self.covered if found[i] is not None]
         if not self.covered:
             name, kept = self.channel.state_name, ", ".join(self.shards.states()) or "none yet"
             raise ValueError(
-                f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no covered parameter has it (found: {kept}): "
-                "name a state of this optimizer, or, if it makes its state at its first step, take one before attach"
+                f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no "
+                f"covered parameter has it (found: {kept}): "
+                "name a state of this optimizer, or, if it makes its state at its first step, take "
+                "one before attach"
             )
 
     def start(self) -> None:
-        """Make the state: zero accumulator and momentum, anchor at the parameters as they are now."""
+        """Make the state: zero accumulator and momentum, anchor at the parameters as they are
+        now.
+        """
         if self.layout is None:
             return
         if self.channel.accumulator is not None:
@@ -127,7 +150,9 @@ class LocalChannel:
         return host.copy_(work)
 
     def fetch(self, kept: Tensor | None, window: Window) -> Tensor | None:
-        """A window of anchor or momentum on the device of the shards: a view, or a copy that `store` writes back."""
+        """A window of anchor or momentum on the device of the shards: a view, or a copy that
+        `store` writes back.
+        """
         return None if kept is None else window.of(kept).to(self.shards.device, non_blocking=True)
 
     def store(self, kept: Tensor | None, window: Window, work: Tensor | None) -> None:
@@ -141,13 +166,19 @@ class LocalChannel:
         return [every[i] for i in self.covered]
 
     def pack(self, source: str) -> Tensor | None:
-        """A new workspace of this copy with a source in it, fp32, element domain; None on a copy that is not active."""
+        """A new workspace of this copy with a source in it, fp32, element domain; None on a copy
+        that is not active.
+        """
         if self.layout is None:
             return None
-        return self.layout.pack(self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device))
+        return self.layout.pack(
+            self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device)
+        )
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
-        """Write a workspace of this copy into `tensors`; where copies share the work, one all-gather inside the island completes it."""
+        """Write a workspace of this copy into `tensors`; where copies share the work, one
+        all-gather inside the island completes it.
+        """
         if self.position.copies == 1:
             assert self.layout is not None and work is not None
             self.layout.unpack(work, tensors)
@@ -162,7 +193,9 @@ class LocalChannel:
             layout.unpack(received[: layout.numel], tensors)
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Local gradients of the covered tensors: created where wanted, removed elsewhere; other tensors are not touched."""
+        """Local gradients of the covered tensors: created where wanted, removed elsewhere; other
+        tensors are not touched.
+        """
         every: list[bool | None] = [None] * len(self.shards.params)
         for i, want in zip(self.covered, wanted, strict=True):
             every[i] = want
@@ -183,23 +216,30 @@ class LocalChannel:
         self.written = self.pack("parameter") if self.written is not None else None
 
     def state(self) -> ChannelState:
-        """What is kept between exchanges: workspaces (references, not copies) and the gradients ever seen."""
+        """What is kept between exchanges: workspaces (references, not copies) and the gradients
+        ever seen.
+        """
         if self._home != self.shards.device:
-            torch.get_device_module(self.shards.device).synchronize(self.shards.device)  # copies to the host may still be under way
-        return ChannelState(list(self.present), self.accumulator, self.anchor, self.momentum, self.written)
+            # copies to the host may still be under way
+            torch.get_device_module(self.shards.device).synchronize(self.shards.device)
+        return ChannelState(
+            list(self.present), self.accumulator, self.anchor, self.momentum, self.written
+        )
 
     def load(self, state: ChannelState) -> None:
         """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
         mine, saved = self.state().workspaces, state.workspaces
         if set(mine) != set(saved):
             raise ValueError(
-                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this configuration keeps {sorted(mine)}: resume with the "
+                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
+                f"configuration keeps {sorted(mine)}: resume with the "
                 "preset it was saved with"
             )
         for key, value in saved.items():
             if value.shape != mine[key].shape:
                 raise ValueError(
-                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, here it has {mine[key].numel()}: resume "
+                    f"channel {self.channel.name!r}: saved {key} has {value.numel()} elements, "
+                    f"here it has {mine[key].numel()}: resume "
                     "with the same number of islands and ranks"
                 )
             mine[key].copy_(value)

@@ -8,15 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import renamed
-from .exchange_state import SavedExchange, Snapshot, describe, load_exchange, save_exchange, snapshot
+from .exchange_state import (
+    SavedExchange,
+    Snapshot,
+    describe,
+    load_exchange,
+    save_exchange,
+    snapshot,
+)
 from .files import crc32
 from .manager import CheckpointManager
 from .run_state import RunState
 
-__all__ = ["CheckpointManager", "RunState", "SavedExchange", "Snapshot", "crc32", "describe", "load_exchange", "save_exchange", "snapshot"]
+__all__ = [
+    "CheckpointManager",
+    "RunState",
+    "SavedExchange",
+    "Snapshot",
+    "crc32",
+    "describe",
+    "load_exchange",
+    "save_exchange",
+    "snapshot",
+]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str):
-        old = {"Checkpoints": "CheckpointManager", "Saved": "SavedExchange", "open_exchange": "load_exchange"}
+        old = {
+            "Checkpoints": "CheckpointManager",
+            "Saved": "SavedExchange",
+            "open_exchange": "load_exchange",
+        }
         raise renamed("fsdp_demo.checkpoint", name, old)

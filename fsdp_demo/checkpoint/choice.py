@@ -1,10 +1,13 @@
-"""From which state each island goes on: a pure function of what all of them hold, so that all come to the same answer.
+"""From which state each island goes on: a pure function of what all of them hold, so that all come
+to the same answer.
 
-Islands go on together from states between the same exchanges: equal steps, or unlike steps at which the same messages were applied last
-(`applied` in the heads of the exchange's parts). What replicas share, anchors and outer momenta, is equal there, and between two exchanges
-each island's path is its own. Whose contributions those messages had must be equal, too (`history` in the heads): an island that is lost
-may have had them from other islands than those that went on without it. One that has lost the answer to a message holds that message, and
-sends it once more. States of earlier releases do not say what was applied: of these only equal steps count. What does not say its history
+Islands go on together from states between the same exchanges: equal steps, or unlike steps at which
+the same messages were applied last (`applied` in the heads of the exchange's parts). What replicas
+share, anchors and outer momenta, is equal there, and between two exchanges each island's path is
+its own. Whose contributions those messages had must be equal, too (`history` in the heads): an
+island that is lost may have had them from other islands than those that went on without it. One
+that has lost the answer to a message holds that message, and sends it once more. States of earlier
+releases do not say what was applied: of these only equal steps count. What does not say its history
 fits any.
 """
 
@@ -27,9 +30,12 @@ class Held:
     Attributes:
         step: optimizer steps done.
         kind: "checkpoint" or "emergency".
-        applied: between which exchanges it lies, as JSON; "" where that is not known, or the number of islands was another.
-        owner: the island that saved it; -1 where that is not known, or the number of islands was another.
-        history: digest of whose contributions it has; "" where that is not known, or the number of islands was another.
+        applied: between which exchanges it lies, as JSON; "" where that is not known, or the number
+            of islands was another.
+        owner: the island that saved it; -1 where that is not known, or the number of islands was
+            another.
+        history: digest of whose contributions it has; "" where that is not known, or the number of
+            islands was another.
     """
 
     step: int
@@ -43,7 +49,9 @@ class Held:
         return [self.step, self.kind, self.applied, self.owner, self.history]
 
     def fits(self, applied: str, history: str = "") -> bool:
-        """Whether it may lie between the same exchanges as another state of the same step, with one history."""
+        """Whether it may lie between the same exchanges as another state of the same step, with one
+        history.
+        """
         return _may_be(self.applied, applied) and _may_be(self.history, history)
 
 
@@ -52,7 +60,8 @@ def _may_be(one: str, two: str) -> bool:
 
 
 def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tuple[str, int, str]:
-    """(applied, owner, history) as the heads in a folder `exchange` say, for `Held`; ("", -1, "") where there is no part.
+    """(applied, owner, history) as the heads in a folder `exchange` say, for `Held`; ("", -1, "")
+    where there is no part.
 
     Args:
         ranks: of whom to read the parts; None: of all that are there.
@@ -60,44 +69,79 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tu
     Raises:
         ValueError: a part is torn or missing, or ranks stand between unlike exchanges.
     """
-    paths = sorted(exchange.glob("rank*.json")) if ranks is None else [exchange / f"rank{r}.json" for r in ranks]
+    paths = (
+        sorted(exchange.glob("rank*.json"))
+        if ranks is None
+        else [exchange / f"rank{r}.json" for r in ranks]
+    )
     try:
         heads = [read_head(path)[0] for path in paths]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
-    places = {(_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1) for h in heads}
+    places = {
+        (_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1)
+        for h in heads
+    }
     if len({applied for applied, _ in places}) > 1:
-        raise ValueError(f"{exchange}: ranks stand between unlike exchanges: {', '.join(sorted(a for a, _ in places))}")
-    histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}  # copies that are not active know none
+        raise ValueError(
+            f"{exchange}: ranks stand between unlike exchanges: "
+            f"{', '.join(sorted(a for a, _ in places))}"
+        )
+    # copies that are not active know none
+    histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}
     if len(histories) > 1:
         raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
-    return (next(iter(places))[0], min(owner for _, owner in places), next(iter(histories), "")) if places else ("", -1, "")
+    return (
+        (next(iter(places))[0], min(owner for _, owner in places), next(iter(histories), ""))
+        if places
+        else ("", -1, "")
+    )
 
 
 def _applied(head: dict[str, Any]) -> str:
-    """Between which exchanges a part was saved; empty where the head is of a release that does not say it."""
+    """Between which exchanges a part was saved; empty where the head is of a release that does not
+    say it.
+    """
     applied = head.get("applied")
     return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
 
 
 def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
-    """The newest states, one of each list, that lie between the same exchanges, with one history; None if there are none."""
+    """The newest states, one of each list, that lie between the same exchanges, with one history;
+    None if there are none.
+    """
     found = alike(held)
-    for applied, history in sorted({(h.applied, h.history) for each in held for h in each if h.applied}):
-        mine = [[h for h in each if h.applied == applied and h.history in ("", history)] for each in held]
+    for applied, history in sorted(
+        {(h.applied, h.history) for each in held for h in each if h.applied}
+    ):
+        mine = [
+            [h for h in each if h.applied == applied and h.history in ("", history)]
+            for each in held
+        ]
         if all(mine):
             found.append([max(each, key=_rank) for each in mine])
-    return max(found, key=lambda states: (min(h.step for h in states), sum(h.step for h in states)), default=None)
+    return max(
+        found,
+        key=lambda states: (min(h.step for h in states), sum(h.step for h in states)),
+        default=None,
+    )
 
 
 def alike(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
-    """All choices of states, one of each list, of one step and between the same exchanges, with one history."""
+    """All choices of states, one of each list, of one step and between the same exchanges, with one
+    history.
+    """
     found = []
     for step in set.intersection(*({h.step for h in each} for each in held)) if held else ():
         here = [[h for h in each if h.step == step] for each in held]
-        for applied, history in sorted({(h.applied, h.history) for each in here for h in each}, reverse=True):
+        for applied, history in sorted(
+            {(h.applied, h.history) for each in here for h in each}, reverse=True
+        ):
             fitting = [[h for h in each if h.fits(applied, history)] for each in here]
-            known = [{value for each in fitting for h in each if (value := getattr(h, name))} for name in ("applied", "history")]
+            known = [
+                {value for each in fitting for h in each if (value := getattr(h, name))}
+                for name in ("applied", "history")
+            ]
             if all(fitting) and max(map(len, known)) < 2:
                 found.append([max(each, key=_rank) for each in fitting])
                 break
@@ -109,15 +153,20 @@ def _rank(held: Held) -> tuple[int, bool]:
 
 
 def choose(
-    names: Sequence[str], held: Sequence[Sequence[Held]], how: str, slots: Sequence[int] | None = None
+    names: Sequence[str],
+    held: Sequence[Sequence[Held]],
+    how: str,
+    slots: Sequence[int] | None = None,
 ) -> list[Held | None] | None:
-    """The state from which each island goes on; None for one that takes over from the others. None in all where nobody holds any.
+    """The state from which each island goes on; None for one that takes over from the others. None
+    in all where nobody holds any.
 
     Args:
         names: of the islands, for the error.
         held: what each holds.
-        how: "common": what all hold. "auto": else islands that hold none take over from the others. "newest": else all that do not hold the
-            newest of them. "take_over": the same, and folders may be swapped.
+        how: "common": what all hold. "auto": else islands that hold none take over from the others.
+            "newest": else all that do not hold the newest of them. "take_over": the same, and
+            folders may be swapped.
         slots: the numbers of the islands, if they are not all.
 
     Raises:
@@ -134,7 +183,10 @@ def choose(
     common = chosen is not None
     if not common and how in ("newest", "take_over"):
         newest = max((h for each in holders for h in each), key=_rank)
-        like = [[h for h in each if h.step == newest.step and h.fits(newest.applied, newest.history)] for each in held]
+        like = [
+            [h for h in each if h.step == newest.step and h.fits(newest.applied, newest.history)]
+            for each in held
+        ]
         chosen = [max(each, key=_rank, default=None) for each in like]
     if chosen is None:
         raise NeedsDecision(_choices(names, held, how))
@@ -143,10 +195,13 @@ def choose(
     return chosen
 
 
-def superfluous(steps: Sequence[int], common: int, keep: int | None, best: int | None = None) -> list[int]:
+def superfluous(
+    steps: Sequence[int], common: int, keep: int | None, best: int | None = None
+) -> list[int]:
     """What rotation may delete of an island's checkpoints.
 
-    Never the newest step that all islands hold, nor what follows it: an island whose peer died before its save goes on from there.
+    Never the newest step that all islands hold, nor what follows it: an island whose peer died
+    before its save goes on from there.
 
     Args:
         steps: that the island holds, ascending.
@@ -166,26 +221,50 @@ def superfluous(steps: Sequence[int], common: int, keep: int | None, best: int |
 
 def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> str:
     pairs = list(zip(names, held, strict=True))
-    have = "; ".join(f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}" for name, each in pairs)
+    have = "; ".join(
+        f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}"
+        for name, each in pairs
+    )
     newest, name = max((max(each, key=_rank).step, name) for name, each in pairs if each)
     shared = set.intersection(*({h.step for h in each} for each in held))
-    parted = " (at equal steps they have applied unlike exchanges, or the contributions of unlike islands)" if shared else ""
-    lacking = "" if how == "auto" or all(held) else "; or let those that hold none take over from the others (--resume auto)"
+    parted = (
+        (
+            " (at equal steps they have applied unlike exchanges, or the contributions of unlike "
+            "islands)"
+        )
+        if shared
+        else ""
+    )
+    lacking = (
+        ""
+        if how == "auto" or all(held)
+        else "; or let those that hold none take over from the others (--resume auto)"
+    )
     return (
-        f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder there{lacking}; or let all go on from "
-        f"step {newest} of {name}, where what others have done alone is lost (take_over=True; recipes/pretrain.py: --take-over; Trainer: "
+        f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder "
+        f"there{lacking}; or let all go on from "
+        f"step {newest} of {name}, where what others have done alone is lost (take_over=True; "
+        "recipes/pretrain.py: --take-over; Trainer: "
         f"name it by its path); or start anew in another folder{see('no-common-checkpoint')}"
     )
 
 
-def _check_owners(names: Sequence[str], chosen: Sequence[Held | None], slots: Sequence[int]) -> None:
-    """Folders that change hands between islands mix up data and accumulators; a copy of one island's folder is a way to take over."""
+def _check_owners(
+    names: Sequence[str], chosen: Sequence[Held | None], slots: Sequence[int]
+) -> None:
+    """Folders that change hands between islands mix up data and accumulators; a copy of one
+    island's folder is a way to take over.
+    """
     owners = [h.owner if h is not None else -1 for h in chosen]
     swapped = [i for i, owner in enumerate(owners) if owner not in (-1, slots[i])]
     known = [owner for owner in owners if owner != -1]
     if swapped and len(set(known)) == len(known):
-        who = ", ".join(f"{names[i]} (ISLAND_RANK={slots[i]}) finds what island {owners[i]} saved" for i in swapped)
+        who = ", ".join(
+            f"{names[i]} (ISLAND_RANK={slots[i]}) finds what island {owners[i]} saved"
+            for i in swapped
+        )
         raise NeedsDecision(
-            f"folders of islands are swapped: {who}. Give each island the ISLAND_RANK or the folder that it had, or take over on purpose "
+            f"folders of islands are swapped: {who}. Give each island the ISLAND_RANK or the "
+            "folder that it had, or take over on purpose "
             "(take_over=True; recipes/pretrain.py: --take-over)"
         )

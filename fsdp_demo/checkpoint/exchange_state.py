@@ -1,9 +1,11 @@
-"""The exchange's state on disk, one part (`files.py`) per rank: `FOLDER/rank<r>.json` and `FOLDER/rank<r>.safetensors`.
+"""The exchange's state on disk, one part (`files.py`) per rank: `FOLDER/rank<r>.json` and
+`FOLDER/rank<r>.safetensors`.
 
-The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and how the model lay.
+The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and
+how the model lay.
 
-Format 2. Format 1 has the settings under earlier names: it is read (`earlier.py`). Format 0 was `FOLDER/rank<r>.pt`, of the first Trainer
-callback: it is refused by name.
+Format 2. Format 1 has the settings under earlier names: it is read (`earlier.py`). Format 0 was
+`FOLDER/rank<r>.pt`, of the first Trainer callback: it is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from .files import FRESH, OTHER, copied, read_head, write_part
 from .reshard import convert
 from .saved import PartSet
 
-PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "active_copies")  # of a head: with equal ones a state is taken as it is
+# of a head: with equal ones a state is taken as it is
+PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "active_copies")
 
 
 def describe(exchange: Exchange) -> dict[str, Any]:
@@ -76,7 +79,8 @@ def snapshot(exchange: Exchange) -> Snapshot:
 
 
 def save_exchange(folder: Path, exchange: Exchange) -> None:
-    """Write this rank's part of an exchange's state into `folder`, one folder per replica. No collectives.
+    """Write this rank's part of an exchange's state into `folder`, one folder per replica. No
+    collectives.
 
     What is in flight is waited for and saved with it, to be applied at its own step.
     """
@@ -87,7 +91,8 @@ class SavedExchange(PartSet):
     """Parts that an exchange can go on from: `attach(state=load_exchange(folder))`."""
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:
-        """The state of `exchange`'s rank: as it was saved if it stands where it stood, else converted to its numbers.
+        """The state of `exchange`'s rank: as it was saved if it stands where it stood, else
+        converted to its numbers.
 
         Raises:
             ValueError: another preset or model; parts that are missing or damaged.
@@ -95,18 +100,27 @@ class SavedExchange(PartSet):
         mine = self.check(exchange)
         island, rank = mine["island"], mine["rank"]
         head = next((h for h in self.heads if (h["island"], h["rank"]) == (island, rank)), None)
-        if head is not None and all(head.get(k) == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine):
+        if (
+            head is not None
+            and all(head.get(k) == mine[k] for k in PLACE)
+            and _stretches(head) == _stretches(mine)
+        ):
             return self.state(rank, island)
         first = self.heads[0]
-        if all(first[k] == mine[k] for k in ("islands", "shards", "copies", "active_copies")) and island in self.islands:
+        if (
+            all(first[k] == mine[k] for k in ("islands", "shards", "copies", "active_copies"))
+            and island in self.islands
+        ):
             self.head(rank, island)  # the numbers are those of this run: the part itself is missing
         return convert(self, exchange)
 
     def check(self, exchange: Exchange) -> dict[str, Any]:
-        """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own rank, were it saved now.
+        """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own
+        rank, were it saved now.
 
         Raises:
-            ValueError: another preset or model, or parameters cut in a way that cannot be joined and cut anew.
+            ValueError: another preset or model, or parameters cut in a way that cannot be joined
+                and cut anew.
         """
         mine = describe(exchange)
         self._check_kin(mine)
@@ -115,15 +129,26 @@ class SavedExchange(PartSet):
 
     def _check_stretches(self, mine: Mapping[str, Any]) -> None:
         """Stretches of flattened tensors (ZeRO) are taken over by who holds the same ones."""
-        if not any(p.get("offset") is not None for h in [*self.heads, mine] for p in h["parameters"]):
+        if not any(
+            p.get("offset") is not None for h in [*self.heads, mine] for p in h["parameters"]
+        ):
             return
-        alike = [h for h in self.heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])]
+        alike = [
+            h for h in self.heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])
+        ]
         if not alike or any(_stretches(h) != _stretches(mine) for h in alike):
             first = self.heads[0]
-            form = ["by ZeRO" if any(p.get("offset") is not None for p in h["parameters"]) else "along dim 0" for h in (first, mine)]
+            form = [
+                "by ZeRO"
+                if any(p.get("offset") is not None for p in h["parameters"])
+                else "along dim 0"
+                for h in (first, mine)
+            ]
             raise ValueError(
-                f"{self.where()}: the saved ranks hold other stretches of the parameters ({first['shards']} shards, cut {form[0]}) than "
-                f"those of this run ({mine['shards']} shards, cut {form[1]}), and parts that ZeRO has cut are not cut anew: resume with as "
+                f"{self.where()}: the saved ranks hold other stretches of the parameters "
+                f"({first['shards']} shards, cut {form[0]}) than "
+                f"those of this run ({mine['shards']} shards, cut {form[1]}), and parts that ZeRO "
+                "has cut are not cut anew: resume with as "
                 f"many ranks per replica, the same ZeRO stage and parameter groups, {FRESH}"
             )
 
@@ -132,28 +157,37 @@ class SavedExchange(PartSet):
         for h in self.heads:
             if h["preset"] != mine["preset"]:
                 raise ValueError(
-                    f"{self.where()} was saved by preset {h['preset']!r}, this run has {mine['preset']!r}: give the same preset, {FRESH}"
+                    f"{self.where()} was saved by preset {h['preset']!r}, this run has "
+                    f"{mine['preset']!r}: give the same preset, {FRESH}"
                 )
-            theirs, ours = ({p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine))
+            theirs, ours = (
+                {p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine)
+            )
             if theirs != ours:
                 name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
                 there, here = (x.get(name, "absent") for x in (theirs, ours))
                 raise ValueError(
-                    f"{self.where()} belongs to another model: {name} is {there} there, {here} here ({len(theirs)} tensors there, "
+                    f"{self.where()} belongs to another model: {name} is {there} there, {here} "
+                    f"here ({len(theirs)} tensors there, "
                     f"{len(ours)} here): give the model it was saved with, {FRESH}"
                 )
 
 
 def load_exchange(*folders: Path | str) -> SavedExchange:
-    """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a mesh).
+    """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a
+    mesh).
 
     Raises:
-        ValueError: no parts; parts that are half-written, damaged, of another format, or of different steps.
+        ValueError: no parts; parts that are half-written, damaged, of another format, or of
+            different steps.
     """
     places = [
         place
         for folder in map(Path, folders)
-        for place in [folder, *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else [])]
+        for place in [
+            folder,
+            *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else []),
+        ]
         if place.is_dir()
     ]
     paths = [p for place in places for p in sorted(place.iterdir()) if _NAME.fullmatch(p.name)]
@@ -161,16 +195,27 @@ def load_exchange(*folders: Path | str) -> SavedExchange:
         where = ", ".join(map(str, folders))
         if old := sorted(str(p) for place in places for p in place.glob("rank*.pt")):
             raise ValueError(
-                f"{old[0]} has format 0 (rank<r>.pt, of the first Trainer callback), which is not read any more: go on with the fsdp_demo "
+                f"{old[0]} has format 0 (rank<r>.pt, of the first Trainer callback), which is not "
+                "read any more: go on with the fsdp_demo "
                 f"that saved it; {OTHER}, {FRESH}"
             )
         half = sorted(p.name for f in map(Path, folders) if f.is_dir() for p in f.glob("rank*"))
-        what = f"only unfinished files ({', '.join(half[:4])})" if half else "no part of an exchange's state (rank0.json, ...)"
-        raise ValueError(f"{where} holds {what}: it was saved without an exchange, or the save was cut off; {OTHER}, {FRESH}")
+        what = (
+            f"only unfinished files ({', '.join(half[:4])})"
+            if half
+            else "no part of an exchange's state (rank0.json, ...)"
+        )
+        raise ValueError(
+            f"{where} holds {what}: it was saved without an exchange, or the save was cut off; "
+            f"{OTHER}, {FRESH}"
+        )
     parts = [(p, read_head(p)[0]) for p in paths]
     for path, head in parts:
         if "island" not in head or "digest" not in head:
-            raise ValueError(f"{path} is no part of an exchange's state: name the folder `exchange` beside it; {OTHER}, {FRESH}")
+            raise ValueError(
+                f"{path} is no part of an exchange's state: name the folder `exchange` beside it; "
+                f"{OTHER}, {FRESH}"
+            )
     return _saved(tuple(dict.fromkeys(p.parent for p in paths)), parts)
 
 
@@ -181,10 +226,15 @@ def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) 
     paths = {(h["island"], h["rank"]): p for p, h in parts}
     if len(paths) < len(parts):
         twice = sorted({k for k in paths if sum((h["island"], h["rank"]) == k for h in heads) > 1})
-        raise ValueError(f"{where}: (island, rank) {twice[:4]} are there more than once: name the folders of one checkpoint")
+        raise ValueError(
+            f"{where}: (island, rank) {twice[:4]} are there more than once: name the folders of "
+            "one checkpoint"
+        )
     steps = sorted({h["step"] for h in heads})
     if len(steps) > 1:
-        raise ValueError(f"{where}: parts of different steps {steps}: name the folders of one checkpoint")
+        raise ValueError(
+            f"{where}: parts of different steps {steps}: name the folders of one checkpoint"
+        )
     return SavedExchange(folders, heads, paths)
 
 
@@ -192,5 +242,7 @@ _NAME = re.compile(r"rank\d+\.json")
 
 
 def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]]:
-    """Local shape of each tensor, and where it begins in the whole one (None: cut along dim 0, or whole)."""
+    """Local shape of each tensor, and where it begins in the whole one (None: cut along dim 0, or
+    whole).
+    """
     return [(tuple(p["shape"]), p.get("offset")) for p in head["parameters"]]

@@ -42,5 +42,7 @@ class SaveFailures:
         if self.in_a_row >= LAST_FAILURE:
             raise why
         if speaks:
-            text = "%s: %s (%s); training goes on, failure %d in a row of the %d that end it" + see("save-failed")
+            text = "%s: %s (%s); training goes on, failure %d in a row of the %d that end it" + see(
+                "save-failed"
+            )
             log.warning(text, self.name, what, why, self.in_a_row, LAST_FAILURE)

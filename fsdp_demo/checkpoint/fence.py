@@ -1,7 +1,7 @@
 """One life at a time writes into a folder: a lock that the newest one replaces.
 
-A process that was stopped, suspended or cut off may wake when its successor has begun. It looks at the lock before it gives anything its
-name, finds another token there, and writes nothing more.
+A process that was stopped, suspended or cut off may wake when its successor has begun. It looks at
+the lock before it gives anything its name, finds another token there, and writes nothing more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Fence:
     """The lock of one replica.
 
     Args:
-        roots: folders of this replica; the first must be writable when a life begins, others (a second one for emergencies) need not.
+        roots: folders of this replica; the first must be writable when a life begins, others (a
+            second one for emergencies) need not.
         run: run id, for people who look into the file.
 
     Attributes:
@@ -38,16 +39,22 @@ class Fence:
         self.roots, self.run, self.token = list(roots), run, ""
 
     def take(self, ranks: Ranks) -> None:
-        """From now on this life owns the folders. All ranks of the replica come together; the first one writes the lock."""
+        """From now on this life owns the folders. All ranks of the replica come together; the first
+        one writes the lock.
+        """
         token = ranks.from_first(lambda: secrets.token_hex(6))
         ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.roots[0]))
 
     def begin(self, token: str, writes: bool = True) -> None:
-        """From now on this life owns the folders. `writes`: this rank writes the lock, for all of its replica."""
+        """From now on this life owns the folders. `writes`: this rank writes the lock, for all of
+        its replica.
+        """
         self.token = token
         if not writes:
             return
-        text = json.dumps({"run": self.run, "token": token, "host": socket.gethostname(), "pid": os.getpid()})
+        text = json.dumps(
+            {"run": self.run, "token": token, "host": socket.gethostname(), "pid": os.getpid()}
+        )
         for i, root in enumerate(self.roots):
             try:
                 root.mkdir(parents=True, exist_ok=True)
@@ -58,7 +65,8 @@ class Fence:
                 log.warning("%s cannot be written: %s", root, error)
 
     def check(self) -> None:
-        """Call it before anything in the folders gets its name. A lock that is gone or cannot be read hinders nobody.
+        """Call it before anything in the folders gets its name. A lock that is gone or cannot be
+        read hinders nobody.
 
         Raises:
             Superseded: the lock is another life's.
@@ -70,8 +78,15 @@ class Fence:
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 continue
             if token != self.token:
-                log.error("%s belongs to a later life of this run (%s): nothing is written here by run %s any more", root, run, self.run)
+                log.error(
+                    "%s belongs to a later life of this run (%s): nothing is written here by run "
+                    "%s any more",
+                    root,
+                    run,
+                    self.run,
+                )
                 raise Superseded(
-                    f"{root} belongs to a later life (run {run!r}) than this process (run {self.run!r}), which was taken for dead: nothing "
+                    f"{root} belongs to a later life (run {run!r}) than this process (run "
+                    f"{self.run!r}), which was taken for dead: nothing "
                     f"is saved; end it{see('later-life')}"
                 )

@@ -1,7 +1,8 @@
 """A tree of tensors and JSON values on disk: two files, no pickle.
 
-`FOLDER/NAME.safetensors` holds the tensors, `FOLDER/NAME.json` the tree with `{"tensor": KEY}` in their places, and a head. Each is written
-under a temporary name, synced and renamed, the json last: a json whose tensor file has the size it names is a whole part.
+`FOLDER/NAME.safetensors` holds the tensors, `FOLDER/NAME.json` the tree with `{"tensor": KEY}` in
+their places, and a head. Each is written under a temporary name, synced and renamed, the json last:
+a json whose tensor file has the size it names is a whole part.
 """
 
 from __future__ import annotations
@@ -21,19 +22,28 @@ from .earlier import in_names_of_today
 
 FORMAT = 2  # 1: the settings had other names
 PIECE = 8 << 20  # bytes per read of a checksum
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
+# what JSON of unknown origin leads a reader to
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 OTHER = "resume from another checkpoint"
 FRESH = (
-    "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: --fresh-exchange; Trainer: "
+    "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: "
+    "--fresh-exchange; Trainer: "
     "ExchangeCallback(..., fresh=True))"
 )
 
 
-def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any, before_last: Callable[[], Any] = lambda: None) -> None:
+def write_part(
+    folder: Path,
+    name: str,
+    head: Mapping[str, Any],
+    tree: Any,
+    before_last: Callable[[], Any] = lambda: None,
+) -> None:
     """Write `folder/name.safetensors` and then `folder/name.json`. No collectives.
 
     Args:
-        before_last: called before the json, with which the part counts; what it raises leaves the part unfinished.
+        before_last: called before the json, with which the part counts; what it raises leaves the
+            part unfinished.
     """
     from safetensors.torch import save_file
 
@@ -43,8 +53,12 @@ def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any, befo
     path = folder / f"{name}.safetensors"
     in_one_piece(path, lambda part: save_file(_unshared(tensors), part))
     file = {"name": path.name, "bytes": path.stat().st_size, "crc32": crc32(path)}
-    text = json.dumps({"head": {**head, "format": FORMAT, "package": __version__, "file": file}, "state": state}, allow_nan=False)
-    sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "part": text})  # the text as it was: no parser may change a digit of it
+    text = json.dumps(
+        {"head": {**head, "format": FORMAT, "package": __version__, "file": file}, "state": state},
+        allow_nan=False,
+    )
+    # the text as it was: no parser may change a digit of it
+    sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "part": text})
     before_last()
     in_one_piece(folder / f"{name}.json", lambda part: part.write_text(sealed, encoding="utf-8"))
     sync_folder(folder)
@@ -65,7 +79,8 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
     if version not in (1, FORMAT):
         raise ValueError(
-            f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is {__version__}, which reads "
+            f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is "
+            f"{__version__}, which reads "
             f"formats 1 and {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
         )
     if crc != zlib.crc32(text.encode()):
@@ -74,14 +89,18 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
     found = beside.stat().st_size if beside.exists() else None
     if found != file["bytes"]:
         what = "is missing" if found is None else f"has {found} bytes"
-        raise ValueError(f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, {FRESH}")
+        raise ValueError(
+            f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, "
+            f"{FRESH}"
+        )
     if version == FORMAT:
         return head, part["state"]
     try:
         return in_names_of_today(head, part["state"])
     except UNREADABLE as error:
         raise ValueError(
-            f"{path} has format 1, and its settings cannot be read ({error!s:.200}): resume it with fsdp_demo {head.get('package')}, which "
+            f"{path} has format 1, and its settings cannot be read ({error!s:.200}): resume it "
+            f"with fsdp_demo {head.get('package')}, which "
             f"wrote it, {FRESH}"
         ) from None
 
@@ -98,7 +117,10 @@ def read_part(path: Path) -> tuple[dict[str, Any], Any]:
     beside = path.with_suffix(".safetensors")
     found, named = crc32(beside), head["file"]["crc32"]
     if found != named:
-        raise ValueError(f"{beside} is damaged: checksum {found:08x}, {path.name} names {named:08x}; {OTHER}, {FRESH}")
+        raise ValueError(
+            f"{beside} is damaged: checksum {found:08x}, {path.name} names {named:08x}; {OTHER}, "
+            f"{FRESH}"
+        )
     return head, _attach(state, load_file(beside))
 
 
@@ -112,7 +134,9 @@ def copied(node: Any) -> Any:
 
 
 def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree with tensors replaced by their keys, collected in `tensors`. Floats that JSON lacks become {"number": TEXT}."""
+    """The tree with tensors replaced by their keys, collected in `tensors`. Floats that JSON lacks
+    become {"number": TEXT}.
+    """
     if isinstance(node, Tensor):
         while key in tensors:  # {"a": {"b": t}, "a.b": t}
             key += "'"
@@ -125,7 +149,9 @@ def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         return [_detach(v, f"{key}.{i}" if key else str(i), tensors) for i, v in enumerate(node)]
     if isinstance(node, float) and not math.isfinite(node):
         return {"number": repr(node)}
-    assert node is None or isinstance(node, bool | int | float | str), f"{key}: {type(node).__name__} has no place in a checkpoint"
+    assert node is None or isinstance(node, bool | int | float | str), (
+        f"{key}: {type(node).__name__} has no place in a checkpoint"
+    )
     return node
 
 
@@ -156,7 +182,9 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, sync it and give it its name: a reader sees the old file or the whole new one."""
+    """Let `write` fill a temporary file, sync it and give it its name: a reader sees the old file
+    or the whole new one.
+    """
     part = path.with_name(path.name + ".part")
     write(part)
     with open(part, "rb+") as file:

@@ -1,4 +1,6 @@
-"""Whether the values of a checkpoint are finite: one that holds a NaN must not take the place of the last good one."""
+"""Whether the values of a checkpoint are finite: one that holds a NaN must not take the place of
+the last good one.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,26 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The name of the first tensor that holds NaN or Inf, empty if there is none. Local parts only, no collectives.
+    """The name of the first tensor that holds NaN or Inf, empty if there is none. Local parts only,
+    no collectives.
 
-    Smallest and largest value of each tensor in one pass where it lies: both are NaN where any value is. One wait per device.
+    Smallest and largest value of each tensor in one pass where it lies: both are NaN where any
+    value is. One wait per device.
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         t = local_part(tensor)
         if t.numel() and (t.is_floating_point() or t.is_complex()):
-            t = torch.view_as_real(t) if t.is_complex() else t.float() if t.element_size() == 1 else t
-            by_device.setdefault(t.device, []).append((name, torch.stack(torch.aminmax(t)).isfinite().all()))
+            t = (
+                torch.view_as_real(t)
+                if t.is_complex()
+                else t.float()
+                if t.element_size() == 1
+                else t
+            )
+            by_device.setdefault(t.device, []).append(
+                (name, torch.stack(torch.aminmax(t)).isfinite().all())
+            )
     for found in by_device.values():
         good = torch.stack([verdict for _, verdict in found]).tolist()
         if not all(good):
@@ -40,20 +52,32 @@ def refuse_not_finite(*trees: tuple[str, Any]) -> None:
         NotFinite: names the first one.
     """
     if bad := first_not_finite(pair for name, tree in trees for pair in _tensors(tree, name)):
-        raise NotFinite(f"{bad} holds values that are not finite (NaN or Inf): not saved, it would take the place of a good checkpoint")
+        raise NotFinite(
+            f"{bad} holds values that are not finite (NaN or Inf): not saved, it would take the "
+            "place of a good checkpoint"
+        )
 
 
 def refuse_exchange(exchange: Exchange) -> None:
-    """As `refuse_not_finite`, for parameters and inner optimizer states that an exchange sees (of ZeRO's partitions without the padding),
-    and its own state.
+    """As `refuse_not_finite`, for parameters and inner optimizer states that an exchange sees (of
+    ZeRO's partitions without the padding), and its own state.
 
     Raises:
         PeerLost: what was under way is lost (`Exchange.state_dict`).
     """
     shards = exchange.shards
-    kept = {kind: shards.read(kind) for kind in ("parameter", *(f"state:{name}" for name in shards.states()))}
-    named = [(kind, [(s.name, t) for s, t in zip(shards.params, tensors, strict=True)]) for kind, tensors in kept.items()]
-    refuse_not_finite(*((f"{kind} {name}", t) for kind, pairs in named for name, t in pairs), ("exchange", exchange.state_dict()))
+    kept = {
+        kind: shards.read(kind)
+        for kind in ("parameter", *(f"state:{name}" for name in shards.states()))
+    }
+    named = [
+        (kind, [(s.name, t) for s, t in zip(shards.params, tensors, strict=True)])
+        for kind, tensors in kept.items()
+    ]
+    refuse_not_finite(
+        *((f"{kind} {name}", t) for kind, pairs in named for name, t in pairs),
+        ("exchange", exchange.state_dict()),
+    )
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,12 +1,14 @@
-"""Folders of checkpoints on disk: which are there, whether they are whole, and how one is sealed, hidden or put aside.
+"""Folders of checkpoints on disk: which are there, whether they are whole, and how one is sealed,
+hidden or put aside.
 
     checkpoint-<step>/manifest.json     version, step, and every file with its size and checksum; written last
     emergency-<step>/                   what single ranks left on their way out
     .aside/<life>/checkpoint-<step>/    newer than the step a later life went on from: not held, and never written over
 
-What is put aside comes back at the next start, and is deleted when the life that put it there has a checkpoint that all islands hold:
-until then nobody knows whether that life will get anywhere. What a person has given up on purpose stays aside.
-"""
+What is put aside comes back at the next start, and is deleted when the life that put it there has a
+checkpoint that all islands hold: until then nobody knows whether that life will get anywhere. What
+a person has given up on purpose stays aside.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-# ---- manifests ---------------------------------------------------------------------------------------------------------------
+# ---- manifests ---------------------------------------------------------------------------------
 
 
 def files_in(folder: Path) -> list[str]:
@@ -56,9 +58,13 @@ def files_in(folder: Path) -> list[str]:
 
 
 def sum_up(folder: Path, rank: int, world: int, sync: bool = True) -> None:
-    """Write sizes and checksums of this rank's share of the files, for `seal`. `sync`: also make the files durable."""
+    """Write sizes and checksums of this rank's share of the files, for `seal`. `sync`: also make
+    the files durable.
+    """
     names = files_in(folder)[rank::world]
-    sums = {n: {"bytes": (folder / n).stat().st_size, "crc32": crc32(folder / n, sync)} for n in names}
+    sums = {
+        n: {"bytes": (folder / n).stat().st_size, "crc32": crc32(folder / n, sync)} for n in names
+    }
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
@@ -66,7 +72,8 @@ def seal(folder: Path, step: int, world: int, alone: bool = False) -> None:
     """Write the manifest from the sums of all ranks: from now on the checkpoint is whole.
 
     Args:
-        alone: ranks may be on other disks: files here whose sums are not to be seen are summed up here.
+        alone: ranks may be on other disks: files here whose sums are not to be seen are summed up
+            here.
     """
     files: dict[str, Any] = {}
     for path in [folder / f".sums{r}" for r in range(world)]:
@@ -74,7 +81,12 @@ def seal(folder: Path, step: int, world: int, alone: bool = False) -> None:
     for name in sorted(set(files_in(folder)) - set(files)) if alone else ():
         files[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc32(folder / name)}
     files = {name: f for name, f in files.items() if not alone or (folder / name).is_file()}
-    content = {"version": VERSION, "package": __version__, "step": step, "files": dict(sorted(files.items()))}
+    content = {
+        "version": VERSION,
+        "package": __version__,
+        "step": step,
+        "files": dict(sorted(files.items())),
+    }
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
         (folder / f".sums{r}").unlink(missing_ok=alone)
@@ -91,9 +103,15 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if content["version"] != VERSION:
-            whose = f"written by fsdp_demo {content.get('package')}; this is {__version__}, which reads {VERSION}"
+            whose = (
+                f"written by fsdp_demo {content.get('package')}; this is {__version__}, which "
+                f"reads {VERSION}"
+            )
             raise ValueError(f"{NEWER} {content['version']}, {whose}")
-        return {str(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]} for name, f in content["files"].items()}
+        return {
+            str(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
+            for name, f in content["files"].items()
+        }
     except ValueError as error:
         if str(error).startswith(NEWER):
             raise
@@ -106,7 +124,8 @@ def misfits(folder: Path, sealed: bool = True) -> str:
     """Why a checkpoint is not complete; empty if it is. Sizes only: `damaged` reads the files.
 
     Args:
-        sealed: False: one without a manifest may be complete (of earlier releases, or of other tools).
+        sealed: False: one without a manifest may be complete (of earlier releases, or of other
+            tools).
     """
     if not sealed and not (folder / MANIFEST).exists():
         return ""
@@ -114,19 +133,27 @@ def misfits(folder: Path, sealed: bool = True) -> str:
         named = sums(folder)
     except ValueError as error:
         return str(error)
-    bad = [n for n, f in named.items() if not (folder / n).is_file() or (folder / n).stat().st_size != f["bytes"]]
+    bad = [
+        n
+        for n, f in named.items()
+        if not (folder / n).is_file() or (folder / n).stat().st_size != f["bytes"]
+    ]
     return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
 
 
 def damaged(folder: Path, rank: int = 0, world: int = 1, sealed: bool = True) -> list[str]:
-    """The files, of this rank's share, whose checksum does not fit. Those that are missing are a matter of `misfits`, which see."""
+    """The files, of this rank's share, whose checksum does not fit. Those that are missing are a
+    matter of `misfits`, which see.
+    """
     if not sealed and not (folder / MANIFEST).exists():
         return []
     named = sorted((n, f["crc32"]) for n, f in sums(folder).items() if f["crc32"] is not None)
-    return [n for n, crc in named[rank::world] if (folder / n).is_file() and crc32(folder / n) != crc]
+    return [
+        n for n, crc in named[rank::world] if (folder / n).is_file() and crc32(folder / n) != crc
+    ]
 
 
-# ---- what is put aside ---------------------------------------------------------------------------------------------------------
+# ---- what is put aside -------------------------------------------------------------------------
 
 
 def put_aside(root: Path, step: int, life: str, given_up: bool = False) -> list[str]:
@@ -136,7 +163,9 @@ def put_aside(root: Path, step: int, life: str, given_up: bool = False) -> list[
         life: not used before in this folder.
         given_up: a person named this step: what is newer does not come back by itself.
     """
-    found = [f"{kind}-{s}" for kind in ("checkpoint", "emergency") for s in steps(root, kind) if s > step]
+    found = [
+        f"{kind}-{s}" for kind in ("checkpoint", "emergency") for s in steps(root, kind) if s > step
+    ]
     if not found:
         return []
     aside = root / ASIDE / life
@@ -147,7 +176,8 @@ def put_aside(root: Path, step: int, life: str, given_up: bool = False) -> list[
         os.replace(root / name, aside / name)
     sync_folder(root)
     log.warning(
-        "%s: newer than step %d, from which training goes on: %s. Put aside in %s, deleted at the next checkpoint that all islands hold",
+        "%s: newer than step %d, from which training goes on: %s. Put aside in %s, deleted at the "
+        "next checkpoint that all islands hold",
         root,
         step,
         ", ".join(found),
@@ -157,7 +187,9 @@ def put_aside(root: Path, step: int, life: str, given_up: bool = False) -> list[
 
 
 def take_back(root: Path) -> list[str]:
-    """What lives that never made a common checkpoint have put aside is held again, where its name is free; returns the names."""
+    """What lives that never made a common checkpoint have put aside is held again, where its name
+    is free; returns the names.
+    """
     back = []
     for aside in _asides(root):
         if (aside / KEPT).exists():
@@ -170,7 +202,12 @@ def take_back(root: Path) -> list[str]:
             aside.rmdir()
     if back:
         sync_folder(root)
-        log.warning("%s: the start that put %s aside did not get to a checkpoint of all islands: held again", root, ", ".join(back))
+        log.warning(
+            "%s: the start that put %s aside did not get to a checkpoint of all islands: held "
+            "again",
+            root,
+            ", ".join(back),
+        )
     return back
 
 
@@ -178,7 +215,9 @@ def forget_asides(root: Path) -> None:
     """Delete all that was put aside: there is a newer common checkpoint."""
     for aside in _asides(root):
         names = ", ".join(sorted(p.name for p in aside.iterdir() if _NAME.fullmatch(p.name)))
-        log.info("%s: %s, put aside before, deleted: all islands hold a newer checkpoint", root, names)
+        log.info(
+            "%s: %s, put aside before, deleted: all islands hold a newer checkpoint", root, names
+        )
     if (root / ASIDE).is_dir():
         remove(root / ASIDE)
 

@@ -1,4 +1,6 @@
-"""`fsdp-demo inspect CHECKPOINT`: what lies in a checkpoint's exchange states, told from their heads; tensors are checked, not loaded."""
+"""`fsdp-demo inspect CHECKPOINT`: what lies in a checkpoint's exchange states, told from their
+heads; tensors are checked, not loaded.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,49 @@ from .exchange_state import SavedExchange, load_exchange
 from .files import UNREADABLE, crc32, read_head
 from .folders import MANIFEST
 
-DEPTH = 4  # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
+# folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
+DEPTH = 4
 _CHECKPOINT = re.compile(r"(?:checkpoint|emergency)-(\d+)")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint: its folder, and the folder in it (or itself) where the ranks' exchange states lie."""
+    """A checkpoint: its folder, and the folder in it (or itself) where the ranks' exchange states
+    lie.
+    """
 
     folder: Path
     exchange: Path
 
     def open(self) -> SavedExchange:
-        """Read the heads. Raises ValueError for what is missing, torn, foreign or of another version."""
+        """Read the heads. Raises ValueError for what is missing, torn, foreign or of another
+        version.
+        """
         return load_exchange(self.exchange)
 
 
 def find(root: Path) -> list[Found]:
-    """All checkpoints at or below `root`, those of one island together, by step; among them what ranks saved on their way out.
+    """All checkpoints at or below `root`, those of one island together, by step; among them what
+    ranks saved on their way out.
 
     Raises:
         ValueError: there is no such folder, or none in it.
     """
     if not root.is_dir():
-        raise ValueError(f"{root}: no such folder; name a checkpoint-N, or a run's folder that holds some")
+        raise ValueError(
+            f"{root}: no such folder; name a checkpoint-N, or a run's folder that holds some"
+        )
     if root.name == "exchange" or not _is_checkpoint(root) and any(root.glob("rank*.json")):
         return [Found(root.parent if root.name == "exchange" else root, root)]
-    folders = [root] if _is_checkpoint(root) else sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
+    folders = (
+        [root]
+        if _is_checkpoint(root)
+        else sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
+    )
     if not folders:
         raise ValueError(
-            f"{root} holds no checkpoint: looked for folders named checkpoint-N or with exchange/rank0.json, {DEPTH} levels deep"
+            f"{root} holds no checkpoint: looked for folders named checkpoint-N or with "
+            f"exchange/rank0.json, {DEPTH} levels deep"
         )
     return [Found(folder, _exchange_in(folder)) for folder in folders]
 
@@ -60,8 +75,14 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the exchange's parts in it."""
-    return _CHECKPOINT.fullmatch(folder.name) is not None or (folder / "exchange").is_dir() and any((folder / "exchange").glob("rank*"))
+    """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the
+    exchange's parts in it.
+    """
+    return (
+        _CHECKPOINT.fullmatch(folder.name) is not None
+        or (folder / "exchange").is_dir()
+        and any((folder / "exchange").glob("rank*"))
+    )
 
 
 def _exchange_in(folder: Path) -> Path:
@@ -74,13 +95,21 @@ def _step(folder: Path) -> int:
 
 
 def above(folder: Path, run: Path) -> list[Path]:
-    """Where the files of a run lie that belong to one of its checkpoints: the checkpoint, and the folders from there up to the run's."""
+    """Where the files of a run lie that belong to one of its checkpoints: the checkpoint, and the
+    folders from there up to the run's.
+    """
     last = run.parent if folder == run else run
-    return [place for place in (folder, *folder.parents) if place == folder or place == last or last in place.parents]
+    return [
+        place
+        for place in (folder, *folder.parents)
+        if place == folder or place == last or last in place.parents
+    ]
 
 
 def settings(config: ExchangeConfig) -> dict[str, Any]:
-    """Dotted paths in which a configuration differs from its preset; all of them if there is no such preset."""
+    """Dotted paths in which a configuration differs from its preset; all of them if there is no
+    such preset.
+    """
     here = _flat(config.to_dict())
     there = _flat(preset(config.preset).to_dict()) if config.preset in presets() else {}
     return {key: value for key, value in here.items() if key not in there or there[key] != value}
@@ -94,7 +123,11 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
         return {k: v for item in data for k, v in _flat(item, f"{item['name']}.").items()}
     else:
         return {prefix.rstrip("."): data}
-    return {k: v for key, value in parts for k, v in _flat(value, "" if key == "channels" else f"{prefix}{key}.").items()}
+    return {
+        k: v
+        for key, value in parts
+        for k, v in _flat(value, "" if key == "channels" else f"{prefix}{key}.").items()
+    }
 
 
 def describe(found: Found) -> dict[str, Any]:
@@ -104,22 +137,49 @@ def describe(found: Found) -> dict[str, Any]:
         ValueError: a head cannot be read.
     """
     saved = found.open()
-    first, problems = saved.heads[0], [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
-    out: dict[str, Any] = {"folder": str(found.folder), "complete": not problems, "problems": problems, "step": saved.step}
+    first, problems = (
+        saved.heads[0],
+        [f"island {i} lacks the part of rank {r}" for i, r in saved.missing],
+    )
+    out: dict[str, Any] = {
+        "folder": str(found.folder),
+        "complete": not problems,
+        "problems": problems,
+        "step": saved.step,
+    }
     out |= {"preset": first["preset"], "islands": first["islands"], "holds": _holders(saved)}
-    out["versions"] = {"format": first["format"], "fsdp_demo": first.get("package"), "torch": first.get("torch")}
-    out["bytes"] = sum(f.stat().st_size for path in saved.paths.values() for f in {path, path.with_suffix(".safetensors")} if f.exists())
+    out["versions"] = {
+        "format": first["format"],
+        "fsdp_demo": first.get("package"),
+        "torch": first.get("torch"),
+    }
+    out["bytes"] = sum(
+        f.stat().st_size
+        for path in saved.paths.values()
+        for f in {path, path.with_suffix(".safetensors")}
+        if f.exists()
+    )
     config = ExchangeConfig.from_dict(first["config"])
-    out |= {"method": config.describe(), "settings": settings(config), "digest": f"{config.digest():016x}", "run": first["run"]}
+    out |= {
+        "method": config.describe(),
+        "settings": settings(config),
+        "digest": f"{config.digest():016x}",
+        "run": first["run"],
+    }
     out |= {"topology": first["kind"], "shards": first["shards"], "copies": first["copies"]}
     for name, frozen in (("parameters", False), ("frozen", True)):
-        whole = {p["name"]: p["global_shape"] for p in first["parameters"] if p["frozen"] == frozen}  # ZeRO has a tensor in several shards
+        # ZeRO has a tensor in several shards
+        whole = {p["name"]: p["global_shape"] for p in first["parameters"] if p["frozen"] == frozen}
         out[name] = sum(map(math.prod, whole.values()))
     out |= {"tokens": 0, "states": {}, "in_flight": []}
     for island, rank in saved.paths:
         _add_part(out, saved, island, rank)
-    beside = [path for folder in saved.folders for path in folder.glob("local*.json")]  # a mesh's replicas, see trainer_state.py
-    wanted = {path.with_suffix(".safetensors"): read_head(path)[0]["file"] for path in (*saved.paths.values(), *beside)}
+    # a mesh's replicas, see trainer_state.py
+    beside = [path for folder in saved.folders for path in folder.glob("local*.json")]
+    wanted = {
+        path.with_suffix(".safetensors"): read_head(path)[0]["file"]
+        for path in (*saved.paths.values(), *beside)
+    }
     problems += _damage(wanted | _manifest(found.folder, problems))
     out["complete"] = not problems
     return out
@@ -127,12 +187,17 @@ def describe(found: Found) -> dict[str, Any]:
 
 def _holders(saved: SavedExchange) -> dict[str, Any]:
     """Number and name of the islands of which parts are here."""
-    return {str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads}
+    return {
+        str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads
+    }
 
 
 def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int) -> None:
     """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
-    state, tensors = saved.outline(rank, island), _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors"))
+    state, tensors = (
+        saved.outline(rank, island),
+        _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors")),
+    )
     out["tokens"] += state.tokens
     for channel, kept in state.channels.items():
         sums = out["states"].setdefault(channel, {})
@@ -145,12 +210,17 @@ def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int)
 
 
 def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:
-    """Size and checksum (None in the Trainer's) of each file that the manifest of a checkpoint names; nothing where there is none."""
+    """Size and checksum (None in the Trainer's) of each file that the manifest of a checkpoint
+    names; nothing where there is none.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return {}
     try:
-        return {folder / name: {"bytes": f["bytes"], "crc32": f["crc32"]} for name, f in json.loads(path.read_text())["files"].items()}
+        return {
+            folder / name: {"bytes": f["bytes"], "crc32": f["crc32"]}
+            for name, f in json.loads(path.read_text())["files"].items()
+        }
     except UNREADABLE as error:
         problems.append(f"{path} is damaged ({error!r:.80})")
         return {}
@@ -177,11 +247,17 @@ def _keys(tree: Any) -> Iterator[str]:
 
 
 def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Bytes of each tensor in a safetensors file: 8 bytes with the length of a JSON header, then that header."""
+    """Bytes of each tensor in a safetensors file: 8 bytes with the length of a JSON header, then
+    that header.
+    """
     try:
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {key: value["data_offsets"][1] - value["data_offsets"][0] for key, value in header.items() if key != "__metadata__"}
+        return {
+            key: value["data_offsets"][1] - value["data_offsets"][0]
+            for key, value in header.items()
+            if key != "__metadata__"
+        }
     except (OSError, MemoryError, OverflowError, *UNREADABLE):
         return {}  # `_damage` says it
 
@@ -210,7 +286,9 @@ def ranks(head: dict[str, Any]) -> str:
     """How an island's ranks hold the model."""
     shards, copies = int(head["shards"]), int(head["copies"])
     share = counted(shards, "shard") if copies == 1 or shards > 1 else "the whole model on each"
-    return f"{counted(shards * copies, 'rank')}, {share}" + (f" on {copies} of them each" if copies > 1 and shards > 1 else "")
+    return f"{counted(shards * copies, 'rank')}, {share}" + (
+        f" on {copies} of them each" if copies > 1 and shards > 1 else ""
+    )
 
 
 def text(info: dict[str, Any]) -> str:
@@ -222,7 +300,12 @@ def text(info: dict[str, Any]) -> str:
     rows += _details(info)
     rows += [
         ("size", f"{size(info['bytes'])} of exchange states"),
-        ("versions", ", ".join(f"{name} {value}" for name, value in info["versions"].items() if value is not None)),
+        (
+            "versions",
+            ", ".join(
+                f"{name} {value}" for name, value in info["versions"].items() if value is not None
+            ),
+        ),
         ("complete", "yes" if info["complete"] else "NO: " + "; ".join(info["problems"])),
     ]
     return "\n".join([info["folder"], *(f"  {label:18}{value}" for label, value in rows)])
@@ -239,9 +322,21 @@ def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     rows += [("tokens", f"{info['tokens']:,}, noted by the ranks here")] if info["tokens"] else []
     for channel, kept in info["states"].items():
-        rows.append((f"state {channel}", ", ".join(f"{name} {size(count)}" for name, count in kept.items()) or "none between exchanges"))
+        rows.append(
+            (
+                f"state {channel}",
+                ", ".join(f"{name} {size(count)}" for name, count in kept.items())
+                or "none between exchanges",
+            )
+        )
     for flight in info["in_flight"]:
-        rows.append(("in flight", f"sent in step {flight['step']} by {', '.join(flight['channels'])}: {size(flight['bytes'])}"))
+        rows.append(
+            (
+                "in flight",
+                f"sent in step {flight['step']} by {', '.join(flight['channels'])}: "
+                f"{size(flight['bytes'])}",
+            )
+        )
     return rows
 
 
@@ -256,7 +351,8 @@ def common(found: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def inspect(root: str | Path) -> list[dict[str, Any]]:
-    """`describe` of every checkpoint at or below `root`; one that cannot be read has `complete` False, `problems`, and no step.
+    """`describe` of every checkpoint at or below `root`; one that cannot be read has `complete`
+    False, `problems`, and no step.
 
     Raises:
         ValueError: no checkpoint is there, or the only one cannot be read.

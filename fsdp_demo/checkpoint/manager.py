@@ -1,4 +1,5 @@
-"""A loop's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by all islands.
+"""A loop's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by
+all islands.
 
 Layout, below a folder of the replica's own (`folders.py`):
 
@@ -8,8 +9,9 @@ Layout, below a folder of the replica's own (`folders.py`):
     .aside/<life>/              what is newer than the step that a later life went on from
     .life.json                  whose folder this is (`fence.py`)
 
-Nothing here sends more than names of steps between islands: they lie in the store, under keys of this run.
-"""
+Nothing here sends more than names of steps between islands: they lie in the store, under keys of
+this run.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -44,15 +46,18 @@ Write = Callable[[Path], Callable[[], Any] | None]
 
 
 class CheckpointManager(Shelf):
-    """Checkpoints of this replica, for a training loop. All ranks of all islands make one before `attach`, at the same point.
+    """Checkpoints of this replica, for a training loop. All ranks of all islands make one before
+    `attach`, at the same point.
 
     Args:
-        root: folder of this island, seen by all its ranks. In a mesh, where all replicas share it, each gets `root/replica<i>`.
+        root: folder of this island, seen by all its ranks. In a mesh, where all replicas share it,
+            each gets `root/replica<i>`.
         topology: as for `attach`.
-        keep: how many to keep; never fewer than all that follow the newest step which every island is known to hold.
+        keep: how many to keep; never fewer than all that follow the newest step which every island
+            is known to hold.
         group: process group of the replica's ranks over CPU tensors; default one of its own.
-        emergency_root: a second folder for what ranks save on their way out, where the first cannot be written; default ISLAND_EMERGENCY.
-            Several runs and islands may share it.
+        emergency_root: a second folder for what ranks save on their way out, where the first cannot
+            be written; default ISLAND_EMERGENCY. Several runs and islands may share it.
 
     Attributes:
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
@@ -60,15 +65,34 @@ class CheckpointManager(Shelf):
         common: the newest step that all islands are known to hold.
     """
 
-    def __init__(self, root: Path | str, topology: Topology, keep: int = 2, group: Any = None, emergency_root: Path | str | None = None):
+    def __init__(
+        self,
+        root: Path | str,
+        topology: Topology,
+        keep: int = 2,
+        group: Any = None,
+        emergency_root: Path | str | None = None,
+    ):
         if keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         own = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
         if group is None and topology.world > 1:
-            members = dist.get_process_group_ranks(topology.group) if topology.group is not None else None
-            group = dist.new_group(members, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=members is not None)
+            members = (
+                dist.get_process_group_ranks(topology.group) if topology.group is not None else None
+            )
+            group = dist.new_group(
+                members,
+                timedelta(seconds=topology.timeout + 60),
+                "gloo",
+                use_local_synchronization=members is not None,
+            )
         second = emergency_root or os.environ.get("ISLAND_EMERGENCY")
-        super().__init__(own, topology, Ranks(group, topology.rank, topology.world), Path(second) if second else None)
+        super().__init__(
+            own,
+            topology,
+            Ranks(group, topology.rank, topology.world),
+            Path(second) if second else None,
+        )
         self.group, self.keep, self.common = group, keep, -1
         self._failures = SaveFailures(topology.name)
         self._fence, self._registry = Fence(self.roots, topology.run), CheckpointRegistry(topology)
@@ -81,24 +105,30 @@ class CheckpointManager(Shelf):
         """Saves of this life that could not be made."""
         return self._failures.count
 
-    # ---- saving ------------------------------------------------------------------------------------------------------
+    # ---- saving --------------------------------------------------------------------------------
 
     def save(self, step: int, write: Write, wait: bool = True) -> None:
-        """Make the checkpoint of `step`. All ranks of the replica call it together; islands need not.
+        """Make the checkpoint of `step`. All ranks of the replica call it together; islands need
+        not.
 
-        A save that fails on any rank, since a file cannot be written (OSError) or values are not finite, is a warning and counted in
-        `failed_saves`; the half is removed and training goes on. The third one in a row raises.
+        A save that fails on any rank, since a file cannot be written (OSError) or values are not
+        finite, is a warning and counted in `failed_saves`; the half is removed and training goes
+        on. The third one in a row raises.
 
         Args:
-            write: `write(folder)` on every rank puts this rank's files below `folder`; it may return a function that does the rest, which
-                runs in a thread if `wait` is False. Before collectives of its own it lets all ranks come to a point where none has failed
-                (`ranks.together`).
-            wait: False lets training go on; the checkpoint appears when all ranks have written. The one before is waited for.
+            write: `write(folder)` on every rank puts this rank's files below `folder`; it may
+                return a function that does the rest, which runs in a thread if `wait` is False.
+                Before collectives of its own it lets all ranks come to a point where none has
+                failed (`ranks.together`).
+            wait: False lets training go on; the checkpoint appears when all ranks have written. The
+                one before is waited for.
 
         Raises:
-            PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is sealed, `guard` saves what is left.
+            PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is
+                sealed, `guard` saves what is left.
             OSError, NotFinite: the third save in a row that failed.
-            RuntimeError: any other error of a rank (its own is raised there). The half is not picked up.
+            RuntimeError: any other error of a rank (its own is raised there). The half is not
+                picked up.
             Superseded: the folder belongs to a later life.
         """
         self.wait()
@@ -116,7 +146,9 @@ class CheckpointManager(Shelf):
         self._pending = self._worker.submit(self._complete, step, part, rest, error)
 
     def _start(self, part: Path) -> Exception | None:
-        """Make an empty folder; where rank 0 cannot, all ranks get the error. All else is raised on all."""
+        """Make an empty folder; where rank 0 cannot, all ranks get the error. All else is raised on
+        all.
+        """
 
         def make() -> None:
             self._own()
@@ -131,10 +163,12 @@ class CheckpointManager(Shelf):
         return None
 
     def save_alone(self, step: int, write: Callable[[Path, Callable[[], None]], Any]) -> Path:
-        """What this rank saves on its way out (for `guard`), without asking the others; returns the folder.
+        """What this rank saves on its way out (for `guard`), without asking the others; returns the
+        folder.
 
         Args:
-            write: `write(folder, check)` writes this rank's part, `FOLDER/rank<rank>.json` last, and calls `check()` right before that.
+            write: `write(folder, check)` writes this rank's part, `FOLDER/rank<rank>.json` last,
+                and calls `check()` right before that.
 
         Raises:
             OSError: it cannot be written, nor in `emergency_root`.
@@ -173,7 +207,9 @@ class CheckpointManager(Shelf):
             self._registry.close()
 
     def clear_crash_saves(self) -> None:
-        """Remove what ranks have left on the way: the run came to its end. All ranks of the replica come together."""
+        """Remove what ranks have left on the way: the run came to its end. All ranks of the replica
+        come together.
+        """
         self.ranks.any(False)
         for root in self.roots:
             for step in folders.steps(root, "emergency"):
@@ -183,7 +219,9 @@ class CheckpointManager(Shelf):
                 folders.forget_asides(root)
         self.ranks.any(False)
 
-    def _complete(self, step: int, part: Path, rest: Callable[[], Any] | None, error: Exception | None) -> None:
+    def _complete(
+        self, step: int, part: Path, rest: Callable[[], Any] | None, error: Exception | None
+    ) -> None:
         """Finish writing, vote, seal, rename, rotate: the same on all ranks, in order."""
         rank, world = self.topology.rank, self.topology.world
         try:
@@ -205,14 +243,16 @@ class CheckpointManager(Shelf):
 
     def _failed(self, step: int, part: Path, why: Exception) -> None:
         """Of any rank: all come here."""
-        self.ranks.together(self._fence.check, str(part))  # a later life removes what this one was writing
+        # a later life removes what this one was writing
+        self.ranks.together(self._fence.check, str(part))
         if self.topology.rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # a disk that is full needs the room
         self._failures.failed(f"checkpoint of step {step} not saved", why)
 
     def _seal(self, step: int, part: Path) -> None:
         """Write the manifest and give the folder its name."""
-        old = self.path(step).with_name(f".checkpoint-{step}.old")  # one of this step from before a resume, or damaged
+        # one of this step from before a resume, or damaged
+        old = self.path(step).with_name(f".checkpoint-{step}.old")
         self._fence.check()
         folders.seal(part, step, self.topology.world)
         try:
@@ -228,16 +268,22 @@ class CheckpointManager(Shelf):
         shutil.rmtree(old, ignore_errors=True)
 
     def _rotate(self) -> None:
-        """On rank 0: remove what is not needed any more (`choice.superfluous`). The list is published before anything goes. What cannot be
-        asked or removed stays: nothing here may end a training."""
+        """On rank 0: remove what is not needed any more (`choice.superfluous`). The list is
+        published before anything goes. What cannot be asked or removed stays: nothing here may
+        end a training."""
         mine = [self.regular(s) for s in self.complete()]
         try:
             common = self._registry.common(mine)
             self.common = self.common if common is None else common
             self._fence.check()
             self._remove_before(self.common, [h.step for h in mine])
-        except (RuntimeError, OSError, ValueError, TypeError) as error:  # PeerLost is a RuntimeError
-            log.warning("%s: no old checkpoint is removed: %s", self.topology.name, (str(error).splitlines() or [""])[0])
+        except (RuntimeError, OSError, ValueError, TypeError) as error:
+            # PeerLost is a RuntimeError
+            log.warning(
+                "%s: no old checkpoint is removed: %s",
+                self.topology.name,
+                (str(error).splitlines() or [""])[0],
+            )
 
     def _remove_before(self, common: int, mine: list[int]) -> None:
         for step in superfluous(mine, common, self.keep):
@@ -245,46 +291,59 @@ class CheckpointManager(Shelf):
         for root in self.roots:
             for step in [s for s in folders.steps(root, "emergency") if s < common]:
                 folders.remove(root / f"emergency-{step}")
-            if common in self._made:  # this life has got somewhere: what it has left behind is not needed any more
+            # this life has got somewhere: what it has left behind is not needed any more
+            if common in self._made:
                 folders.forget_asides(root)
 
-    # ---- what all islands hold -----------------------------------------------------------------------------------------
+    # ---- what all islands hold -----------------------------------------------------------------
 
     def resolve_resume_step(self, resume: bool | str = True, take_over: bool = False) -> int | None:
-        """The step from which this island resumes: the newest states that lie between the same exchanges on all islands (`choice.py`).
-        All ranks of all islands call it, before `attach`.
+        """The step from which this island resumes: the newest states that lie between the same
+        exchanges on all islands (`choice.py`). All ranks of all islands call it, before
+        `attach`.
 
-        Nothing is deleted: what is newer is put aside, and held again at the next start if this one does not get to a common checkpoint.
+        Nothing is deleted: what is newer is put aside, and held again at the next start if this one
+        does not get to a common checkpoint.
 
         Args:
-            resume: False: this is a new run, in folders that hold none. "auto": as True; where nothing is held by all, islands that hold
-                none take over from the others; and where islands may come and go, and none is held by all, the newest that any holds.
-            take_over: islands without the newest common step take over from those that have it; what was theirs alone is lost. Where no
-                step is common, the newest that any island holds. Give it on all islands.
+            resume: False: this is a new run, in folders that hold none. "auto": as True; where
+                nothing is held by all, islands that hold none take over from the others; and where
+                islands may come and go, and none is held by all, the newest that any holds.
+            take_over: islands without the newest common step take over from those that have it;
+                what was theirs alone is lost. Where no step is common, the newest that any island
+                holds. Give it on all islands.
 
         Returns:
-            None where no island holds any, and on an island that joins a run under way. This island may lack the step that is returned,
+            None where no island holds any, and on an island that joins a run under way. This island
+            may lack the step that is returned,
             and then takes over: see `holds`. Islands may go on from unlike steps.
 
         Raises:
-            NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new run where an old one has left
-                checkpoints; folders of islands that are swapped.
+            NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new
+                run where an old one has left checkpoints; folders of islands that are swapped.
             PeerLost: islands that did not come in time.
         """
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
         self.ranks.from_first(self.adopt)
-        if self.topology.under_way():  # all that this island holds is older than what the others have
-            log.info("%s: the run is under way: nothing is resumed here, the others' state comes with attach", self.topology.name)
+        # all that this island holds is older than what the others have
+        if self.topology.under_way():
+            log.info(
+                "%s: the run is under way: nothing is resumed here, the others' state comes with "
+                "attach",
+                self.topology.name,
+            )
             self._fence.take(self.ranks)
             return None
         held = self.held()
         if held and not resume:
             steps = sorted({h.step for h in held})
             raise NeedsDecision(
-                f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or give another folder, or remove this one"
+                f"{self.root} holds checkpoints of steps {steps}: go on from there (--resume), or "
+                "give another folder, or remove this one"
             )
-        # where islands may leave one by one, the last to end has the newest state, and the others lost their place when they left
+        # where islands may leave one by one, the last to end has the newest state, and the others
+        # lost their place when they left
         auto = "newest" if self.topology.elastic else "auto"
         how = "take_over" if take_over else auto if resume == "auto" else "common"
 
@@ -300,9 +359,20 @@ class CheckpointManager(Shelf):
         """Put aside what is newer than what this island goes on from."""
         self.chosen = mine = chosen[self.topology.starters.index(self.topology.island)]
         step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
-        self.common = step if mine is not None and mine.kind == "checkpoint" and len({h and h.step for h in chosen}) == 1 else -1
+        self.common = (
+            step
+            if mine is not None
+            and mine.kind == "checkpoint"
+            and len({h and h.step for h in chosen}) == 1
+            else -1
+        )
         if mine is None and self.topology.rank == 0:
-            log.warning("%s: %s holds nothing of step %d: it takes over from the other islands", self.topology.name, self.root, step)
+            log.warning(
+                "%s: %s holds nothing of step %d: it takes over from the other islands",
+                self.topology.name,
+                self.root,
+                step,
+            )
         life = f"{self.topology.run}-{self._fence.token}".replace(os.sep, "_")
         self.ranks.from_first(lambda: [folders.put_aside(root, step, life) for root in self.roots])
         return step

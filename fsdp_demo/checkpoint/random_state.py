@@ -1,4 +1,6 @@
-"""States of the random number generators that a training loop draws from, as a tree for a checkpoint."""
+"""States of the random number generators that a training loop draws from, as a tree for a
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Small notes that the islands leave each other in the store: who holds which checkpoints. No data of the training.
+"""Small notes that the islands leave each other in the store: who holds which checkpoints. No data
+of the training.
 
-Every question to the store has a deadline. While training goes on it is short, and a store that has been silent once is asked again only
-when a connection stands: opening it is left to a thread.
+Every question to the store has a deadline. While training goes on it is short, and a store that has
+been silent once is asked again only when a connection stands: opening it is left to a thread.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""
 
 ABSENT = 0.3
-"""Seconds of them while nobody listens there: the store is being started again, and the next save asks it."""
+"""Seconds of them while nobody listens there: the store is being started again, and the next save
+asks it.
+"""
 
 _made = 0  # how many this process has made: each has keys of its own
 
 
 class CheckpointRegistry:
-    """The notes of one rank per island: what to go on from (`choose`), and what all hold by now (`common`).
+    """The notes of one rank per island: what to go on from (`choose`), and what all hold by now
+    (`common`).
 
     Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""
 
@@ -44,7 +48,8 @@ class CheckpointRegistry:
         self._silent = False
 
     def choose(self, mine: Sequence[Held], how: str, **same: Any) -> list[Held | None] | None:
-        """Tell the islands what this one holds, and hear from which state each goes on (`choice.choose`). All that begin come together.
+        """Tell the islands what this one holds, and hear from which state each goes on
+        (`choice.choose`). All that begin come together.
 
         Returns:
             In the order of `Topology.starters`.
@@ -62,21 +67,34 @@ class CheckpointRegistry:
                 both = ", ".join(f"{n.get('name')}: {n.get(key)}" for n in notes)
                 raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
         try:
-            names, held = [str(n["name"]) for n in notes], [[Held(*h) for h in n["held"]] for n in notes]
+            names, held = (
+                [str(n["name"]) for n in notes],
+                [[Held(*h) for h in n["held"]] for n in notes],
+            )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"an island has left a note of another form ({error!r:.80}): use one release everywhere") from None
+            raise ValueError(
+                f"an island has left a note of another form ({error!r:.80}): use one release "
+                "everywhere"
+            ) from None
         return choose(names, held, how, self.topology.starters)
 
     def common(self, mine: Sequence[Held]) -> int | None:
-        """The newest step that all islands are known to hold between the same exchanges, for rotation. Islands need not come together:
-        each says what it holds, and hears what the others have said last.
+        """The newest step that all islands are known to hold between the same exchanges, for
+        rotation. Islands need not come together: each says what it holds, and hears what the
+        others have said last.
 
         Raises:
             StoreSilent: see `exchange`.
             ValueError, TypeError: a note of another form.
         """
         said = self.exchange([[h.step, h.applied, h.history] for h in mine])
-        held = [[Held(int(s), applied=str(applied), history=str(*past)) for s, applied, *past in each or ()] for each in said]
+        held = [
+            [
+                Held(int(s), applied=str(applied), history=str(*past))
+                for s, applied, *past in each or ()
+            ]
+            for each in said
+        ]
         return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
@@ -96,7 +114,8 @@ class CheckpointRegistry:
         t = self.topology
         if store.add(f"start/{t.island}", 1) > 1:
             raise ValueError(
-                f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island}: set a different ISLAND_RANK on each "
+                f"ISLAND_RUN={t.run!r} was already started by an island with "
+                f"ISLAND_RANK={t.island}: set a different ISLAND_RANK on each "
                 f"island, or a new ISLAND_RUN on all{see('rank-taken')}"
             )
         store.set(f"note/{t.island}", json.dumps(note))
@@ -104,39 +123,55 @@ class CheckpointRegistry:
         while missing := [i for i, key in keys.items() if not store.check([key])]:
             if time.monotonic() > deadline:
                 raise PeerLost(
-                    f"waited {t.timeout:g} s for islands {missing} to say which checkpoints they hold: check that they run, and their "
+                    f"waited {t.timeout:g} s for islands {missing} to say which checkpoints they "
+                    "hold: check that they run, and their "
                     "ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
                 )
             time.sleep(0.02)
         notes = [store.note(key, f"island {i}") for i, key in keys.items()]
         for i, found in zip(keys, notes, strict=True):
             if not isinstance(found, dict):
-                raise ValueError(f"island {i} has left a note in the store that is no object ({found!r:.40}): use one release everywhere")
+                raise ValueError(
+                    f"island {i} has left a note in the store that is no object ({found!r:.40}): "
+                    "use one release everywhere"
+                )
         return notes
 
     def exchange(self, held: Any) -> list[Any]:
-        """Say what this island holds, and hear what the others have said last; nothing yet is None. In order of the islands, without those
-        that have not begun with the others and have said nothing.
+        """Say what this island holds, and hear what the others have said last; nothing yet is None.
+        In order of the islands, without those that have not begun with the others and have said
+        nothing.
 
         Raises:
-            StoreSilent: no answer within `PATIENCE` seconds, or at once where the store has been silent before.
+            StoreSilent: no answer within `PATIENCE` seconds, or at once where the store has been
+                silent before.
         """
         t = self.topology
         if t.islands == 1:
             return [held]
         with self._asking(PATIENCE, absent=ABSENT) as store:
             store.set(f"held/{t.island}", json.dumps(held))
-            said = {i: store.note(key, f"island {i}") for i in range(t.islands) if store.check([key := f"held/{i}"])}
-        return [held if i == t.island else said.get(i) for i in range(t.islands) if i in said or i in t.starters]
+            said = {
+                i: store.note(key, f"island {i}")
+                for i in range(t.islands)
+                if store.check([key := f"held/{i}"])
+            }
+        return [
+            held if i == t.island else said.get(i)
+            for i in range(t.islands)
+            if i in said or i in t.starters
+        ]
 
     def close(self) -> None:
         """Drop the connection."""
         self._asker = self._opening = None
 
     @contextmanager
-    def _asking(self, deadline: float, opening: float = 0.0, absent: float = math.inf) -> Iterator[Asker]:
-        """The store, whose questions may take `deadline` seconds; given up when it is silent. A connection may take `opening` seconds more:
-        at the start its own error says what to do."""
+    def _asking(
+        self, deadline: float, opening: float = 0.0, absent: float = math.inf
+    ) -> Iterator[Asker]:
+        """The store, whose questions may take `deadline` seconds; given up when it is silent. A
+        connection may take `opening` seconds more: at the start its own error says what to do."""
         if self._asker is None:
             self._asker = self._connect(deadline + opening)
         self._asker.deadline, self._asker.absent = deadline, absent
@@ -153,7 +188,9 @@ class CheckpointRegistry:
             store = self._opening.result(0 if self._silent else deadline)
         except Late:  # the thread goes on: what it opens is there for a later question
             self._silent = True
-            raise StoreSilent(f"the store at {where} does not answer within {deadline:g} s") from None
+            raise StoreSilent(
+                f"the store at {where} does not answer within {deadline:g} s"
+            ) from None
         except BaseException:
             self._opening = None
             raise
@@ -161,7 +198,9 @@ class CheckpointRegistry:
         return store
 
     def _open(self) -> Asker:
-        return self.topology.open_store().under(f"{self.topology.prefix()}/checkpoints{self._number}")
+        return self.topology.open_store().under(
+            f"{self.topology.prefix()}/checkpoints{self._number}"
+        )
 
 
 def _in_thread(work: Any) -> Future[Any]:

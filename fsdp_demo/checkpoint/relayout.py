@@ -1,7 +1,8 @@
 """One workspace put together from workspaces of another layout: other shards of dim 0, other lanes.
 
-A tensor that lies as it lay is taken as it is, coefficients too, bit for bit. Others go through the element domain: out of the
-blocks, inverse transform, rows joined and cut, transform, into the new blocks; one tensor at a time.
+A tensor that lies as it lay is taken as it is, coefficients too, bit for bit. Others go through the
+element domain: out of the blocks, inverse transform, rows joined and cut, transform, into the new
+blocks; one tensor at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Rows = tuple[int, int]  # of dim 0, or elements of what ZeRO has cut: from, to
 
 @dataclass
 class TensorLayout:
-    """Where a channel's tensors lie on one rank: for each its name, local shape, kind of blocks and rows of the whole; and the lane."""
+    """Where a channel's tensors lie on one rank: for each its name, local shape, kind of blocks and
+    rows of the whole; and the lane.
+    """
 
     names: list[str]
     shapes: list[tuple[int, ...]]
@@ -37,12 +40,24 @@ class TensorLayout:
 
     @cached_property
     def views(self) -> dict[int, Layout]:
-        """For each tensor of which this active copy holds a part: the layout with that tensor alone in it, as number 0."""
-        return {t: self.layout.only(t) for t in {p.region.tensor for p in self.layout.pieces} | {d.tensor for d in self.layout.dense}}
+        """For each tensor of which this active copy holds a part: the layout with that tensor alone
+        in it, as number 0.
+        """
+        return {
+            t: self.layout.only(t)
+            for t in {p.region.tensor for p in self.layout.pieces}
+            | {d.tensor for d in self.layout.dense}
+        }
 
     def lies_as(self, t: int, other: TensorLayout, s: int) -> bool:
-        """Whether tensor `t` has the blocks of the other side's tensor `s`, over the same elements."""
-        return (self.shapes[t], self.kinds[t], self.rows[t]) == (other.shapes[s], other.kinds[s], other.rows[s])
+        """Whether tensor `t` has the blocks of the other side's tensor `s`, over the same
+        elements.
+        """
+        return (self.shapes[t], self.kinds[t], self.rows[t]) == (
+            other.shapes[s],
+            other.kinds[s],
+            other.rows[s],
+        )
 
 
 class LayoutConverter:
@@ -54,8 +69,12 @@ class LayoutConverter:
     """
 
     def __init__(self, target: TensorLayout, codec: Codec | None):
-        # In fp32 whatever the channel multiplies in: what comes back from another layout is what was saved.
-        self.target, self.codec = target, replace(codec, transform_precision="fp32") if codec is not None else None
+        # In fp32 whatever the channel multiplies in: what comes back from another layout is what
+        # was saved.
+        self.target, self.codec = (
+            target,
+            replace(codec, transform_precision="fp32") if codec is not None else None,
+        )
         self._whole: Tensor | None = None
         self._tensors: dict[int, Tensor] = {}
         self._raw: set[int] = set()
@@ -67,7 +86,10 @@ class LayoutConverter:
             ValueError: the workspace does not have the length of its layout.
         """
         if work.numel() != source.layout.numel:
-            raise ValueError(f"a saved workspace has {work.numel()} elements, its layout {source.layout.numel}: the checkpoint is damaged")
+            raise ValueError(
+                f"a saved workspace has {work.numel()} elements, its layout {source.layout.numel}: "
+                "the checkpoint is damaged"
+            )
         if source == self.target:
             if self._whole is None:
                 self._whole = work.clone() if weight == 1.0 else work * weight
@@ -117,4 +139,6 @@ def _transform(codec: Codec, x: Tensor, blocks: str, inverse: bool) -> None:
     """The blocks of one local tensor, in place."""
     if blocks == "transform":
         layout = Layout([x.shape], [blocks])
-        layout.unpack(transform(codec, layout, layout.pack([x], layout.new(x.device)), inverse), [x])
+        layout.unpack(
+            transform(codec, layout, layout.pack([x], layout.new(x.device)), inverse), [x]
+        )

@@ -1,22 +1,31 @@
-"""A saved exchange taken over by another number of islands, shards or copies: `convert` makes one rank's state from the parts of all.
+"""A saved exchange taken over by another number of islands, shards or copies: `convert` makes one
+rank's state from the parts of all.
 
-Islands. `shares` says how much of each saved island goes into a new one; the mean over the islands stays. Whoever loads the model mixes
-parameters and inner optimizer states by the same shares (`average`), else a delta channel sees a jump.
+Islands. `shares` says how much of each saved island goes into a new one; the mean over the islands
+stays. Whoever loads the model mixes parameters and inner optimizer states by the same shares
+(`average`), else a delta channel sees a jump.
 
-* Accumulators are mixed, which keeps their mean over the replicas. Where the mean is over senders, an island that is added starts with
-  zeros instead (dense tensors excepted, whose mean is over all): what the saved islands hold is divided by its senders as before, and
-  nothing is sent twice, which copies of a mean would be (on a small model losses stayed nearer to the uninterrupted ones than from the
-  mean). Of fewer islands they stay mixed: a sum would apply what they have in common as often as there were islands. The jump is
-  reported: with senders only one of mean and sum can stay.
-* Anchors and outer momenta that all replicas share are copied, those of their own (`local_delta`) mixed.
-* What is under way is decoded as it was saved; the mean is cut anew like every other tensor and lands at its own step. A delta that was
-  dropped would be counted again beside what the accumulator kept of it; one applied early wants the parameters rewound, which are not
-  here. Only what has not arrived in every part is dropped: the accumulator takes back what it had sent; a delta without one is still in
-  the parameters, behind their anchor, and goes out with the next exchange; a plain gradient is lost.
-* `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the earliest.
+* Accumulators are mixed, which keeps their mean over the replicas. Where the mean is over senders,
+  an island that is added starts with zeros instead (dense tensors excepted, whose mean is over
+  all): what the saved islands hold is divided by its senders as before, and nothing is sent twice,
+  which copies of a mean would be (on a small model losses stayed nearer to the uninterrupted ones
+  than from the mean). Of fewer islands they stay mixed: a sum would apply what they have in common
+  as often as there were islands. The jump is reported: with senders only one of mean and sum can
+  stay.
+* Anchors and outer momenta that all replicas share are copied, those of their own (`local_delta`)
+  mixed.
+* What is under way is decoded as it was saved; the mean is cut anew like every other tensor and
+  lands at its own step. A delta that was dropped would be counted again beside what the accumulator
+  kept of it; one applied early wants the parameters rewound, which are not here. Only what has not
+  arrived in every part is dropped: the accumulator takes back what it had sent; a delta without one
+  is still in the parameters, behind their anchor, and goes out with the next exchange; a plain
+  gradient is lost.
+* `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the
+  earliest.
 
-Shards: see `relayout.py`. What ZeRO has cut (`LocalParam.offset`) is taken as it lies: the saved ranks must hold the same stretches. Saved
-parts are opened one after the other: in memory are one of them, the new part and one tensor.
+Shards: see `relayout.py`. What ZeRO has cut (`LocalParam.offset`) is taken as it lies: the saved
+ranks must hold the same stretches. Saved parts are opened one after the other: in memory are one of
+them, the new part and one tensor.
 """
 
 from __future__ import annotations
@@ -48,15 +57,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("fsdp_demo")
 
 
-# -- islands ----------------------------------------------------------------------------------------------------------------
+# -- islands -------------------------------------------------------------------------------------
 
 
 def shares(saved: Sequence[int], islands: int) -> list[dict[int, float]]:
-    """What each of `islands` new islands takes of the saved ones (their numbers): weights whose sum is 1, and whose mean over the new
-    islands is equal for all saved ones.
+    """What each of `islands` new islands takes of the saved ones (their numbers): weights whose sum
+    is 1, and whose mean over the new islands is equal for all saved ones.
 
-    Where islands are added, the saved ones keep their own and those get the mean of all; of fewer islands each gets an equal stretch of
-    the saved ones.
+    Where islands are added, the saved ones keep their own and those get the mean of all; of fewer
+    islands each gets an equal stretch of the saved ones.
 
     Example:
         >>> from fsdp_demo.checkpoint.reshard import shares
@@ -69,13 +78,19 @@ def shares(saved: Sequence[int], islands: int) -> list[dict[int, float]]:
     if islands >= n:
         own = _own(saved, islands)
         return [{own[i]: 1.0} if i in own else dict.fromkeys(saved, 1 / n) for i in range(islands)]
-    # new island i covers [i n, (i + 1) n) of a line on which the saved island in place k has [k islands, (k + 1) islands)
-    common = [[min((i + 1) * n, (k + 1) * islands) - max(i * n, k * islands) for k in range(n)] for i in range(islands)]
+    # new island i covers [i n, (i + 1) n) of a line on which the saved island in place k has [k
+    # islands, (k + 1) islands)
+    common = [
+        [min((i + 1) * n, (k + 1) * islands) - max(i * n, k * islands) for k in range(n)]
+        for i in range(islands)
+    ]
     return [{j: c / n for j, c in zip(saved, row, strict=True) if c > 0} for row in common]
 
 
 def _own(saved: Sequence[int], islands: int) -> dict[int, int]:
-    """New island -> the saved one it continues: its own number if that is there, else one whose number is gone."""
+    """New island -> the saved one it continues: its own number if that is there, else one whose
+    number is gone.
+    """
     if islands < len(saved):
         return {}
     own = {i: i for i in saved if i < islands}
@@ -84,27 +99,43 @@ def _own(saved: Sequence[int], islands: int) -> dict[int, int]:
 
 
 def average(states: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Weighted mean of trees of tensors and plain values: state dicts of a model or of an inner optimizer, one per saved island.
+    """Weighted mean of trees of tensors and plain values: state dicts of a model or of an inner
+    optimizer, one per saved island.
 
-    Floating tensors are added in fp32 and keep their dtype; "step" becomes the largest; everything else must be equal.
+    Floating tensors are added in fp32 and keep their dtype; "step" becomes the largest; everything
+    else must be equal.
 
     Raises:
         ValueError: the trees do not have the same form, or differ in what has no mean.
     """
     used = [(s, w) for s, w in zip(states, weights, strict=True) if w]
-    return used[0][0] if len(used) == 1 else _average([s for s, _ in used], [w for _, w in used], "")
+    return (
+        used[0][0] if len(used) == 1 else _average([s for s, _ in used], [w for _, w in used], "")
+    )
 
 
 def _average(nodes: Sequence[Any], weights: Sequence[float], where: str) -> Any:
     first = nodes[0]
     if isinstance(first, Mapping):
         if any(set(n) != set(first) for n in nodes):
-            raise ValueError(f"states have different keys at {where or 'the top'}: islands must hold the same model and optimizer")
-        return {k: _average([n[k] for n in nodes], weights, f"{where}.{k}" if where else str(k)) for k in first}
+            raise ValueError(
+                f"states have different keys at {where or 'the top'}: islands must hold the same "
+                "model and optimizer"
+            )
+        return {
+            k: _average([n[k] for n in nodes], weights, f"{where}.{k}" if where else str(k))
+            for k in first
+        }
     if isinstance(first, list | tuple):
         if any(len(n) != len(first) for n in nodes):
-            raise ValueError(f"states have different lengths at {where}: islands must hold the same model and optimizer")
-        return type(first)(_average(list(n), weights, f"{where}.{i}") for i, n in enumerate(zip(*nodes, strict=True)))
+            raise ValueError(
+                f"states have different lengths at {where}: islands must hold the same model and "
+                "optimizer"
+            )
+        return type(first)(
+            _average(list(n), weights, f"{where}.{i}")
+            for i, n in enumerate(zip(*nodes, strict=True))
+        )
     if where.rpartition(".")[2] == "step":
         return max(nodes, key=float)
     if isinstance(first, Tensor) and first.is_floating_point():
@@ -112,13 +143,19 @@ def _average(nodes: Sequence[Any], weights: Sequence[float], where: str) -> Any:
         for n, w in zip(nodes[1:], weights[1:], strict=True):
             total += n.float() * w
         return total.to(first.dtype)
-    same = all(torch.equal(n, first) for n in nodes) if isinstance(first, Tensor) else all(n == first for n in nodes)
+    same = (
+        all(torch.equal(n, first) for n in nodes)
+        if isinstance(first, Tensor)
+        else all(n == first for n in nodes)
+    )
     if not same:
-        raise ValueError(f"{where} differs between the islands and has no mean: load it from one of them")
+        raise ValueError(
+            f"{where} differs between the islands and has no mean: load it from one of them"
+        )
     return first
 
 
-# -- what is made of it -----------------------------------------------------------------------------------------------------
+# -- what is made of it --------------------------------------------------------------------------
 
 
 class ChannelConversion:
@@ -130,8 +167,19 @@ class ChannelConversion:
         fresh: this island was not there when the state was saved.
     """
 
-    def __init__(self, active: ChannelRunner, reader: CheckpointReader, weights: dict[int, float], fresh: bool):
-        self.active, self.reader, self.weights, self.channel = active, reader, weights, active.channel
+    def __init__(
+        self,
+        active: ChannelRunner,
+        reader: CheckpointReader,
+        weights: dict[int, float],
+        fresh: bool,
+    ):
+        self.active, self.reader, self.weights, self.channel = (
+            active,
+            reader,
+            weights,
+            active.channel,
+        )
         self.name, self._first = active.channel.name, next(iter(weights))
         self._empty = fresh and self.channel.reducer.mean_over == "senders"
         self._keys = set(active.state().workspaces)
@@ -148,35 +196,61 @@ class ChannelConversion:
         Raises:
             ValueError: the part keeps other workspaces than this configuration.
         """
-        kept, source, weight = state.channels[self.name], self.reader.side(self.name, shard, active_copy), self.weights[island]
+        kept, source, weight = (
+            state.channels[self.name],
+            self.reader.side(self.name, shard, active_copy),
+            self.weights[island],
+        )
         self._present |= {n for n, p in zip(source.names, kept.present, strict=True) if p}
         saved = kept.workspaces
         if self.target is not None and set(saved) != self._keys:
             raise ValueError(
-                f"channel {self.name!r}: saved state has {sorted(saved)}, this configuration keeps {sorted(self._keys)}: "
+                f"channel {self.name!r}: saved state has {sorted(saved)}, this configuration keeps "
+                f"{sorted(self._keys)}: "
                 "resume with the preset it was saved with"
             )
         for key in self._keys if self.target is not None else ():
             common = key in ("anchor", "momentum") and self.channel.equal_at_end
-            self._take(self._kept, key, key == "accumulator", source, saved[key], float(island == self._first) if common else weight)
+            self._take(
+                self._kept,
+                key,
+                key == "accumulator",
+                source,
+                saved[key],
+                float(island == self._first) if common else weight,
+            )
         for f in state.in_flight:
             if flying(f) in self.reader.flights and self.name in f.parts:
                 self._add_flight(f, source, island, shard, active_copy)
 
-    def _add_flight(self, f: InFlightState, source: TensorLayout, island: int, shard: int, active_copy: int) -> None:
+    def _add_flight(
+        self, f: InFlightState, source: TensorLayout, island: int, shard: int, active_copy: int
+    ) -> None:
         key, own = flying(f), f.parts[self.name].own
         if own is not None:
             self._take(self._own, key, False, source, own, self.weights[island])
         if island == self._first:
             mean, present = self.reader.decode(f, self.name, shard, active_copy)
             self._take(self._means, key, True, source, mean, 1.0)
-            self._arrived_present[key] = None if present is None else [n for n, p in zip(source.names, present, strict=True) if p]
+            self._arrived_present[key] = (
+                None
+                if present is None
+                else [n for n, p in zip(source.names, present, strict=True) if p]
+            )
 
     def _take(
-        self, into: dict[Any, LayoutConverter], key: Any, coefficients: bool, source: TensorLayout, work: Tensor, weight: float
+        self,
+        into: dict[Any, LayoutConverter],
+        key: Any,
+        coefficients: bool,
+        source: TensorLayout,
+        work: Tensor,
+        weight: float,
     ) -> None:
         if self.target is not None and weight:
-            into.setdefault(key, LayoutConverter(self.target, self.channel.codec if coefficients else None)).add(source, work, weight)
+            into.setdefault(
+                key, LayoutConverter(self.target, self.channel.codec if coefficients else None)
+            ).add(source, work, weight)
 
     def state(self) -> ChannelState:
         """As `ChannelRunner.state` gives it."""
@@ -187,11 +261,15 @@ class ChannelConversion:
         return out
 
     def flight(self, key: Flying) -> tuple[ChannelPayload, Tensor | None]:
-        """Its part of a message under way, and the mean that has arrived for it (None on a copy that is not active)."""
+        """Its part of a message under way, and the mean that has arrived for it (None on a copy
+        that is not active).
+        """
         held = self._arrived_present[key]
         present = None if held is None else [n in held for n in self.reader.covered[self.name]]
         own, mean = self._own.get(key), self._means.get(key)
-        part = ChannelPayload(key[0], own=own.result() if own is not None else None, present=present)
+        part = ChannelPayload(
+            key[0], own=own.result() if own is not None else None, present=present
+        )
         return part, mean.result() if mean is not None else None
 
 
@@ -201,12 +279,19 @@ def _target(active: ChannelRunner) -> TensorLayout:
     assert active.active_copy is not None
     names, kinds = [s.name for s in chosen], [kind(active.channel, s.name) for s in chosen]
     return TensorLayout(
-        names, [s.shape for s in chosen], kinds, [_rows(s, active.position) for s in chosen], active.active_copy, active.active_copies
+        names,
+        [s.shape for s in chosen],
+        kinds,
+        [_rows(s, active.position) for s in chosen],
+        active.active_copy,
+        active.active_copies,
     )
 
 
 def _rows(shard: LocalParam, place: ShardPosition) -> Rows:
-    """Which rows of the whole tensor this rank holds: torch.chunk's, or all. Of a stretch that ZeRO has cut, which elements."""
+    """Which rows of the whole tensor this rank holds: torch.chunk's, or all. Of a stretch that ZeRO
+    has cut, which elements.
+    """
     whole, local = shard.global_shape, shard.shape
     if shard.offset is not None:
         return shard.offset, shard.offset + prod(local)
@@ -217,18 +302,20 @@ def _rows(shard: LocalParam, place: ShardPosition) -> Rows:
     hi = min(lo + each, whole[0])
     if len(local) != len(whole) or local[0] != hi - lo or (hi > lo and local[1:] != whole[1:]):
         raise ValueError(
-            f"{shard.name} of shape {whole} lies here as {local}, shard {place.shard} of {place.shards}: a saved state can be cut along "
+            f"{shard.name} of shape {whole} lies here as {local}, shard {place.shard} of "
+            f"{place.shards}: a saved state can be cut along "
             "dim 0 only, in FSDP2's equal parts"
         )
     return lo, hi
 
 
 def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
-    """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands, shards or copies. No collectives.
+    """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands,
+    shards or copies. No collectives.
 
     Args:
-        saved: heads of the parts of all islands (of the one or few that are left, where others are lost); `SavedExchange.check` lets them
-            pass.
+        saved: heads of the parts of all islands (of the one or few that are left, where others are
+            lost); `SavedExchange.check` lets them pass.
         exchange: freshly attached to the model as it was at `saved.step`, its channels started.
 
     Raises:
@@ -245,7 +332,11 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     for shard, active_copy in _sources(reader, parts, place):
         for island in weights:
             state = reader.open(island, shard, active_copy)
-            headers |= {flying(f): f.arrived.headers for f in state.in_flight if flying(f) in reader.flights and f.arrived is not None}
+            headers |= {
+                flying(f): f.arrived.headers
+                for f in state.in_flight
+                if flying(f) in reader.flights and f.arrived is not None
+            }
             for p in parts:
                 p.add(state, island, shard, active_copy)
             del state
@@ -267,23 +358,35 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     ).to_tree()
 
 
-def _sources(reader: CheckpointReader, parts: Sequence[ChannelConversion], place: ShardPosition) -> list[tuple[int, int]]:
-    """(shard, active copy) of the saved parts that hold elements of this rank: its own where they lie as they lay."""
+def _sources(
+    reader: CheckpointReader, parts: Sequence[ChannelConversion], place: ShardPosition
+) -> list[tuple[int, int]]:
+    """(shard, active copy) of the saved parts that hold elements of this rank: its own where they
+    lie as they lay.
+    """
     targets = [(p.name, p.target) for p in parts if p.target is not None]
     if not targets:
         return [(0, 0)]
     mine = (place.shard, place.copy)
-    if place.shards == reader.shards and place.copy < reader.active_copies and all(t == reader.side(name, *mine) for name, t in targets):
+    if (
+        place.shards == reader.shards
+        and place.copy < reader.active_copies
+        and all(t == reader.side(name, *mine) for name, t in targets)
+    ):
         return [mine]
     out = []
     for s in range(reader.shards):
-        wanted = [(r, reader.rows(n, s)) for _, t in targets for n, r in zip(t.names, t.rows, strict=True)]
+        wanted = [
+            (r, reader.rows(n, s)) for _, t in targets for n, r in zip(t.names, t.rows, strict=True)
+        ]
         if any(max(a, c) < min(b, d) for (a, b), (c, d) in wanted):
             out += [(s, active_copy) for active_copy in range(reader.active_copies)]
     return out or [(0, 0)]
 
 
-def _message(key: Flying, headers: list[Header], parts: Sequence[ChannelConversion]) -> InFlightState:
+def _message(
+    key: Flying, headers: list[Header], parts: Sequence[ChannelConversion]
+) -> InFlightState:
     """One message under way, decoded."""
     made = {p.name: p.flight(key) for p in parts if p.name in key[2]}
     decoded = {name: mean for name, (_, mean) in made.items() if mean is not None}
@@ -294,13 +397,24 @@ def _message(key: Flying, headers: list[Header], parts: Sequence[ChannelConversi
 def _last(reader: CheckpointReader) -> dict[str, int]:
     """When each channel last sent what was not lost."""
     states = reader.states.values()
-    gone = {n for state in states for f in state.in_flight if flying(f) not in reader.flights for n in f.parts}
+    gone = {
+        n
+        for state in states
+        for f in state.in_flight
+        if flying(f) not in reader.flights
+        for n in f.parts
+    }
     return {n: -1 if n in gone else min(state.last[n] for state in states) for n in reader.channels}
 
 
-def _tokens(reader: CheckpointReader, weights: Mapping[int, float], first: bool) -> tuple[int, dict[str, float]]:
+def _tokens(
+    reader: CheckpointReader, weights: Mapping[int, float], first: bool
+) -> tuple[int, dict[str, float]]:
     """Tokens of this rank, and of the island up to the last exchange of each channel."""
-    total, weighed = 0.0, dict.fromkeys((n for state in reader.states.values() for n in state.weighed), 0.0)
+    total, weighed = (
+        0.0,
+        dict.fromkeys((n for state in reader.states.values() for n in state.weighed), 0.0),
+    )
     for island, w in weights.items():
         states = [state for (i, _, _), state in reader.states.items() if i == island]
         total += w * sum(state.tokens for state in states)
@@ -311,17 +425,54 @@ def _tokens(reader: CheckpointReader, weights: Mapping[int, float], first: bool)
 
 def _report(reader: CheckpointReader, exchange: Exchange) -> None:
     """What was taken over, and what could not stay as it was."""
-    place, islands, saved = exchange.channels[0].position, exchange.topology.islands, len(reader.islands)
+    place, islands, saved = (
+        exchange.channels[0].position,
+        exchange.topology.islands,
+        len(reader.islands),
+    )
     form = f"{islands} x {place.shards} shards x {place.copies} copies"
-    log.info("state of %d islands x %d shards x %d active copies taken over by %s", reader.size, reader.shards, reader.active_copies, form)
+    log.info(
+        "state of %d islands x %d shards x %d active copies taken over by %s",
+        reader.size,
+        reader.shards,
+        reader.active_copies,
+        form,
+    )
     if saved < reader.size:
-        log.warning("the state was saved by %d islands, complete are %s: what the others held is lost", reader.size, reader.islands)
-    lost = sorted({f.step for state in reader.states.values() for f in state.in_flight if flying(f) not in reader.flights})
+        log.warning(
+            "the state was saved by %d islands, complete are %s: what the others held is lost",
+            reader.size,
+            reader.islands,
+        )
+    lost = sorted(
+        {
+            f.step
+            for state in reader.states.values()
+            for f in state.in_flight
+            if flying(f) not in reader.flights
+        }
+    )
     if lost:
-        log.warning("payloads of steps %s had not arrived in every part when the state was saved: dropped", lost)
+        log.warning(
+            "payloads of steps %s had not arrived in every part when the state was saved: dropped",
+            lost,
+        )
     for c in (c.channel for c in exchange.channels):
         if c.accumulator is not None and c.reducer.mean_over == "senders" and saved != islands:
             share = 1 - min(saved, islands) / max(saved, islands)
-            what = "their mean over the islands falls by %.0f %%, their sum stays (islands that are added start with zeros)"
-            what = what if islands > saved else "their sum over the islands falls by %.0f %%, their mean stays"
-            log.warning("channel %r divides by senders: accumulators of %d islands go to %d, " + what, c.name, saved, islands, 100 * share)
+            what = (
+                "their mean over the islands falls by %.0f %%, their sum stays (islands that are "
+                "added start with zeros)"
+            )
+            what = (
+                what
+                if islands > saved
+                else "their sum over the islands falls by %.0f %%, their mean stays"
+            )
+            log.warning(
+                "channel %r divides by senders: accumulators of %d islands go to %d, " + what,
+                c.name,
+                saved,
+                islands,
+                100 * share,
+            )

@@ -1,4 +1,6 @@
-"""The checkpoint with which an island comes back to a run under way (`exchange/returning.py`): which, and what its head says."""
+"""The checkpoint with which an island comes back to a run under way (`exchange/returning.py`):
+which, and what its head says.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +22,53 @@ MARK = "mark"
 
 
 def described(exchange: Exchange, folder: Path) -> dict[str, Any]:
-    """The head of this rank's part of a checkpoint that is saved now, from which on `folder` keeps what comes."""
+    """The head of this rank's part of a checkpoint that is saved now, from which on `folder` keeps
+    what comes.
+    """
     mark = exchange.keep_since(folder)
     return describe(exchange) | ({MARK: mark} if mark else {})
 
 
 def newest(shelf: Shelf) -> tuple[int, SavedExchange, str] | None:
-    """Step, exchange's state and mark of this rank of the newest whole checkpoint. All ranks of the replica come together."""
+    """Step, exchange's state and mark of this rank of the newest whole checkpoint. All ranks of the
+    replica come together.
+    """
     step = shelf.ranks.from_first(lambda: max(shelf.complete(), default=-1))
     return None if step < 0 else opened(shelf.path(step), step, shelf.topology, shelf.ranks)
 
 
-def opened(folder: Path, step: int, topology: Topology, ranks: Ranks) -> tuple[int, SavedExchange, str] | None:
-    """The same of a checkpoint in `folder`; None, and a line in the log, where it cannot stand for a snapshot."""
+def opened(
+    folder: Path, step: int, topology: Topology, ranks: Ranks
+) -> tuple[int, SavedExchange, str] | None:
+    """The same of a checkpoint in `folder`; None, and a line in the log, where it cannot stand for
+    a snapshot.
+    """
     saved, mark, why = None, "", ""
     try:
         saved = load_exchange(folder / "exchange")
         head = saved.head(topology.rank, topology.island)
-        own = len(saved.islands) == 1 and (head["islands"], head["world"]) == (topology.islands, topology.world)
+        own = len(saved.islands) == 1 and (head["islands"], head["world"]) == (
+            topology.islands,
+            topology.world,
+        )
         mark = str(head.get(MARK, "")) if own else ""
-        why = "" if mark else "it has no mark of what the others hold" if own else "it is of other numbers of islands or ranks"
+        why = (
+            ""
+            if mark
+            else "it has no mark of what the others hold"
+            if own
+            else "it is of other numbers of islands or ranks"
+        )
         bad = damaged(folder, topology.rank, topology.world)
         why = why or (f"{', '.join(bad)}: checksum does not fit" if bad else "")
     except (OSError, ValueError, KeyError) as error:
         why = str(error)
     if ranks.any(bool(why)) or saved is None:
-        log.info("%s: nothing of %s can be used here (%s)", topology.name, folder.name, why or "another rank has no part that fits")
+        log.info(
+            "%s: nothing of %s can be used here (%s)",
+            topology.name,
+            folder.name,
+            why or "another rank has no part that fits",
+        )
         return None
     return step, saved, mark

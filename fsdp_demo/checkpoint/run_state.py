@@ -7,7 +7,7 @@
     FOLDER/emergency-<step>/             the same from ranks that were on their way out, each alone: local shards, no collectives
 
 The learning rate should be a pure function of the step: then it needs no state.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,25 +36,32 @@ from .sharded_state import load_tensors, save_tensors, tensors_of
 log = logging.getLogger("fsdp_demo")
 
 Extra = Callable[[], Mapping[str, Any]]
-"""Gives what the training loop itself keeps on this rank (its place in the data, counters): tensors and JSON values."""
+"""Gives what the training loop itself keeps on this rank (its place in the data, counters): tensors
+and JSON values.
+"""
 
 
 class RunState:
-    """Saves and restores a run: model, inner optimizer, exchange, random states, and what the training loop keeps beside them.
+    """Saves and restores a run: model, inner optimizer, exchange, random states, and what the
+    training loop keeps beside them.
 
-    `restore` comes before `attach`, which then gets `step` and `saved`. All ranks of all islands make one and restore together.
+    `restore` comes before `attach`, which then gets `step` and `saved`. All ranks of all islands
+    make one and restore together.
 
     Args:
         checkpoints: of this replica.
-        model, optimizer: sharded or not, as `accelerator.prepare` gave them; the optimizer as for `attach`.
+        model, optimizer: sharded or not, as `accelerator.prepare` gave them; the optimizer as for
+            `attach`.
         facts: of the run (JSON), for whoever exports the model.
 
     Attributes:
-        step: what was restored; 0 for a new run, and where everything is taken over from other islands.
-        saved: the exchange's state for `attach`, or None; of an island that joins a run under way its newest checkpoint, not loaded yet.
+        step: what was restored; 0 for a new run, and where everything is taken over from other
+            islands.
+        saved: the exchange's state for `attach`, or None; of an island that joins a run under way
+            its newest checkpoint, not loaded yet.
         extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
-        same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is that of another rank, and random states
-            begin anew.
+        same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is
+            that of another rank, and random states begin anew.
 
     Example:
         >>> import tempfile, torch, fsdp_demo
@@ -79,11 +86,19 @@ class RunState:
         >>> again, _, state, exchange = start(resume=True)
         >>> exchange.step, state.extra["rows"], torch.equal(again.weight, model.weight)
         (3, 12, True)
-    """
+    """  # noqa: E501
 
-    def __init__(self, checkpoints: CheckpointManager, model: torch.nn.Module, optimizer: Any, facts: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        model: torch.nn.Module,
+        optimizer: Any,
+        facts: Mapping[str, Any] | None = None,
+    ):
         self.checkpoints, self.model, self.facts = checkpoints, model, dict(facts or {})
-        self.optimizers = [unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+        self.optimizers = [
+            unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+        ]
         self.step, self.same = 0, True
         self.saved: SavedExchange | OwnCheckpoint | None = None
         self.extra: dict[str, Any] = {}
@@ -91,16 +106,20 @@ class RunState:
         if checkpoints.group is None:  # an island of one process is no mistake
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-    # ---- restoring -----------------------------------------------------------------------------------------------------
+    # ---- restoring -----------------------------------------------------------------------------
 
-    def restore(self, resume: bool | str = True, take_over: bool = False, fresh: bool = False) -> None:
+    def restore(
+        self, resume: bool | str = True, take_over: bool = False, fresh: bool = False
+    ) -> None:
         """Agree with the other islands on a step and load it, before `attach`.
 
-        With other numbers of islands or ranks, from the folders of all replicas that this machine sees beside its own.
+        With other numbers of islands or ranks, from the folders of all replicas that this machine
+        sees beside its own.
 
         Args:
             resume, take_over: see `CheckpointManager.resolve_resume_step`.
-            fresh: leave the exchange's own state out: model and optimizer go on, the exchange starts anew.
+            fresh: leave the exchange's own state out: model and optimizer go on, the exchange
+                starts anew.
 
         Raises:
             NeedsDecision: see `CheckpointManager.resolve_resume_step`.
@@ -124,7 +143,9 @@ class RunState:
             self.saved = None
 
     def _own(self) -> OwnCheckpoint | None:
-        """The newest checkpoint of an island that joins a run under way: nothing of it is loaded, unless `attach` asks for it."""
+        """The newest checkpoint of an island that joins a run under way: nothing of it is loaded,
+        unless `attach` asks for it.
+        """
         found = newest(self.checkpoints)
         if found is None:
             return None
@@ -132,16 +153,23 @@ class RunState:
 
         def load(exchange: Exchange) -> dict[str, Any]:
             state = saved.state_for(exchange)
-            load_tensors({self.checkpoints.path(step) / "model": 1.0}, self.model, self.optimizers, self.checkpoints.group)
+            load_tensors(
+                {self.checkpoints.path(step) / "model": 1.0},
+                self.model,
+                self.optimizers,
+                self.checkpoints.group,
+            )
             return state
 
         return OwnCheckpoint(step, mark, load)
 
     def restore_random(self) -> None:
-        """Put the random states back as they were when the checkpoint was made, where they are this rank's own.
+        """Put the random states back as they were when the checkpoint was made, where they are this
+        rank's own.
 
-        Only the first call does, so a loop can call it wherever the run that was not interrupted had drawn as many numbers: after all that
-        draws some at the start, and before its next batch.
+        Only the first call does, so a loop can call it wherever the run that was not interrupted
+        had drawn as many numbers: after all that draws some at the start, and before its next
+        batch.
         """
         states, self._random = self._random, None
         if states is not None:
@@ -153,7 +181,12 @@ class RunState:
         if own:
             self.checkpoints.verify(step)
         of = self._replicas([mine] if own else [], self._siblings("checkpoint", step))
-        load_tensors({of[i] / "model": w for i, w in self._weights().items()}, self.model, self.optimizers, self.checkpoints.group)
+        load_tensors(
+            {of[i] / "model": w for i, w in self._weights().items()},
+            self.model,
+            self.optimizers,
+            self.checkpoints.group,
+        )
         loops = mine if own else next(iter(of.values()))
         self._take(read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1])
 
@@ -166,7 +199,9 @@ class RunState:
         self._take(loops[list(folders).index(mine) if mine in folders else 0])
 
     def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
-        """Open the exchange's state in `own`, or, if this run has other numbers than that, in all that are seen; island -> folder."""
+        """Open the exchange's state in `own`, or, if this run has other numbers than that, in all
+        that are seen; island -> folder.
+        """
         saved = load_exchange(*(f / "exchange" for f in own or seen))
         if own and not self._fits(saved):
             saved = load_exchange(*(f / "exchange" for f in seen or own))
@@ -176,24 +211,32 @@ class RunState:
     def _fits(self, saved: SavedExchange) -> bool:
         """Whether it is this very replica's, in the same numbers."""
         t, h = self.checkpoints.topology, saved.heads[0]
-        return len(saved.islands) == 1 and (h["islands"], h["island"], h["world"]) == (t.islands, t.island, t.world)
+        return len(saved.islands) == 1 and (h["islands"], h["island"], h["world"]) == (
+            t.islands,
+            t.island,
+            t.world,
+        )
 
     def _weights(self) -> dict[int, float]:
         """What this replica takes of the saved islands."""
         assert isinstance(self.saved, SavedExchange)
-        return shares(self.saved.islands, self.checkpoints.topology.islands)[self.checkpoints.topology.island]
+        return shares(self.saved.islands, self.checkpoints.topology.islands)[
+            self.checkpoints.topology.island
+        ]
 
     def _siblings(self, kind: str, step: int) -> list[Path]:
         """The folders of this step of all replicas that this machine sees."""
         sign = "manifest.json" if kind == "checkpoint" else "rank0.json"
-        return sorted(p.parent for p in self.checkpoints.root.parent.glob(f"*/{kind}-{step}/{sign}"))
+        return sorted(
+            p.parent for p in self.checkpoints.root.parent.glob(f"*/{kind}-{step}/{sign}")
+        )
 
     def _take(self, loop: dict[str, Any]) -> None:
         """Random states only for the rank that saved them."""
         self.extra = {key: value for key, value in loop.items() if key != "random"}
         self._random = loop["random"] if self.same else None
 
-    # ---- saving --------------------------------------------------------------------------------------------------------
+    # ---- saving --------------------------------------------------------------------------------
 
     def save(self, exchange: Exchange, extra: Extra = dict, wait: bool = True) -> None:
         """A checkpoint of this step. All ranks of the replica call it together; islands need not.
@@ -203,19 +246,27 @@ class RunState:
             wait: False: training goes on while it is written.
 
         Raises:
-            PeerLost: what was under way in the exchange is lost: save what is left (`emergency`, by `guard`).
-            OSError, NotFinite: the third save in a row that failed; before that a warning (`CheckpointManager.save`).
+            PeerLost: what was under way in the exchange is lost: save what is left (`emergency`, by
+                `guard`).
+            OSError, NotFinite: the third save in a row that failed; before that a warning
+                (`CheckpointManager.save`).
         """
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
 
         def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
-            live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()  # waits for what is under way
+            # waits for what is under way
+            live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()
             refuse_not_finite(("replica", live), ("exchange", state))
             loop, head = self._loop(extra), described(exchange, self.checkpoints.root)
-            return live, Snapshot(head, state if wait else copied(state)), loop if wait else copied(loop)
+            return (
+                live,
+                Snapshot(head, state if wait else copied(state)),
+                loop if wait else copied(loop),
+            )
 
         def write(folder: Path) -> Callable[[], None]:
-            # Collectives first: a rank that cannot write its own files must not leave the others waiting in them.
+            # Collectives first: a rank that cannot write its own files must not leave the others
+            # waiting in them.
             live, state, loop = self.checkpoints.ranks.together(copy, what)
             written = save_tensors(folder / "model", live, group, wait)
 
@@ -228,12 +279,19 @@ class RunState:
         self.checkpoints.save(exchange.step, write, wait)
 
     def emergency(self, exchange: Exchange, extra: Extra = dict) -> None:
-        """This rank's own, without collectives: what `guard` calls when a peer is lost or the job is told to stop."""
+        """This rank's own, without collectives: what `guard` calls when a peer is lost or the job
+        is told to stop.
+        """
         loop = self._loop(extra)
-        self.checkpoints.save_alone(exchange.step, lambda folder, check: save_local(folder, self.optimizers, exchange, loop, check))
+        self.checkpoints.save_alone(
+            exchange.step,
+            lambda folder, check: save_local(folder, self.optimizers, exchange, loop, check),
+        )
 
     def finish(self) -> None:
-        """The run came to its end: wait for the last save; what was left on the way is not for a later resume."""
+        """The run came to its end: wait for the last save; what was left on the way is not for a
+        later resume.
+        """
         self.checkpoints.clear_crash_saves()
         self.checkpoints.close()
 
@@ -244,9 +302,17 @@ class RunState:
         """All but the model's tensors."""
         rank = state.head["rank"]
         config: Any = getattr(unwrap_model(self.model), "config", None)
-        if rank == 0 and hasattr(config, "save_pretrained"):  # of transformers: `fsdp-demo export` needs it
+        # of transformers: `fsdp-demo export` needs it
+        if rank == 0 and hasattr(config, "save_pretrained"):
             config.save_pretrained(folder)
         if rank == 0:
-            (folder / "facts.json").write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+            (folder / "facts.json").write_text(
+                json.dumps(self.facts, indent=1) + "\n", encoding="utf-8"
+            )
         state.write(folder / "exchange")
-        write_part(folder / "loop", f"rank{rank}", {key: state.head[key] for key in ("step", "rank", "world")}, loop)
+        write_part(
+            folder / "loop",
+            f"rank{rank}",
+            {key: state.head[key] for key in ("step", "rank", "world")},
+            loop,
+        )

@@ -1,4 +1,6 @@
-"""The parts of an exchange's state on disk, by their heads: who saved what, and how one part is read."""
+"""The parts of an exchange's state on disk, by their heads: who saved what, and how one part is
+read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from .files import FRESH, OTHER, read_head, read_part
 
 @dataclass(frozen=True)
 class PartSet:
-    """Parts of an exchange's state on disk: of one replica or of several; only the heads have been read.
+    """Parts of an exchange's state on disk: of one replica or of several; only the heads have been
+    read.
 
     Attributes:
         folders: where they lie.
@@ -31,7 +34,9 @@ class PartSet:
 
     @property
     def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied; empty where that was not saved."""
+        """For each channel the step of the last message that was applied; empty where that was not
+        saved.
+        """
         return dict(self.heads[0].get("applied", {}))
 
     @property
@@ -43,7 +48,9 @@ class PartSet:
     def missing(self) -> list[tuple[int, int]]:
         """(island, rank) of the parts that replicas found here also wrote, or should have."""
         sizes = {h["island"]: h["world"] for h in self.heads}
-        return [(i, r) for i, world in sizes.items() for r in range(world) if (i, r) not in self.paths]
+        return [
+            (i, r) for i, world in sizes.items() for r in range(world) if (i, r) not in self.paths
+        ]
 
     @property
     def complete(self) -> bool:
@@ -62,7 +69,8 @@ class PartSet:
                 return h
         have = [h["rank"] for h in self.heads if h["island"] == island]
         raise ValueError(
-            f"{self.where()} lacks the part of island {island}, rank {rank} (has ranks {have}): it was saved by fewer ranks, or a file is "
+            f"{self.where()} lacks the part of island {island}, rank {rank} (has ranks {have}): it "
+            "was saved by fewer ranks, or a file is "
             f"lost; {OTHER}, {FRESH}"
         )
 
@@ -78,7 +86,8 @@ class PartSet:
         return state
 
     def outline(self, rank: int, island: int | None = None) -> ExchangeState:
-        """What one rank saved, with the key of each tensor, {"tensor": KEY}, in its place: only the json is read.
+        """What one rank saved, with the key of each tensor, {"tensor": KEY}, in its place: only the
+        json is read.
 
         Raises:
             ValueError: the part is missing or torn, or holds what this release does not know.
@@ -89,13 +98,16 @@ class PartSet:
             return ExchangeState.from_tree(read_head(path)[1])
         except (KeyError, TypeError) as error:  # the checksum fits: it was written so
             raise ValueError(
-                f"{path} holds what this fsdp_demo, {__version__}, does not know ({error!r:.80}): it was written by {head.get('package')}; "
+                f"{path} holds what this fsdp_demo, {__version__}, does not know ({error!r:.80}): "
+                f"it was written by {head.get('package')}; "
                 f"install that one, {FRESH}"
             ) from None
 
     def _island(self, island: int | None) -> int:
         if island is None and len(self.islands) > 1:
-            raise ValueError(f"{self.where()} holds parts of islands {self.islands}: say of which one")
+            raise ValueError(
+                f"{self.where()} holds parts of islands {self.islands}: say of which one"
+            )
         return self.islands[0] if island is None else island
 
     def where(self) -> str:

@@ -1,7 +1,8 @@
-"""A replica's parameters, buffers and inner optimizer states in one set of safetensors files, which another number of shards can load.
+"""A replica's parameters, buffers and inner optimizer states in one set of safetensors files, which
+another number of shards can load.
 
-The files are those of `torch.distributed.checkpoint`, which is imported where it is used: it takes a second. All ranks of the replica come
-together; one rank alone: `local_state.py`.
+The files are those of `torch.distributed.checkpoint`, which is imported where it is used: it takes
+a second. All ranks of the replica come together; one rank alone: `local_state.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from ..hosts.optimizers import materialise
 from ..hosts.torch_params import unwrap_model
 
 
-def tensors_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """The live tensors of a replica by name: `model.NAME` and `optimizer.NAME.STATE`; DTensors where it is sharded.
+def tensors_of(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """The live tensors of a replica by name: `model.NAME` and `optimizer.NAME.STATE`; DTensors
+    where it is sharded.
 
     Raises:
         ValueError: an optimizer keeps a state that is no tensor.
@@ -33,15 +37,19 @@ def tensors_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
         for key, value in next((kept for o in optimizers if (kept := o.state.get(p))), {}).items():
             if not torch.is_tensor(value):
                 raise ValueError(
-                    f"the optimizer keeps {key}={value!r:.40} for {name}: a checkpoint that any number of shards loads holds tensors only. "
+                    f"the optimizer keeps {key}={value!r:.40} for {name}: a checkpoint that any "
+                    "number of shards loads holds tensors only. "
                     "Use an optimizer whose states are tensors (AdamW, SGD, MuonAdamW)"
                 )
             out[f"optimizer.{plain_name(name)}.{key}"] = value
     return out
 
 
-def save_tensors(folder: Path, live: dict[str, torch.Tensor], group: Any, wait: bool) -> Callable[[], None]:
-    """Write `live` below `folder`; what is returned waits until the files are there. Collectives happen before this returns.
+def save_tensors(
+    folder: Path, live: dict[str, torch.Tensor], group: Any, wait: bool
+) -> Callable[[], None]:
+    """Write `live` below `folder`; what is returned waits until the files are there. Collectives
+    happen before this returns.
 
     Args:
         group: of the replica's ranks over CPU tensors; None: a single rank.
@@ -66,11 +74,17 @@ def save_tensors(folder: Path, live: dict[str, torch.Tensor], group: Any, wait: 
     return finish
 
 
-def load_tensors(shares: Mapping[Path, float], model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Any) -> None:
+def load_tensors(
+    shares: Mapping[Path, float],
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    group: Any,
+) -> None:
     """Fill the live tensors of a replica from the model folder of a checkpoint.
 
     Args:
-        shares: model folders and their weights. Several: the weighted mean of several replicas, which is a copy where all are equal.
+        shares: model folders and their weights. Several: the weighted mean of several replicas,
+            which is a copy where all are equal.
         group: as for `save_tensors`.
 
     Raises:
@@ -84,9 +98,14 @@ def load_tensors(shares: Mapping[Path, float], model: torch.nn.Module, optimizer
     total: dict[str, torch.Tensor] = {}
     for folder, weight in shares.items():
         try:
-            dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group)
+            dcp.load(
+                live, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group
+            )
         except Exception as error:  # whatever the planner says about names and shapes
-            raise ValueError(f"{folder} does not fit this model and optimizer (another model, preset or optimizer?): {error}") from error
+            raise ValueError(
+                f"{folder} does not fit this model and optimizer (another model, preset or "
+                f"optimizer?): {error}"
+            ) from error
         if len(shares) > 1:
             for name, tensor in live.items():
                 part = local_part(tensor).double() * weight
@@ -97,13 +116,17 @@ def load_tensors(shares: Mapping[Path, float], model: torch.nn.Module, optimizer
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What ranks could not write, as the error that it was: torch gathers it into an exception of its own, which is no `Exception`."""
+    """What ranks could not write, as the error that it was: torch gathers it into an exception of
+    its own, which is no `Exception`.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        if causes and all(isinstance(as_disk_error(c), OSError) for c in causes if isinstance(c, Exception)):
+        if causes and all(
+            isinstance(as_disk_error(c), OSError) for c in causes if isinstance(c, Exception)
+        ):
             raise OSError(f"{causes[0]} (rank {next(iter(error.failures))})") from None
         raise RuntimeError(str(error)) from None

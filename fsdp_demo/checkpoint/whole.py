@@ -1,4 +1,6 @@
-"""Whether a checkpoint of the Trainer or of DeepSpeed is whole: the exchange's parts lie in `exchange/`, beside files of theirs."""
+"""Whether a checkpoint of the Trainer or of DeepSpeed is whole: the exchange's parts lie in
+`exchange/`, beside files of theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ def whole(folder: Path, islands: int) -> tuple[Held, SavedExchange]:
         islands: how many there are now (`Held.applied`).
 
     Raises:
-        ValueError: it is not whole, and why: parts that are torn or missing, files that do not fit the manifest.
+        ValueError: it is not whole, and why: parts that are torn or missing, files that do not fit
+            the manifest.
     """
     saved = load_exchange(folder / PARTS)
     if not saved.complete:
-        raise ValueError(f"{folder / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: half-written, or a file is lost")
+        raise ValueError(
+            f"{folder / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: "
+            "half-written, or a file is lost"
+        )
     if why := misfits(folder, sealed=False):
         raise ValueError(f"{folder} is not complete: {why}")
     return Held(saved.step, "checkpoint", *look(folder / PARTS, islands)), saved

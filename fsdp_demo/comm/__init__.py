@@ -1,4 +1,5 @@
-"""Who the peers are and how bytes reach them: the store, attempts, peer groups, the ranks of an island, votes, counted bytes.
+"""Who the peers are and how bytes reach them: the store, attempts, peer groups, the ranks of an
+island, votes, counted bytes.
 
 May import `compression`, `config`.
 """

@@ -9,7 +9,10 @@ from typing import NamedTuple
 SCHEMES = ("", "zmq", "redis")
 """What a store speaks: torch's own way, and what stands before "://" otherwise."""
 
-ENDPOINT = "host:port of the store, zmq://host:port or redis://host:port/number, as `fsdp-demo store` prints it"
+ENDPOINT = (
+    "host:port of the store, zmq://host:port or redis://host:port/number, as `fsdp-demo store` "
+    "prints it"
+)
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -25,7 +28,10 @@ def split_address(text: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     number = int(port) if port.isascii() and port.isdigit() else -1
     if not colon or not host or not 0 <= number <= 65535 or (":" in host and not bracketed):
-        allowed = "ADDR:PORT such as 10.0.0.5:29500 or [fd00::1]:29500, port 0 to 65535 (0 picks a free one)"
+        allowed = (
+            "ADDR:PORT such as 10.0.0.5:29500 or [fd00::1]:29500, port 0 to 65535 (0 picks a free "
+            "one)"
+        )
         raise ValueError(f"address {text!r}: expected {allowed}")
     return (host[1:-1] if bracketed else host), number
 
@@ -56,14 +62,20 @@ class Endpoint(NamedTuple):
 
     def __str__(self) -> str:
         place = join_address(self.host, self.port)
-        return f"{self.scheme}://{place}" + f"/{self.database}" * bool(self.database) if self.scheme else place
+        return (
+            f"{self.scheme}://{place}" + f"/{self.database}" * bool(self.database)
+            if self.scheme
+            else place
+        )
 
 
 def split_endpoint(text: str) -> Endpoint:
-    """`"zmq://[fd00::1]:29500"` -> `Endpoint("zmq", "fd00::1", 29500)`; redis: `redis://:password@host:port/number`.
+    """`"zmq://[fd00::1]:29500"` -> `Endpoint("zmq", "fd00::1", 29500)`; redis:
+    `redis://:password@host:port/number`.
 
     Raises:
-        ValueError: another scheme, no host, no port within 1..65535, or what only redis has. The message holds no password.
+        ValueError: another scheme, no host, no port within 1..65535, or what only redis has. The
+            message holds no password.
 
     >>> split_endpoint("redis://:secret@db:6379/2")
     Endpoint(scheme='redis', host='db', port=6379, password='secret', database=2)
@@ -73,7 +85,11 @@ def split_endpoint(text: str) -> Endpoint:
     login, at, place = rest.rpartition("@") if scheme == "redis" else ("", "", rest)
     place, slash, number = place.partition("/") if scheme == "redis" else (place, "", "")
     known = scheme in SCHEMES and bool(scheme) == bool(colon)
-    if not known or (at and not login.startswith(":")) or (slash and not (number.isascii() and number.isdigit())):
+    if (
+        not known
+        or (at and not login.startswith(":"))
+        or (slash and not (number.isascii() and number.isdigit()))
+    ):
         raise ValueError(f"{shown!r} must be {ENDPOINT}")
     try:
         host, port = split_address(place)
@@ -91,14 +107,18 @@ def is_public(host: str) -> bool:
     [False, False, False, False, True]
     """
     try:
-        found = {str(target[0]) for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        found = {
+            str(target[0]) for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        }
     except (OSError, UnicodeError):
         return False
     return any(ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
 
 
 def route_to(endpoint: str) -> str:
-    """The local address from which packets to the endpoint leave: right where a machine has several interfaces."""
+    """The local address from which packets to the endpoint leave: right where a machine has several
+    interfaces.
+    """
     place = split_endpoint(endpoint)
     family, _, _, _, target = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

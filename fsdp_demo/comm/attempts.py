@@ -1,4 +1,5 @@
-"""Attempts: one run id serves several starts on one store, one after the other, as a supervisor makes them that restarts what has died.
+"""Attempts: one run id serves several starts on one store, one after the other, as a supervisor
+makes them that restarts what has died.
 
 Keys of a run in the store:
 
@@ -11,9 +12,9 @@ Keys of a run in the store:
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
 
-The first that comes after an attempt has ended opens the next; the others join it. A process takes part in one attempt of a run for its
-life; its exchanges have keys of their own below it.
-"""
+The first that comes after an attempt has ended opens the next; the others join it. A process takes
+part in one attempt of a run for its life; its exchanges have keys of their own below it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -46,11 +47,14 @@ PATIENCE = 5.0  # seconds that whoever stops waits for the store
 
 _lock = threading.RLock()
 _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its id: a fork has none
-_in_vain: dict[tuple[int, str, str, int], PeerLost] = {}  # who has waited in vain would take its own place for that of somebody dead
+# who has waited in vain would take its own place for that of somebody dead
+_in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
 
 
 class Place(Protocol):
-    """What is asked of a `Topology`: which island of which run this is, and how the store is reached."""
+    """What is asked of a `Topology`: which island of which run this is, and how the store is
+    reached.
+    """
 
     run: str
     island: int
@@ -84,16 +88,19 @@ class Finished(ValueError):
 
 
 def join(topology: Place, store: Asker | None = None) -> Pulse:
-    """The attempt in which this process takes part; decided by rank 0 of the island at the first call, and told to the others.
+    """The attempt in which this process takes part; decided by rank 0 of the island at the first
+    call, and told to the others.
 
-    An island that a supervisor has started again, and that finds the run finished by the others, ends with status 0: it is not needed.
+    An island that a supervisor has started again, and that finds the run finished by the others,
+    ends with status 0: it is not needed.
 
     Args:
         store: a connection that may be used for it.
 
     Raises:
         ValueError: the run has finished, or a process that lives plays the same island.
-        PeerLost: no store; too few islands came (`roll.call`); on other ranks: rank 0 did not say in time.
+        PeerLost: no store; too few islands came (`roll.call`); on other ranks: rank 0 did not say
+            in time.
     """
     known = os.getpid(), topology.endpoint, topology.run, topology.island
     with _lock:
@@ -101,10 +108,16 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
             raise _in_vain[known]
         if known not in _pulses:
             try:
-                place = _from_first(topology, lambda: _begin(topology, store or topology.open_store()))
+                place = _from_first(
+                    topology, lambda: _begin(topology, store or topology.open_store())
+                )
             except Finished as error:
                 if topology.elastic and environment.restarted(os.environ):
-                    log.warning("%s; this island, which was lost, is not needed any more: the others hold what came out", error)
+                    log.warning(
+                        "%s; this island, which was lost, is not needed any more: the others hold "
+                        "what came out",
+                        error,
+                    )
                     leave(0)
                 raise
             except PeerLost as error:
@@ -112,14 +125,15 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
                     _in_vain[known] = error
                 raise
             _pulses[known] = Pulse(topology, place, beats=topology.rank == 0, store=store)
-        elif topology.world > 1 and topology.rank == 0:  # who joins later than rank 0 reads it there
+        elif topology.world > 1 and topology.rank == 0:
+            # who joins later than rank 0 reads it there
             _from_first(topology, lambda: _pulses[known].taken)
         return _pulses[known]
 
 
 class Taken(NamedTuple):
-    """A place in an attempt: its number, how often the place was taken before in it, whether the others train already, and, where islands
-    may come and go, which ones began or begin it."""
+    """A place in an attempt: its number, how often the place was taken before in it, whether the
+    others train already, and, where islands may come and go, which ones began or begin it."""
 
     number: int
     life: int = 0
@@ -128,18 +142,32 @@ class Taken(NamedTuple):
 
 
 def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
-    """What `decide` gives on rank 0, on all ranks of the island, through the store of their own world; an error there is raised on all."""
+    """What `decide` gives on rank 0, on all ranks of the island, through the store of their own
+    world; an error there is raised on all.
+    """
     if topology.world == 1:
         return decide()
-    own = Asker(dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout)
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's ranks may find the store of those before them
+    own = Asker(
+        dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout
+    )
+    # torchrun's ranks may find the store of those before them
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
     if topology.rank:
         return _told(own, key, (2 if topology.elastic else 1) * topology.timeout + 60)
     try:
         taken = decide()
     except (ValueError, PeerLost) as error:
-        own.set(key, json.dumps([[-2 if isinstance(error, Finished) else -1, 0, False], isinstance(error, PeerLost), str(error)]))
+        own.set(
+            key,
+            json.dumps(
+                [
+                    [-2 if isinstance(error, Finished) else -1, 0, False],
+                    isinstance(error, PeerLost),
+                    str(error),
+                ]
+            ),
+        )
         raise
     own.set(key, json.dumps([taken, False, ""]))
     return taken
@@ -149,7 +177,10 @@ def _told(own: Asker, key: str, seconds: float) -> Taken:
     end = time.monotonic() + seconds
     while not own.check([key]):
         if time.monotonic() > end:
-            raise PeerLost(f"rank 0 of this island did not say within {seconds:g} s which attempt of the run it joins: it may have died")
+            raise PeerLost(
+                f"rank 0 of this island did not say within {seconds:g} s which attempt of the run "
+                "it joins: it may have died"
+            )
         time.sleep(0.05)
     place, lost, text = own.note(key, "rank 0")
     if place[0] < 0:
@@ -159,12 +190,16 @@ def _told(own: Asker, key: str, seconds: float) -> Taken:
 
 
 def _begin(topology: Place, store: Asker) -> Taken:
-    """A place in an attempt, once it is known who begins it; where it ends before that, one in the next."""
+    """A place in an attempt, once it is known who begins it; where it ends before that, one in the
+    next.
+    """
     while True:
         taken = _take(topology, store)
         if not topology.elastic:
             return taken
-        called = roll.call(store.under(f"{topology.run}/{taken.number}"), topology, taken.late, BEAT, BEATS * BEAT)
+        called = roll.call(
+            store.under(f"{topology.run}/{taken.number}"), topology, taken.late, BEAT, BEATS * BEAT
+        )
         if called is not None:
             return taken._replace(late=called.late, starters=called.starters)
 
@@ -172,14 +207,23 @@ def _begin(topology: Place, store: Asker) -> Taken:
 def _take(topology: Place, store: Asker) -> Taken:
     """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
-    once = f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the store {t.endpoint}"
+    once = (
+        f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the "
+        f"store {t.endpoint}"
+    )
     while True:
         text = store.compare_set(f"{t.run}/attempt", "", "0")
         if not (text.isascii() and text.isdigit()):
-            raise ValueError(f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set a new ISLAND_RUN")
+            raise ValueError(
+                f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set "
+                "a new ISLAND_RUN"
+            )
         at = store.under(f"{t.run}/{text}")
         if by := at.peek("finished"):
-            raise Finished(f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all islands{see('run-finished')}")
+            raise Finished(
+                f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all "
+                f"islands{see('run-finished')}"
+            )
         if at.peek("ended"):
             store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
             continue
@@ -188,29 +232,49 @@ def _take(topology: Place, store: Asker) -> Taken:
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
         if _live(t, at, [t.island]):
-            cure = f"set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands{see('rank-taken')}"
+            cure = (
+                "set a different ISLAND_RANK on each, or a new ISLAND_RUN on all "
+                f"islands{see('rank-taken')}"
+            )
             raise ValueError(f"{once}, which still runs: {cure}")
-        if _waits(t, at) and at.compare_set(f"slot/{t.island}", before, me) == me:  # nobody has begun with it
+        # nobody has begun with it
+        if _waits(t, at) and at.compare_set(f"slot/{t.island}", before, me) == me:
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), at.add(f"life/{t.island}", 1))
         others = [j for j in range(t.islands) if j != t.island]
-        if t.elastic and at.peek("begun") and _live(t, at, others) and at.compare_set(f"slot/{t.island}", before, me) == me:
+        if (
+            t.elastic
+            and at.peek("begun")
+            and _live(t, at, others)
+            and at.compare_set(f"slot/{t.island}", before, me) == me
+        ):
             at.add(f"beat/{t.island}", 1)
             return Taken(int(text), at.add(f"life/{t.island}", 1), True)
-        log.info("island %d was started before and is gone: attempt %s of run %r has ended", t.island, text, t.run)
+        log.info(
+            "island %d was started before and is gone: attempt %s of run %r has ended",
+            t.island,
+            text,
+            t.run,
+        )
         at.compare_set("ended", "", str(t.island))
 
 
 def _waits(topology: Place, at: Asker) -> bool:
-    """Whether this island does not begin an attempt that has not begun: the end of its process before then ends nothing."""
+    """Whether this island does not begin an attempt that has not begun: the end of its process
+    before then ends nothing.
+    """
     if not topology.elastic or at.peek("begun"):
         return False
     starters = roll.decided(at, topology.count)
-    return topology.island >= topology.count or (starters is not None and topology.island not in starters)
+    return topology.island >= topology.count or (
+        starters is not None and topology.island not in starters
+    )
 
 
 def _live(topology: Place, at: Asker, islands: Sequence[int]) -> bool:
-    """Whether any of these islands lives: its door answers, or, before they have come together, its beat moves."""
+    """Whether any of these islands lives: its door answers, or, before they have come together, its
+    beat moves.
+    """
     if topology.elastic and (meeting := at.peek("begun")):
         from .look import answers  # it needs ZeroMQ
 
@@ -227,27 +291,36 @@ Job = Callable[[Asker], Any]
 
 
 class Pulse:
-    """One daemon thread of a process that takes part in an attempt: it beats and does what it is given, on `store`'s connection or its own.
+    """One daemon thread of a process that takes part in an attempt: it beats and does what it is
+    given, on `store`'s connection or its own.
 
     A store that does not answer is said once; it is tried again, ever more rarely.
 
     Attributes:
         prefix: `run/attempt`, which stands before every key.
-        deadline: seconds that a caller should wait for a job. taken: this island's place in the attempt.
+        deadline: seconds that a caller should wait for a job. taken: this island's place in the
+            attempt.
     """
 
-    def __init__(self, topology: Place, taken: Taken, beats: bool = False, store: Asker | None = None):
+    def __init__(
+        self, topology: Place, taken: Taken, beats: bool = False, store: Asker | None = None
+    ):
         self.taken, self.deadline = taken, min(topology.question, PATIENCE)
         self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._beat: Job = lambda at: at.add(f"beat/{topology.island}", 1)
         self._each: list[Job] = [self._beat] if beats else []
-        self._at = None if store is None else Asker(store.store, topology.endpoint, topology.question).under(prefix)
+        self._at = (
+            None
+            if store is None
+            else Asker(store.store, topology.endpoint, topology.question).under(prefix)
+        )
         self._pause, self.silent = BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a daemon thread inside torch when the interpreter ends can abort the process
+        # a daemon thread inside torch when the interpreter ends can abort the process
+        atexit.register(self.stop)
 
     def quiet(self) -> None:
         """Beat no more: from now on islands hear each other."""
@@ -304,7 +377,9 @@ class Pulse:
             job(self._at)
         except PeerLost as error:
             if not self.silent:
-                what = "%s; training goes on, without word from the other islands' stops" + see("store-silent")
+                what = "%s; training goes on, without word from the other islands' stops" + see(
+                    "store-silent"
+                )
                 log.warning(what, str(error).partition(": start there")[0])
             self._at, self.silent = None, True
             self._pause = min(max(2 * self._pause, 10.0), 600.0)

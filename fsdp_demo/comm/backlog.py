@@ -1,10 +1,13 @@
-"""What one line has brought since the last checkpoints, on disk, for an island that comes back with one of them.
+"""What one line has brought since the last checkpoints, on disk, for an island that comes back with
+one of them.
 
-A checkpoint has a *mark*: what it must be equal to (`exchange/returning.py`). From a mark on the steps and the messages of the line are
-written to a file without a name, which is gone when the process ends. The files of all marks together are bounded; what goes beyond is
-dropped, oldest mark first, and an island that comes back with that checkpoint gets a snapshot.
+A checkpoint has a *mark*: what it must be equal to (`exchange/returning.py`). From a mark on the
+steps and the messages of the line are written to a file without a name, which is gone when the
+process ends. The files of all marks together are bounded; what goes beyond is dropped, oldest mark
+first, and an island that comes back with that checkpoint gets a snapshot.
 
-The thread that trains notes marks and steps, the worker's notes messages. The worker's thread alone touches the files.
+The thread that trains notes marks and steps, the worker's notes messages. The worker's thread alone
+touches the files.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from .joining import Snapshot, Tick, packed
 log = logging.getLogger("fsdp_demo")
 
 MARKS = 3
-"""Checkpoints that are kept in mind. An island may have lost its newest one in the middle of a save."""
+"""Checkpoints that are kept in mind. An island may have lost its newest one in the middle of a
+save.
+"""
 
 INDEX = 512
 """Bytes that an item counts beside its own: its place is kept in memory."""
@@ -43,7 +48,8 @@ class Segment:
     """What came between one mark and the next.
 
     Attributes:
-        mark: of the checkpoint at its begin. number: of marks so far. snapshot: the head of one that leaves its tensors to the newcomer.
+        mark: of the checkpoint at its begin. number: of marks so far. snapshot: the head of one
+            that leaves its tensors to the newcomer.
         next: the number of the first message. limit: bytes that all segments may have from here on.
     """
 
@@ -72,7 +78,9 @@ class Segment:
         self.items.append((wire, head, places))
 
     def read(self) -> Iterator[Item]:
-        """All items; parts are views of the file, which stays while they are used. Raises OSError."""
+        """All items; parts are views of the file, which stays while they are used. Raises
+        OSError.
+        """
         self.file.flush()
         whole = mmap.mmap(self.file.fileno(), self.at, access=mmap.ACCESS_COPY) if self.at else None
         for wire, head, places in self.items:
@@ -88,7 +96,9 @@ class Backlog:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._pending: deque[Segment | Tick | tuple[int, ReceivedMessage, Sequence[Tensor]]] = deque()
+        self._pending: deque[Segment | Tick | tuple[int, ReceivedMessage, Sequence[Tensor]]] = (
+            deque()
+        )
         self._lock = threading.Lock()
         self._marked, self._gone = 0, 0
         self._held = ""
@@ -98,10 +108,12 @@ class Backlog:
         """See the class."""
         return self._marked > self._gone
 
-    # ---- noted -----------------------------------------------------------------------------------------------------------
+    # ---- noted ---------------------------------------------------------------------------------
 
     def mark(self, mark: str, snapshot: Snapshot, first: int, folder: Path, limit: int) -> None:
-        """A checkpoint is saved. All messages below `first` have come, and no other is under way."""
+        """A checkpoint is saved. All messages below `first` have come, and no other is under
+        way.
+        """
         self._marked += 1
         self._pending.append(Segment(mark, self._marked, snapshot, first, folder, limit))
 
@@ -111,11 +123,13 @@ class Backlog:
             self._pending.append(tick)
 
     def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
-        """A message has been delivered; `coded`: see `packed`. Its tensors must stay as they are."""
+        """A message has been delivered; `coded`: see `packed`. Its tensors must stay as they
+        are.
+        """
         if self.keeps:
             self._pending.append((n, arrived, coded))
 
-    # ---- asked, in the thread that trains --------------------------------------------------------------------------------
+    # ---- asked, in the thread that trains ------------------------------------------------------
 
     def hold(self, mark: str) -> bool:
         """Whether all since this mark is kept; then it is, until `release`."""
@@ -128,16 +142,22 @@ class Backlog:
         """See `hold`."""
         self._held = ""
 
-    # ---- in the worker's thread -------------------------------------------------------------------------------------------
+    # ---- in the worker's thread ----------------------------------------------------------------
 
     def write(self) -> None:
-        """Write what was noted. A disk that cannot be written is no reason to end: what is kept is dropped."""
+        """Write what was noted. A disk that cannot be written is no reason to end: what is kept is
+        dropped.
+        """
         while self._pending:
             noted = self._pending.popleft()
             try:
                 self._write(noted)
             except OSError as error:
-                log.warning("what came since the last checkpoint cannot be kept on disk (%s): islands that come back get a snapshot", error)
+                log.warning(
+                    "what came since the last checkpoint cannot be kept on disk (%s): islands that "
+                    "come back get a snapshot",
+                    error,
+                )
                 self._drop(len(self._segments), always=True)
         self._bound()
 
@@ -149,7 +169,9 @@ class Backlog:
         elif self._segments and isinstance(noted, Tick):
             self._segments[-1].add("ticks", {"item": "tick"}, [noted.pack()])
         elif self._segments and isinstance(noted, tuple):
-            self._segments[-1].add("messages", {"item": "message", "n": noted[0]}, packed(noted[1], noted[2]))
+            self._segments[-1].add(
+                "messages", {"item": "message", "n": noted[0]}, packed(noted[1], noted[2])
+            )
 
     def _bound(self) -> None:
         while self._segments and not self._held:
@@ -157,7 +179,10 @@ class Backlog:
             if not over and len(self._segments) <= MARKS:
                 return
             if len(self._segments) == 1:
-                log.info("more has come since the last checkpoint than a snapshot has: it is not kept until the next one")
+                log.info(
+                    "more has come since the last checkpoint than a snapshot has: it is not kept "
+                    "until the next one"
+                )
             self._drop(1)
 
     def _drop(self, count: int, always: bool = False) -> None:
@@ -183,4 +208,8 @@ class Backlog:
 
 
 def _view(whole: mmap.mmap | None, at: int, n: int) -> Tensor:
-    return torch.frombuffer(whole, dtype=torch.uint8, count=n, offset=at) if n and whole is not None else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(whole, dtype=torch.uint8, count=n, offset=at)
+        if n and whole is not None
+        else torch.empty(0, dtype=torch.uint8)
+    )

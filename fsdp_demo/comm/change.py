@@ -1,12 +1,14 @@
-"""The store in a change of members: reports are written and watched for, records are proposed and read, in a thread of its own.
+"""The store in a change of members: reports are written and watched for, records are proposed and
+read, in a thread of its own.
 
-In health it asks nothing. A store that does not answer is said once and asked again: training waits for the change meanwhile.
+In health it asks nothing. A store that does not answer is said once and asked again: training waits
+for the change meanwhile.
 
 Keys below those of the meeting:
 
     report/<view>/<slot>.<incarnation>.<rank>   what one frozen rank holds (`epochs.Report`)
     record/<epoch>                              who is a member, and how open messages are settled (compare_set: the first stays)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ AGAIN = 0.3
 """Seconds between two tries to reach a store that does not answer."""
 
 MINORITY = 1.5
-"""Seconds for which reports of less than half of the islands, or of a half without the lowest slot, are held back: who is cut off from most
-of the others sees it a moment before or after them, and must not be the first to write a record. For as long, too, nobody goes on without
-the report of a peer that it has lost by then: another rank may still hear that peer."""
+"""Seconds for which reports of less than half of the islands, or of a half without the lowest slot,
+are held back: who is cut off from most of the others sees it a moment before or after them, and
+must not be the first to write a record. For as long, too, nobody goes on without the report of a
+peer that it has lost by then: another rank may still hear that peer."""
 
 
 class ChangeDesk:
@@ -44,11 +47,14 @@ class ChangeDesk:
     Args:
         open_store: a connection of its own to the store, below the keys of the meeting.
         ranks: of each island.
-        dead: seconds after which missing reports are waited for no more. patience: seconds for which a change waits for the store.
-        tell: takes events, in this thread. failed: called, with a reason, when a change has waited for too long.
+        dead: seconds after which missing reports are waited for no more. patience: seconds for
+            which a change waits for the store.
+        tell: takes events, in this thread. failed: called, with a reason, when a change has waited
+            for too long.
 
     Attributes:
-        epoch: of the newest record that this rank knows: a store that lacks it has forgotten, or is another one, and decides nothing (K18).
+        epoch: of the newest record that this rank knows: a store that lacks it has forgotten, or is
+            another one, and decides nothing (K18).
     """
 
     def __init__(
@@ -75,7 +81,9 @@ class ChangeDesk:
         self._jobs.put(lambda at: self._begin(at, record))
 
     def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
-        """Write a report; then watch for the reports of `members` on its view, and for the record that follows `epoch`."""
+        """Write a report; then watch for the reports of `members` on its view, and for the record
+        that follows `epoch`.
+        """
 
         def job(at: Asker) -> None:
             self._met = True
@@ -85,7 +93,9 @@ class ChangeDesk:
         self._jobs.put(job)
 
     def lost(self, members: Iterable[Member]) -> None:
-        """These were lost while the change is on: their reports are not waited for until `dead` seconds after its beginning."""
+        """These were lost while the change is on: their reports are not waited for until `dead`
+        seconds after its beginning.
+        """
 
         def job(at: Asker) -> None:
             if self._watched is not None:
@@ -98,12 +108,16 @@ class ChangeDesk:
         self._jobs.put(lambda at: self._hand_in(at, record))
 
     def again(self, epoch: int) -> None:
-        """A record came that leaves this rank frozen (a planned join): watch for the one after it, and tell the reports again."""
+        """A record came that leaves this rank frozen (a planned join): watch for the one after it,
+        and tell the reports again.
+        """
 
         def job(at: Asker) -> None:
             if self._watched is not None:
                 self._watched.epoch = epoch + 1
-                self._tell(moves.ReportsSeen(tuple(self._watched.found.values()), self._watched.waited))
+                self._tell(
+                    moves.ReportsSeen(tuple(self._watched.found.values()), self._watched.waited)
+                )
 
         self._jobs.put(job)
 
@@ -116,7 +130,7 @@ class ChangeDesk:
         self._jobs.put(None)
         self._thread.join(1.0)
 
-    # ---- in the thread ---------------------------------------------------------------------------------------------
+    # ---- in the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         silent, job, said = 0.0, None, ""
@@ -138,7 +152,10 @@ class ChangeDesk:
                     log.warning("%s: the change of members waits for it", reason)
                 self._at, silent = None, silent or now
                 if now - silent > self._patience:
-                    self._failed(f"{reason}: a change of members has waited {self._patience:g} s for the store")
+                    self._failed(
+                        f"{reason}: a change of members has waited {self._patience:g} s for the "
+                        "store"
+                    )
                     return
                 time.sleep(AGAIN)
             except ValueError as error:
@@ -150,7 +167,10 @@ class ChangeDesk:
         """A connection to a store that knows what this rank knows."""
         at = self._open()
         if self._met and not at.peek(_record_key(self.epoch)):
-            raise StoreSilent(f"the store does not know record {self.epoch} of this run: it was started anew without its file")
+            raise StoreSilent(
+                f"the store does not know record {self.epoch} of this run: it was started anew "
+                "without its file"
+            )
         return at
 
     def _begin(self, at: Asker, record: Record) -> None:
@@ -177,7 +197,11 @@ class ChangeDesk:
         for member in watched.members:
             for rank in range(self._ranks):
                 key = _report_key(watched.view, member, rank)
-                if key not in watched.found and key not in watched.damaged and (text := at.peek(key)):
+                if (
+                    key not in watched.found
+                    and key not in watched.damaged
+                    and (text := at.peek(key))
+                ):
                     watched.take(key, text)
         now, awaited = time.monotonic(), watched.awaited(self._ranks)
         given_up = bool(awaited) and awaited <= watched.lost and now > watched.since + MINORITY
@@ -191,7 +215,9 @@ class ChangeDesk:
 
 
 class Watched:
-    """A view whose reports and record are looked for. lost: the members that this rank has lost since its report."""
+    """A view whose reports and record are looked for. lost: the members that this rank has lost
+    since its report.
+    """
 
     def __init__(self, view: int, members: tuple[Member, ...], epoch: int, until: float):
         self.view, self.members, self.epoch, self.until = view, members, epoch, until
@@ -202,7 +228,9 @@ class Watched:
         self.damaged: set[str] = set()
 
     def awaited(self, ranks: int) -> set[Member]:
-        """Members that somebody heard when he reported, and of which not all `ranks` ranks have reported."""
+        """Members that somebody heard when he reported, and of which not all `ranks` ranks have
+        reported.
+        """
         count = Counter(r.member for r in self.found.values())
         return {m for r in self.found.values() for m in r.heard if count[m] < ranks}
 

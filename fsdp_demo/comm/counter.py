@@ -1,4 +1,6 @@
-"""The donor's side of joining on one rank: what its training hands out to a guest, and keeps for one that comes later."""
+"""The donor's side of joining on one rank: what its training hands out to a guest, and keeps for
+one that comes later.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ class Counter:
     """`joining.Desk` of one line: what the donor's training hands out.
 
     Args:
-        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the next message of the line.
+        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the
+            next message of the line.
 
     Attributes:
         submit: runs a job in the worker's thread, after all that is under way.
     """
 
-    def __init__(self, guests: Guests, do: Callable[[Callable[[], None]], None], next_message: Callable[[], int]):
+    def __init__(
+        self,
+        guests: Guests,
+        do: Callable[[Callable[[], None]], None],
+        next_message: Callable[[], int],
+    ):
         self._guests, self._do, self._next = guests, do, next_message
         self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
         self._for: Guest | None = None
@@ -48,7 +56,9 @@ class Counter:
     @property
     def follows(self) -> bool:
         """See `Desk`."""
-        return self._guests.first and (self._backlog.keeps or self._for is not None and self._for is self._guests.guest)
+        return self._guests.first and (
+            self._backlog.keeps or self._for is not None and self._for is self._guests.guest
+        )
 
     def mark(self, mark: str, snapshot: Snapshot, folder: Path, limit: int) -> None:
         """See `Desk`."""
@@ -66,7 +76,10 @@ class Counter:
         parts = snapshot.pack()
 
         def begin() -> None:
-            items: list[Item] = [("messages", {"item": "message", "n": -1}, packed(future.result())) for future in under_way]
+            items: list[Item] = [
+                ("messages", {"item": "message", "n": -1}, packed(future.result()))
+                for future in under_way
+            ]
             self._begin(guest, self._next(), parts, items)
 
         self.submit(begin)
@@ -79,7 +92,12 @@ class Counter:
             try:
                 self._backlog.write()
                 held, items = self._backlog.since()
-                self._begin(guest, held.next, held.snapshot.pack(), [item for item in items if item[0] == "messages" or self._guests.first])
+                self._begin(
+                    guest,
+                    held.next,
+                    held.snapshot.pack(),
+                    [item for item in items if item[0] == "messages" or self._guests.first],
+                )
             except OSError as error:
                 why = f"what came since its checkpoint cannot be read ({error})"
                 self._do(lambda: self._guests.drop(why))
@@ -89,8 +107,12 @@ class Counter:
 
         self.submit(begin)
 
-    def _begin(self, guest: Guest | None, first: int, parts: Sequence[Tensor], items: Sequence[Item]) -> None:
-        """What the guest begins with: a snapshot, `first` the number of the message after it, and what follows on it."""
+    def _begin(
+        self, guest: Guest | None, first: int, parts: Sequence[Tensor], items: Sequence[Item]
+    ) -> None:
+        """What the guest begins with: a snapshot, `first` the number of the message after it, and
+        what follows on it.
+        """
         ticks = sum(wire == "ticks" for wire, _, _ in items)
         self._put(guest, "ticks", {"item": "snapshot", "next": first, "more": ticks > 0}, parts)
         for wire, head, of in items:
@@ -112,7 +134,9 @@ class Counter:
             self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
 
     def launching(self, message: Message) -> None:
-        """A message that is sent here now: a newcomer may take part in it, and asks itself something else. In the worker's thread."""
+        """A message that is sent here now: a newcomer may take part in it, and asks itself
+        something else. In the worker's thread.
+        """
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
             self._put(guest, "messages", {"item": "launch", **message.described()}, [])
@@ -134,5 +158,7 @@ class Counter:
         """Forget what is kept. Nothing is submitted any more."""
         self._backlog.close()
 
-    def _put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+    def _put(
+        self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]
+    ) -> None:
         self._do(lambda: self._guests.put(guest, wire, head, parts))

@@ -1,8 +1,9 @@
 """Keys of CURVE from the token of a run (ISLAND_TOKEN).
 
-All ranks derive the same pair from the token. The side that listens proves by the secret half who it is; the public half is never sent, so
-that who knows it has the token. The other side takes a fresh pair each time. A token is stretched (scrypt), so that guesses are dear; it
-should be random all the same, such as `openssl rand -hex 32`.
+All ranks derive the same pair from the token. The side that listens proves by the secret half who
+it is; the public half is never sent, so that who knows it has the token. The other side takes a
+fresh pair each time. A token is stretched (scrypt), so that guesses are dear; it should be random
+all the same, such as `openssl rand -hex 32`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class Keys:
     """Keys of a run.
 
     Attributes:
-        mark: what the islands compare before they connect, so that different tokens are told apart at once. It says nothing of the keys.
+        mark: what the islands compare before they connect, so that different tokens are told apart
+            at once. It says nothing of the keys.
     """
 
     def __init__(self, token: str, run: str):
@@ -25,13 +27,19 @@ class Keys:
         from zmq.utils import z85
 
         check(token)
-        made = hashlib.scrypt(token.encode(), salt=f"fsdp_demo line {run}".encode(), n=1 << 14, r=8, p=1, dklen=40)
+        made = hashlib.scrypt(
+            token.encode(), salt=f"fsdp_demo line {run}".encode(), n=1 << 14, r=8, p=1, dklen=40
+        )
         self._zmq, self._secret, self.mark = zmq, z85.encode(made[:32]), made[32:].hex()
         self._public = zmq.curve_public(self._secret)
 
     def listen(self, socket: Any) -> None:
         """Let a socket accept only who has the token. Before it is bound."""
-        socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, self._secret, self._public
+        socket.curve_server, socket.curve_secretkey, socket.curve_publickey = (
+            True,
+            self._secret,
+            self._public,
+        )
 
     def connect(self, socket: Any) -> None:
         """Let a socket connect only to who has the token. Before it connects."""
@@ -46,5 +54,8 @@ def check(token: str) -> str:
         ValueError: it is short.
     """
     if len(token) < SHORTEST:
-        raise ValueError(f"ISLAND_TOKEN has {len(token)} characters, allowed are {SHORTEST} or more: take `openssl rand -hex 32`")
+        raise ValueError(
+            f"ISLAND_TOKEN has {len(token)} characters, allowed are {SHORTEST} or more: take "
+            "`openssl rand -hex 32`"
+        )
     return token

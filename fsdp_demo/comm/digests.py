@@ -1,5 +1,5 @@
-"""Digests of what must be equal on all replicas: a hash of tensors, and a 64-bit sum that is cheap enough to be compared now and then and
-is read on no device."""
+"""Digests of what must be equal on all replicas: a hash of tensors, and a 64-bit sum that is cheap
+enough to be compared now and then and is read on no device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from torch import Tensor
 from .header import memory
 
 EVERY = 50
-"""Steps between two comparisons, at least. A sum takes about as long as reading the tensors once; a step takes hundreds of times that."""
+"""Steps between two comparisons, at least. A sum takes about as long as reading the tensors once; a
+step takes hundreds of times that.
+"""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it adds up on a CPU
 
 
 def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The bits of `tensors` as whole numbers of the size of their elements, added up modulo 2^64: int64 scalar on `device`."""
+    """The bits of `tensors` as whole numbers of the size of their elements, added up modulo 2^64:
+    int64 scalar on `device`.
+    """
     sums = [
         piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
         for t in tensors
@@ -30,7 +34,8 @@ def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def odd_ones(totals: Sequence[int | None]) -> list[int]:
-    """Which of the replicas' sums are not what more than half of them say; all, where no sum has so many. None: not compared.
+    """Which of the replicas' sums are not what more than half of them say; all, where no sum has so
+    many. None: not compared.
 
     Example:
         >>> from fsdp_demo.comm.digests import odd_ones

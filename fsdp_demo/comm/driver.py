@@ -1,9 +1,12 @@
-"""The thread of one rank that moves messages between islands and settles them when an island is lost.
+"""The thread of one rank that moves messages between islands and settles them when an island is
+lost.
 
-It stands between the membership machine (`membership.py`), which knows no bytes, and connections, store and clock, which know no rules:
-whatever happens becomes an event, `Rank.step` answers with actions, and the actions are done here. It alone touches the connections while
-a run goes on, so it beats also while the training thread is busy. Nothing here waits: questions to the store have a thread of their own
-(`change.py`), calculations run in the thread that waits for the message (`held.py`).
+It stands between the membership machine (`membership.py`), which knows no bytes, and connections,
+store and clock, which know no rules: whatever happens becomes an event, `Rank.step` answers with
+actions, and the actions are done here. It alone touches the connections while a run goes on, so it
+beats also while the training thread is busy. Nothing here waits: questions to the store have a
+thread of their own (`change.py`), calculations run in the thread that waits for the message
+(`held.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ CLOSED = "the connections were closed"
 """The regular end: what this rank has is what all have. After a failure nobody knows that (K9)."""
 
 STOPPED = 2.0
-"""Seconds between two turns of this thread after which the process itself must have been stopped: the others are not to blame then."""
+"""Seconds between two turns of this thread after which the process itself must have been stopped:
+the others are not to blame then.
+"""
 
 
 class Driver:
@@ -49,11 +54,13 @@ class Driver:
         desk: the store in a change, made from what it is to call.
         labels: how errors and logs name an island, by slot.
         guests: newcomers, if they can come in here.
-        expelled: called in this thread when the others went on without this island; must not return to training.
+        expelled: called in this thread when the others went on without this island; must not return
+            to training.
 
     Attributes:
         machine: as it is now; read by others, changed in this thread only.
-        stable: all members have delivered every message below it (K9). changes: how many views this rank has adopted.
+        stable: all members have delivered every message below it (K9). changes: how many views this
+            rank has adopted.
     """
 
     def __init__(
@@ -72,7 +79,9 @@ class Driver:
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
         self._last: Message | None = None
-        self._traffic = Traffic(hub, signs, lambda: self.machine, labels, self._post, self._take_later, self._lost)
+        self._traffic = Traffic(
+            hub, signs, lambda: self.machine, labels, self._post, self._take_later, self._lost
+        )
         self._work: deque[Callable[[], None]] = deque()
         self._early: list[tuple[int, Event]] = []
         self._asked = machine.record.epoch
@@ -80,9 +89,19 @@ class Driver:
         self._beat_at = self._turned = time.monotonic()
         self._closed = self._left = False
         self._frozen_at = 0.0
-        self._early_pieces = EarlyPieces(self._traffic, signs, lambda: self.machine, self._later, self.changed, lambda: self._closed)
+        self._early_pieces = EarlyPieces(
+            self._traffic,
+            signs,
+            lambda: self.machine,
+            self._later,
+            self.changed,
+            lambda: self._closed,
+        )
         self._failed = ""
-        self._desk = desk(lambda event: self._post(lambda: self._take(event)), lambda why: self._post(lambda: self._fail(why)))
+        self._desk = desk(
+            lambda event: self._post(lambda: self._take(event)),
+            lambda why: self._post(lambda: self._fail(why)),
+        )
         self._desk.epoch = machine.record.epoch
         if machine.record.epoch == 0 and machine.rank == 0:
             self._desk.begin(machine.record)
@@ -91,7 +110,7 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
 
-    # ---- asked by other threads ----------------------------------------------------------------------------------------
+    # ---- asked by other threads ----------------------------------------------------------------
 
     def launch(self, message: Message) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
@@ -114,7 +133,13 @@ class Driver:
         heard = {str(m.slot): round(now - wire.heard_at, 2) for m, wire in self.notes.items()}
         joining = guest.name if guest is not None and not guest.moved else ""
         rank = self.machine
-        return {"launched": rank.next, "delivered": rank.landed, "state": rank.state, "heard": heard, "joining": joining}
+        return {
+            "launched": rank.next,
+            "delivered": rank.landed,
+            "state": rank.state,
+            "heard": heard,
+            "joining": joining,
+        }
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the driver's thread."""
@@ -125,13 +150,15 @@ class Driver:
         self._traffic.longest = longest
 
     def send_early(self, early: Early, seconds: float) -> bool:
-        """Send what this island contributes to its next message ahead of its time, before it leaves (K21). Whether others have it within so
-        many seconds."""
+        """Send what this island contributes to its next message ahead of its time, before it leaves
+        (K21). Whether others have it within so many seconds."""
         self._post(lambda: self._early_pieces.begin(early))
         return self._early_pieces.wait(seconds)
 
     def leave(self) -> None:
-        """Tell the others at once that this island goes on no more; they settle what is open without waiting for a timer."""
+        """Tell the others at once that this island goes on no more; they settle what is open
+        without waiting for a timer.
+        """
 
         def job() -> None:
             self.signs.say(["leave"], self.notes.values())
@@ -148,7 +175,9 @@ class Driver:
         self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
-        """Tell the others that this rank follows nobody any more, and run `then` in the driver's thread."""
+        """Tell the others that this rank follows nobody any more, and run `then` in the driver's
+        thread.
+        """
         self._post(lambda: self.signs.say(["joined"], self.notes.values()))
         self._post(then)
 
@@ -161,12 +190,18 @@ class Driver:
         end = time.monotonic() + seconds
         self._post(lambda: self.signs.say(["landed?"], self.notes.values()))
         with self.changed:
-            while self.stable < below and not (self._closed or self._left) and (left := end - time.monotonic()) > 0:
+            while (
+                self.stable < below
+                and not (self._closed or self._left)
+                and (left := end - time.monotonic()) > 0
+            ):
                 self.changed.wait(min(left, 0.5))
             return self.stable >= below or self._left or self._failed == CLOSED
 
     def close(self, word: str, linger: float) -> None:
-        """End, with a word to the others: "bye" at the end of a run, "leave" before it. The connections close."""
+        """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
+        connections close.
+        """
         if not self._closed:
             self._post(lambda: self._end(word))
             self._thread.join(5.0)
@@ -180,12 +215,14 @@ class Driver:
     def _later(self, seconds: float, job: Callable[[], None]) -> None:
         self._soon.append((time.monotonic() + seconds, job))
 
-    # ---- the thread ------------------------------------------------------------------------------------------------------
+    # ---- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._hub.drive(SOON / 2 if self._soon or self.signs.soon else BEAT / 2, self._has_work)
+                self._hub.drive(
+                    SOON / 2 if self._soon or self.signs.soon else BEAT / 2, self._has_work
+                )
                 self._turn()
         except BaseException as error:
             if not self._closed:
@@ -279,11 +316,12 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         self._failed, self._closed = self._failed or reason, True
-        self._traffic.fail(reason, [self._last] if self._last else [])  # the last may wait in `_work`
+        # the last may wait in `_work`
+        self._traffic.fail(reason, [self._last] if self._last else [])
         with self.changed:
             self.changed.notify_all()
 
-    # ---- messages --------------------------------------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------
 
     def _launch(self, message: Message) -> None:
         if self._failed:
@@ -311,28 +349,43 @@ class Driver:
             self.stable = action.below
             self.changed.notify_all()
 
-    # ---- a change of members ---------------------------------------------------------------------------------------------
+    # ---- a change of members -------------------------------------------------------------------
 
     def _serve_guest(self, guests: Guests) -> None:
-        """Listen to who wants to join. The first line of the donor plans it when the newcomer is near."""
+        """Listen to who wants to join. The first line of the donor plans it when the newcomer is
+        near.
+        """
         for word in guests.look():
             guest = guests.guest
             if word[:1] == ["follow"] and guest is not None:
                 guest.brings = {str(name): str(mark) for name, mark in word[1].items()}
                 guest.asked = True
-            elif word[:1] == ["ready"] and guest is not None and guest.following and self.machine.rank == 0:
+            elif (
+                word[:1] == ["ready"]
+                and guest is not None
+                and guest.following
+                and self.machine.rank == 0
+            ):
                 members = self.machine.record.members
-                if members[0] == self.machine.me and guest.member.slot not in [m.slot for m in members]:
+                if members[0] == self.machine.me and guest.member.slot not in [
+                    m.slot for m in members
+                ]:
                     self._step(moves.JoinPlanned(guest.member))
         newest = max((w.record for w in self.signs.wires), default=0)
         if newest > self.machine.record.epoch:
             self._fetch(self.machine.record.epoch + 1)
 
     def _let_move_in(self) -> None:
-        """Who is a member now and has no connection here yet: the guest, or somebody who has not reached this rank and is lost."""
+        """Who is a member now and has no connection here yet: the guest, or somebody who has not
+        reached this rank and is lost.
+        """
         record = self.machine.record
         for member in record.members:
-            if member == self.machine.me or member in self.notes or self.machine.state not in ("running", "frozen"):
+            if (
+                member == self.machine.me
+                or member in self.notes
+                or self.machine.state not in ("running", "frozen")
+            ):
                 continue
             moved = self.guests.move_in(member) if self.guests is not None else None
             if moved is None:
@@ -345,13 +398,20 @@ class Driver:
             self.signs.say(["planned", record.epoch], [self.notes[member]])
             if self.machine.rank == 0:
                 base = record.base[record.members.index(member)]
-                log.info("epoch %d: %s joins, from message %d on", record.epoch, self._labels(member.slot), base)
+                log.info(
+                    "epoch %d: %s joins, from message %d on",
+                    record.epoch,
+                    self._labels(member.slot),
+                    base,
+                )
 
     def _freeze(self, action: moves.Freeze) -> None:
         self._frozen_at = time.monotonic()
         self._traffic.freeze()
         lost = [m.slot for m in self.machine.lost]
-        self.signs.say(["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()])
+        self.signs.say(
+            ["frozen", action.view, lost], [*self.notes.values(), *self.siblings.values()]
+        )
 
     def _report(self, action: moves.PostReport) -> None:
         record = self.machine.record
@@ -362,7 +422,9 @@ class Driver:
 
     def _too_few(self, action: moves.TooFew) -> None:
         who = ", ".join(self._labels(m.slot) for m in action.members) or "nobody"
-        log.warning("only %s could go on, which is less than ISLAND_MIN: waiting for the others", who)
+        log.warning(
+            "only %s could go on, which is less than ISLAND_MIN: waiting for the others", who
+        )
 
     def _adopted(self, action: moves.Adopted) -> None:
         record = action.record
@@ -374,15 +436,23 @@ class Driver:
         self.signs.forgive(time.monotonic())
         self._soon.append((time.monotonic(), self._early_pieces.offer))
         if self.machine.rank == 0:
-            left, lost = ", ".join(self._labels(m.slot) for m in record.members), ", ".join(self._labels(m.slot) for m in gone)
-            log.warning("epoch %d: %s lost, training goes on with %s" + see("island-lost"), record.epoch, lost or "nobody", left)
+            left, lost = (
+                ", ".join(self._labels(m.slot) for m in record.members),
+                ", ".join(self._labels(m.slot) for m in gone),
+            )
+            log.warning(
+                "epoch %d: %s lost, training goes on with %s" + see("island-lost"),
+                record.epoch,
+                lost or "nobody",
+                left,
+            )
 
     def _gone(self, action: moves.Expelled) -> None:
         self._closed = True
         self._expelled(action.record)
         self._fail("this island was expelled: the others went on without it")
 
-    # ---- words and signs of life -----------------------------------------------------------------------------------------
+    # ---- words and signs of life ---------------------------------------------------------------
 
     def _beat(self) -> None:
         self.signs.say(["beat", self.machine.next], self.notes.values())
@@ -394,7 +464,14 @@ class Driver:
             try:
                 word = json.loads(wire.notes.popleft())
                 self._hear(word, member)
-            except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                IndexError,
+                OverflowError,
+                RecursionError,
+            ) as error:
                 if member is not None:
                     self._lost(member, f"a note that cannot be read ({error!r:.80})")
 
@@ -421,11 +498,13 @@ class Driver:
         elif member is not None and what == "leave":
             self._lost(member, "has left")
         if member is not None and member in self.notes:
-            self._step(moves.LandedHeard(self.machine.record.view, member, self.notes[member].landed))
+            self._step(
+                moves.LandedHeard(self.machine.record.view, member, self.notes[member].landed)
+            )
 
     def _freeze_too(self, view: int, lost: set[int]) -> None:
-        """Another rank has frozen this view and does not hear `lost`: who is half silent here, too, is lost at once. So nobody waits for
-        a report that will not come."""
+        """Another rank has frozen this view and does not hear `lost`: who is half silent here, too,
+        is lost at once. So nobody waits for a report that will not come."""
         quiet = self.signs.quiet(time.monotonic(), unheard=True)
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})

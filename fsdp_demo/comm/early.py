@@ -1,4 +1,6 @@
-"""What an island that leaves sends ahead of its time (K21), on one rank: the offer, and who keeps it."""
+"""What an island that leaves sends ahead of its time (K21), on one rank: the offer, and who keeps
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class EarlyPieces:
     """Both sides. All of it runs in the driver's thread, but for `wait`.
 
     Args:
-        rank: the membership machine as it is now. later: does a job some seconds from now. changed: told when something has moved.
+        rank: the membership machine as it is now. later: does a job some seconds from now. changed:
+            told when something has moved.
         over: whether nobody answers any more.
     """
 
@@ -31,7 +34,14 @@ class EarlyPieces:
         changed: threading.Condition,
         over: Callable[[], bool],
     ):
-        self._traffic, self._signs, self._rank, self._later, self._changed, self._over = traffic, signs, rank, later, changed, over
+        self._traffic, self._signs, self._rank, self._later, self._changed, self._over = (
+            traffic,
+            signs,
+            rank,
+            later,
+            changed,
+            over,
+        )
         self._going: Early | None = None
         self._offered, self._kept_by, self._nobody = set[Member](), set[Member](), False
 
@@ -41,8 +51,8 @@ class EarlyPieces:
         self.offer()
 
     def offer(self) -> None:
-        """Again in each view: what was under way in the one before has not come. A long one goes to one other island only, which forwards
-        it in the change."""
+        """Again in each view: what was under way in the one before has not come. A long one goes to
+        one other island only, which forwards it in the change."""
         early, rank = self._going, self._rank()
         if early is None or rank.state != "running":
             return
@@ -52,7 +62,10 @@ class EarlyPieces:
         with self._changed:
             self._offered, self._nobody = set(to), not to
             self._changed.notify_all()
-        self._signs.say(["early", early.n, early.kind], [self._signs.notes[m] for m in to if m in self._signs.notes])
+        self._signs.say(
+            ["early", early.n, early.kind],
+            [self._signs.notes[m] for m in to if m in self._signs.notes],
+        )
         for m in to:
             self._traffic.send_early(early, Piece("early", rank.me), m)
 
@@ -60,7 +73,10 @@ class EarlyPieces:
         """Whether others have it within so many seconds. In the thread that trains."""
         end = time.monotonic() + seconds
         with self._changed:
-            while not (self._is_kept() or self._nobody or self._over()) and (left := end - time.monotonic()) > 0:
+            while (
+                not (self._is_kept() or self._nobody or self._over())
+                and (left := end - time.monotonic()) > 0
+            ):
                 self._changed.wait(min(left, 0.5))
             return self._is_kept()
 

@@ -1,7 +1,9 @@
-"""A peer group whose islands come and go: every exchange on it is a numbered message under the membership protocol.
+"""A peer group whose islands come and go: every exchange on it is a numbered message under the
+membership protocol.
 
-What is called is the same as on a `PeerGroup` of fixed members, and so are the bytes. What comes back may be of fewer islands: `slots` says
-of which, and `rank`, `size` and `names` follow it, message by message. A loss raises nothing: the call takes longer.
+What is called is the same as on a `PeerGroup` of fixed members, and so are the bytes. What comes
+back may be of fewer islands: `slots` says of which, and `rank`, `size` and `names` follow it,
+message by message. A loss raises nothing: the call takes longer.
 """
 
 from __future__ import annotations
@@ -40,13 +42,20 @@ class ElasticPeerGroup(PeerGroup):
         slots: of the islands that take part.
 
     Attributes:
-        slots: the islands of the last message. begun: until then the loss of an island ends the start.
+        slots: the islands of the last message. begun: until then the loss of an island ends the
+            start.
     """
 
     elastic = True
 
     def __init__(
-        self, me: Member, names: Mapping[int, str], slots: Sequence[int], timeout: float, link: Link | None = None, share: int = 1
+        self,
+        me: Member,
+        names: Mapping[int, str],
+        slots: Sequence[int],
+        timeout: float,
+        link: Link | None = None,
+        share: int = 1,
     ):
         super().__init__(None, 0, 0, [], timeout, link, share)
         self._me, self._names, self._next = me, names, 0
@@ -81,7 +90,10 @@ class ElasticPeerGroup(PeerGroup):
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
-        self.rank, self.size = self.slots.index(self._me.slot) if self._me.slot in slots else -1, len(self.slots)
+        self.rank, self.size = (
+            self.slots.index(self._me.slot) if self._me.slot in slots else -1,
+            len(self.slots),
+        )
         self.names = [self._names.get(s, f"island{s}") for s in slots]
 
     @property
@@ -97,13 +109,20 @@ class ElasticPeerGroup(PeerGroup):
         """See `PeerGroup`."""
         return f"island {slot} ({self._names.get(slot, f'island{slot}')})"
 
-    # ---- messages --------------------------------------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------
 
-    def swap(self, header: Header, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False) -> Any:
+    def swap(
+        self, header: Header, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False
+    ) -> Any:
         """A message of which each island gets another part has no settlement when one is lost."""
-        raise NotImplementedError("islands that come and go exchange whole messages: gather, gather_any, exchange, mean, hand_out")
+        raise NotImplementedError(
+            "islands that come and go exchange whole messages: gather, gather_any, exchange, mean, "
+            "hand_out"
+        )
 
-    def gather(self, header: Header, data: Tensor, setup: bool = False) -> tuple[list[Header], list[Tensor]]:
+    def gather(
+        self, header: Header, data: Tensor, setup: bool = False
+    ) -> tuple[list[Header], list[Tensor]]:
         """See `PeerGroup`."""
         headers, bodies, _ = self._run(header, data, setup=setup)
         return headers, bodies
@@ -112,7 +131,9 @@ class ElasticPeerGroup(PeerGroup):
         """See `PeerGroup`; one message."""
         return self._run(header, data, longest=longest, setup=True)[1]
 
-    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> ReceivedMessage:
+    def exchange(
+        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False
+    ) -> ReceivedMessage:
         """See `PeerGroup`."""
         headers, bodies, means = self._run(header, body, vectors, weigh, compare=compare)
         return ReceivedMessage(headers, bodies, means, slots=self.slots)
@@ -122,7 +143,9 @@ class ElasticPeerGroup(PeerGroup):
         nothing = torch.empty(0, dtype=torch.uint8)
         return self._run(header, nothing, vectors, lambda headers: _asked(headers, len(vectors)))[2]
 
-    def hand_out(self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]) -> Tensor:
+    def hand_out(
+        self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
+    ) -> Tensor:
         """See `PeerGroup`. Where any rank needs it, all are sent it."""
         if not any(needs):
             return torch.empty(0, dtype=torch.uint8)
@@ -145,13 +168,19 @@ class ElasticPeerGroup(PeerGroup):
             raise PeerLost("the connections were closed")
         body = room(data.numel())
         body[HEADER.size :] = data
-        message = Message(self._next, self._me, header, body, vectors, weigh, longest, self._lanes, compare)
+        message = Message(
+            self._next, self._me, header, body, vectors, weigh, longest, self._lanes, compare
+        )
         due = self._taken_part(message)
         headers, bodies, means = message.result(due)
         before, names = self.slots, [m.slot for m in message.counted(due.settled)]
         if header.kind not in WITHIN:  # a newcomer may take part in a question that it does not ask
             asked = [i for i, h in enumerate(headers) if not h.flags & SKIPPED]
-            headers, bodies, names = [headers[i] for i in asked], [bodies[i] for i in asked], [names[i] for i in asked]
+            headers, bodies, names = (
+                [headers[i] for i in asked],
+                [bodies[i] for i in asked],
+                [names[i] for i in asked],
+            )
         out = headers, bodies, means
         self._set(names)
         if not self.begun and self.slots != before:
@@ -160,22 +189,28 @@ class ElasticPeerGroup(PeerGroup):
         self.alike, self.something = message.alike, message.something
         self._account(message.sent, message.received, bool(vectors), setup)
         if self._counter is not None:
-            coded = message.coded(due) if header.kind in WITHIN else []  # who does not ask a question has a part of its mean all the same
+            # who does not ask a question has a part of its mean all the same
+            coded = message.coded(due) if header.kind in WITHIN else []
             self._counter.message(message.n, ReceivedMessage(*out, slots=self.slots), coded)
         return out
 
     def _followed(
         self, header: Header, data: Tensor, vectors: Vectors, weigh: Weigh
     ) -> tuple[list[Header], list[Tensor], list[Tensor]] | None:
-        """What the others have agreed on, while this island follows; None from the first message on that it takes part in."""
+        """What the others have agreed on, while this island follows; None from the first message on
+        that it takes part in.
+        """
         follow = self._follow
         if follow is None:
             return None
-        wanted = Expected(header.kind, header.step, data.numel(), [(v.numel(), code) for v, code in vectors])
+        wanted = Expected(
+            header.kind, header.step, data.numel(), [(v.numel(), code) for v, code in vectors]
+        )
         try:
             arrived = None if follow.begun else follow.followed(wanted)
         except PeerLost as error:
-            if self._driver is not None:  # it trains already: its supervisor starts it again, as a newcomer
+            # it trains already: its supervisor starts it again, as a newcomer
+            if self._driver is not None:
                 self._driver.expel(f"{error}, before this island took part")
             raise
         if arrived is None:
@@ -183,11 +218,15 @@ class ElasticPeerGroup(PeerGroup):
             return None
         weigh(arrived.headers)
         self._set(arrived.slots or self.slots)
-        self.meter.count(0, sum(b.numel() for b in arrived.bodies) + 4 * sum(m.numel() for m in arrived.means))
+        self.meter.count(
+            0, sum(b.numel() for b in arrived.bodies) + 4 * sum(m.numel() for m in arrived.means)
+        )
         return arrived.headers, arrived.bodies, arrived.means
 
     def _take_part(self, follow: Follow, header: Header) -> None:
-        """From the base on: what the others ask each other meanwhile is answered with nothing, up to the first message of a step."""
+        """From the base on: what the others ask each other meanwhile is answered with nothing, up
+        to the first message of a step.
+        """
         self._next = max(self._next, follow.next)
         while (coming := follow.instead(self._next)) is not None:
             self._abstain(coming)
@@ -197,8 +236,9 @@ class ElasticPeerGroup(PeerGroup):
             self._driver.joined(follow.over)
 
     def _keep_up(self) -> None:
-        """Answer what the others ask about the steps that this island was making up for, at once: its own next message may be far. In the
-        thread that exchanges; ends with the first message that this island has itself."""
+        """Answer what the others ask about the steps that this island was making up for, at once:
+        its own next message may be far. In the thread that exchanges; ends with the first
+        message that this island has itself."""
         follow = self._follow
         if follow is None:
             return
@@ -215,7 +255,16 @@ class ElasticPeerGroup(PeerGroup):
         body = room(1 if coming.longest else coming.body)
         body[HEADER.size :] = 0
         vectors = [(torch.zeros(n), code) for n, code in coming.spans]
-        message = Message(self._next, self._me, header, body, vectors, lambda h: _asked(h, len(vectors)), coming.longest, self._lanes)
+        message = Message(
+            self._next,
+            self._me,
+            header,
+            body,
+            vectors,
+            lambda h: _asked(h, len(vectors)),
+            coming.longest,
+            self._lanes,
+        )
         message.result(self._taken_part(message))
         self.meter.count(message.sent, message.received)
 
@@ -243,8 +292,8 @@ class ElasticPeerGroup(PeerGroup):
             self._since = 0.0
 
     def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
-        """A body, or a body and two legs of a reduce. The first leg leaves with the body, and nobody waits for an answer: a rehearsed link
-        takes half a round trip for each leg."""
+        """A body, or a body and two legs of a reduce. The first leg leaves with the body, and
+        nobody waits for an answer: a rehearsed link takes half a round trip for each leg."""
         if setup:
             self.meter.setup_bytes += sent
             return
@@ -254,7 +303,7 @@ class ElasticPeerGroup(PeerGroup):
             wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
             time.sleep((2 if reduced else 1) * self.link.rtt / 2 + wire)
 
-    # ---- connections -----------------------------------------------------------------------------------------------------
+    # ---- connections ---------------------------------------------------------------------------
 
     def widen(self, connect: Callable[[int], Any]) -> None:
         """See `PeerGroup`; connect(k) gives wires by member."""
@@ -272,7 +321,11 @@ class ElasticPeerGroup(PeerGroup):
     @property
     def alive(self) -> tuple[int, ...]:
         """The slots of the islands that are members now."""
-        return self.slots if self._driver is None else tuple(m.slot for m in self._driver.machine.record.members)
+        return (
+            self.slots
+            if self._driver is None
+            else tuple(m.slot for m in self._driver.machine.record.members)
+        )
 
     @property
     def waiting(self) -> float:
@@ -307,11 +360,19 @@ class ElasticPeerGroup(PeerGroup):
         self._driver.expel(why)
 
     def wait_stable(self, seconds: float) -> bool:
-        """Wait until all members have delivered what this rank has; only then may it be sealed in a checkpoint."""
-        return self._driver is None or self._follow is not None or self._driver.wait_stable(self._next, seconds)
+        """Wait until all members have delivered what this rank has; only then may it be sealed in a
+        checkpoint.
+        """
+        return (
+            self._driver is None
+            or self._follow is not None
+            or self._driver.wait_stable(self._next, seconds)
+        )
 
     def release(self) -> None:
-        """Close the connections; the others hear that this island has finished, or that it leaves."""
+        """Close the connections; the others hear that this island has finished, or that it
+        leaves.
+        """
         if self._driver is not None:
             self._driver.close("bye" if self.ending else "leave", 5.0)
         elif self._follow is not None:

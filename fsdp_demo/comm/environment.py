@@ -15,7 +15,9 @@ from .address import ENDPOINT, Endpoint, is_public, split_endpoint
 log = logging.getLogger("fsdp_demo")
 
 TRANSPORTS = {"zeromq": "ZeroMQ", "gloo": "Gloo"}
-"""What may carry messages between islands: name -> class in the module of that name. The first is the default."""
+"""What may carry messages between islands: name -> class in the module of that name. The first is
+the default.
+"""
 
 LONGEST = 10_000_000
 """Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""
@@ -23,18 +25,27 @@ LONGEST = 10_000_000
 VARIABLES = {
     "ISLAND_RANK": "which island this is, from 0",
     "ISLAND_COUNT": "number of islands that are expected at the start",
-    "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default ISLAND_COUNT (zeromq)",
+    "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default "
+    "ISLAND_COUNT "
+    "(zeromq)",
     "ISLAND_ENDPOINT": "host:port of the store, zmq://host:port or redis://host:port",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
-    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and of silence after which a peer counts as lost",
-    "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to train on when others are lost (zeromq)",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and of silence after which a "
+    "peer "
+    "counts "
+    "as lost",
+    "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to "
+    "train "
+    "on "
+    "when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
-    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that authenticate",
+    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that "
+    "authenticate",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
@@ -54,7 +65,10 @@ def patience(env: Mapping[str, str] | None = None) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= LONGEST:
-        raise ValueError(f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be a number of seconds, more than 0 and at most {LONGEST}")
+        raise ValueError(
+            f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be a number of seconds, more than 0 "
+            f"and at most {LONGEST}"
+        )
     return value
 
 
@@ -66,7 +80,9 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     """
     value = number(env, "ISLAND_STOP", 10.0)
     if not 0 <= value <= LONGEST:
-        raise ValueError(f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}")
+        raise ValueError(
+            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}"
+        )
     return value
 
 
@@ -77,15 +93,25 @@ def slots(env: Mapping[str, str], count: int, transport: str) -> int:
         count: ISLAND_COUNT. transport: ISLAND_TRANSPORT.
 
     Raises:
-        ValueError: it is no whole number, less than ISLAND_COUNT, or more with a transport whose islands are fixed.
+        ValueError: it is no whole number, less than ISLAND_COUNT, or more with a transport whose
+            islands are fixed.
     """
     value = whole(env, "ISLAND_SLOTS", count)
     if value != count and not env.get("ISLAND_COUNT", "").strip():
-        raise ValueError(f"ISLAND_SLOTS={value} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands that begin, on all islands")
+        raise ValueError(
+            f"ISLAND_SLOTS={value} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands "
+            "that begin, on all islands"
+        )
     if value < count:
-        raise ValueError(f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, one slot for each island")
+        raise ValueError(
+            f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, "
+            "one slot for each island"
+        )
     if value > count and transport == "gloo":
-        raise ValueError(f"ISLAND_SLOTS={value} with ISLAND_COUNT={count} needs ISLAND_TRANSPORT=zeromq: with gloo none can join later")
+        raise ValueError(
+            f"ISLAND_SLOTS={value} with ISLAND_COUNT={count} needs ISLAND_TRANSPORT=zeromq: with "
+            "gloo none can join later"
+        )
     return value
 
 
@@ -98,7 +124,9 @@ def place(env: Mapping[str, str], count: int, slots: int) -> int:
     island = whole(env, "ISLAND_RANK", 0)
     if count < 1 or not 0 <= island < slots:
         name, most = ("ISLAND_COUNT", count) if slots == count else ("ISLAND_SLOTS", slots)
-        raise ValueError(f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}")
+        raise ValueError(
+            f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}"
+        )
     return island
 
 
@@ -110,12 +138,15 @@ def least(env: Mapping[str, str], islands: int) -> int:
     """
     value = whole(env, "ISLAND_MIN", 1)
     if not 1 <= value <= islands:
-        raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})")
+        raise ValueError(
+            f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})"
+        )
     return value
 
 
 def suffice(env: Mapping[str, str], islands: int) -> int:
-    """How many islands suffice to begin when the time to wait for the others is over: ISLAND_MIN where it is set; 0: all are needed.
+    """How many islands suffice to begin when the time to wait for the others is over: ISLAND_MIN
+    where it is set; 0: all are needed.
 
     Raises:
         ValueError: see `least`.
@@ -131,7 +162,9 @@ def dead(env: Mapping[str, str]) -> float:
     """
     value = number(env, "ISLAND_DEAD", 10.0)
     if not 2 <= value <= LONGEST:
-        raise ValueError(f"ISLAND_DEAD={env['ISLAND_DEAD']!r} must be a number of seconds, 2 to {LONGEST}")
+        raise ValueError(
+            f"ISLAND_DEAD={env['ISLAND_DEAD']!r} must be a number of seconds, 2 to {LONGEST}"
+        )
     return value
 
 
@@ -143,7 +176,10 @@ def name(env: Mapping[str, str], default: str) -> str:
     """
     text = env.get("ISLAND_NAME") or default
     if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
-        raise ValueError(f"ISLAND_NAME={text!r} names folders: allowed are letters, digits, '_', '-' and '.', not first a '-' or '.'")
+        raise ValueError(
+            f"ISLAND_NAME={text!r} names folders: allowed are letters, digits, '_', '-' and '.', "
+            "not first a '-' or '.'"
+        )
     return text
 
 
@@ -155,7 +191,10 @@ def endpoint(env: Mapping[str, str]) -> Endpoint:
     """
     text = env.get("ISLAND_ENDPOINT", "").strip()
     if not text:
-        raise ValueError(f"ISLAND_ENDPOINT is not set, but ISLAND_COUNT={env['ISLAND_COUNT']}: it must be {ENDPOINT}")
+        raise ValueError(
+            f"ISLAND_ENDPOINT is not set, but ISLAND_COUNT={env['ISLAND_COUNT']}: it must be "
+            f"{ENDPOINT}"
+        )
     try:
         return split_endpoint(text)
     except ValueError as error:
@@ -170,7 +209,9 @@ def transport(env: Mapping[str, str]) -> str:
     """
     name = env.get("ISLAND_TRANSPORT", "").strip() or next(iter(TRANSPORTS))
     if name not in TRANSPORTS:
-        raise ValueError(f"ISLAND_TRANSPORT={name!r} is not known: allowed are {', '.join(TRANSPORTS)}")
+        raise ValueError(
+            f"ISLAND_TRANSPORT={name!r} is not known: allowed are {', '.join(TRANSPORTS)}"
+        )
     return name
 
 
@@ -188,12 +229,21 @@ def refuse_gloo(place: Endpoint, transport: str) -> None:
     """
     if transport == "gloo" and place.scheme:
         raise ValueError(
-            f"ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT={place}: set ISLAND_TRANSPORT=zeromq on all islands (pip install "
-            '"pyzmq>=27,<28"), or ISLAND_ENDPOINT=host:port of `fsdp-demo store --bind ADDR:PORT`' + see("gloo-endpoint")
+            f"ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT={place}: set "
+            "ISLAND_TRANSPORT=zeromq on all islands (pip install "
+            '"pyzmq>=27,<28"), or ISLAND_ENDPOINT=host:port of `fsdp-demo store --bind ADDR:PORT`'
+            + see("gloo-endpoint")
         )
 
 
-_ELSEWHERE = {"WORLD": "COUNT", "WORLD_SIZE": "COUNT", "SIZE": "COUNT", "ID": "RANK", "INDEX": "RANK", "STORE": "ENDPOINT"}
+_ELSEWHERE = {
+    "WORLD": "COUNT",
+    "WORLD_SIZE": "COUNT",
+    "SIZE": "COUNT",
+    "ID": "RANK",
+    "INDEX": "RANK",
+    "STORE": "ENDPOINT",
+}
 _said: set[str] = set()  # warnings that a process gives once
 
 
@@ -202,7 +252,12 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
     for name in sorted(env):
         if re.match("ISLANDS?_", name) and name not in VARIABLES and name not in _said:
             _said.add(name)
-            log.warning("%s is no variable of fsdp_demo%s (known: %s)", name, _meant(name), ", ".join(VARIABLES))
+            log.warning(
+                "%s is no variable of fsdp_demo%s (known: %s)",
+                name,
+                _meant(name),
+                ", ".join(VARIABLES),
+            )
 
 
 def _meant(name: str) -> str:
@@ -213,7 +268,8 @@ def _meant(name: str) -> str:
 
 
 def warn_of_open(place: Endpoint, address: str, transport: str, token: str) -> None:
-    """Say once, loudly, where the run can be reached from the open internet and does not ask for a token.
+    """Say once, loudly, where the run can be reached from the open internet and does not ask for a
+    token.
 
     Args:
         place: ISLAND_ENDPOINT. address: ISLAND_ADDRESS, "" where it is not set.
@@ -221,17 +277,27 @@ def warn_of_open(place: Endpoint, address: str, transport: str, token: str) -> N
     reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
     public = [said for said, host in reached.items() if host and is_public(host)]
     if transport == "gloo":
-        lacks, cure = "gloo asks for no token", "set ISLAND_TRANSPORT=zeromq and ISLAND_TOKEN (openssl rand -hex 32) on all islands"
+        lacks, cure = (
+            "gloo asks for no token",
+            "set ISLAND_TRANSPORT=zeromq and ISLAND_TOKEN (openssl rand -hex 32) on all islands",
+        )
     elif not token:
-        lacks, cure = "ISLAND_TOKEN is not set", "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)"
+        lacks, cure = (
+            "ISLAND_TOKEN is not set",
+            "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)",
+        )
     elif not place.scheme:
-        lacks, cure = "the store at host:port asks for no token", f"take the store of `fsdp-demo store --bind zmq://{place}`"
+        lacks, cure = (
+            "the store at host:port asks for no token",
+            f"take the store of `fsdp-demo store --bind zmq://{place}`",
+        )
     else:
         return
     if public and "open" not in _said:
         _said.add("open")
         log.warning(
-            "%s: a PUBLIC address, and %s: WHOEVER REACHES IT CAN READ, CHANGE AND END THE RUN. %s, or give private addresses "
+            "%s: a PUBLIC address, and %s: WHOEVER REACHES IT CAN READ, CHANGE AND END THE RUN. "
+            "%s, or give private addresses "
             "(docs/wireguard.md)",
             " and ".join(public),
             lacks,

@@ -1,10 +1,12 @@
-"""What islands agree on when one is lost or joins: members, pieces of a message, reports, records. Plain values without sockets or clock.
+"""What islands agree on when one is lost or joins: members, pieces of a message, reports, records.
+Plain values without sockets or clock.
 
-An *island* holds one replica and has several *ranks*. Rank r of an island talks to rank r of each other island: that is *line* r.
-A `PeerGroup` is one line, seen from one of its ranks.
-A *message* has a number n = 0, 1, 2, ..., the same on all islands. Everything islands learn from each other is a message.
-A *record* is what a store holds under one *epoch* number. The first that is written there stays (compare_set).
-A record that settles open messages opens a new *view*. A planned join has an epoch of its own, but goes on in the view before it.
+An *island* holds one replica and has several *ranks*. Rank r of an island talks to rank r of each
+other island: that is *line* r. A `PeerGroup` is one line, seen from one of its ranks. A *message*
+has a number n = 0, 1, 2, ..., the same on all islands. Everything islands learn from each other is
+a message. A *record* is what a store holds under one *epoch* number. The first that is written
+there stays (compare_set). A record that settles open messages opens a new *view*. A planned join
+has an epoch of its own, but goes on in the view before it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Kind = Literal["gather", "reduce", "mixed"]
-"""gather: each island sends one body to all. reduce: vectors are summed in two legs. mixed: both in one message, with one set (K8)."""
+"""gather: each island sends one body to all. reduce: vectors are summed in two legs. mixed: both in
+one message, with one set (K8).
+"""
 
 
 class Member(NamedTuple):
-    """One life of one island: a slot of the run, and how often it was started (K5: who comes back is somebody else)."""
+    """One life of one island: a slot of the run, and how often it was started (K5: who comes back
+    is somebody else).
+    """
 
     slot: int
     incarnation: int = 0
@@ -28,9 +34,10 @@ class Member(NamedTuple):
 class Piece(NamedTuple):
     """Bytes of one message on one line.
 
-    body: what `of` contributes. share: the part of `of`'s vector that the receiver owns (leg 1 of a reduce).
-    part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one attempt: the view in which they were cut (K7).
-    early: all that `of` contributes, its vectors uncut: it leaves, and owns no part (K21).
+    body: what `of` contributes. share: the part of `of`'s vector that the receiver owns (leg 1 of a
+    reduce). part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one
+    attempt: the view in which they were cut (K7). early: all that `of` contributes, its vectors
+    uncut: it leaves, and owns no part (K21).
     """
 
     what: Literal["body", "share", "part", "early"]
@@ -57,8 +64,8 @@ class Forward(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """Whose contributions message n has, and the view whose parts make its mean. `early`: those of the contributors that gave theirs early,
-    and left (K21)."""
+    """Whose contributions message n has, and the view whose parts make its mean. `early`: those of
+    the contributors that gave theirs early, and left (K21)."""
 
     n: int
     contributors: tuple[Member, ...]
@@ -73,7 +80,9 @@ class Settlement(NamedTuple):
 
 @dataclass(frozen=True)
 class Open:
-    """One message that this rank has something of and has not freed. `shares`: whose shares of the present attempt have come."""
+    """One message that this rank has something of and has not freed. `shares`: whose shares of the
+    present attempt have come.
+    """
 
     n: int
     kind: Kind
@@ -99,9 +108,10 @@ class Report:
     Attributes:
         heard: members whose frames this rank receives on its line; itself is among them.
         landed: all messages below it are delivered on this rank.
-        held: the messages of which the rank has anything and that it has not freed, in order. The kind of one of which it has only what
-            came early is what the sender took it for.
-        begun: false for a newcomer that has not launched its first message: it may still lack what comes before.
+        held: the messages of which the rank has anything and that it has not freed, in order. The
+            kind of one of which it has only what came early is what the sender took it for.
+        begun: false for a newcomer that has not launched its first message: it may still lack what
+            comes before.
     """
 
     view: int
@@ -119,7 +129,8 @@ class Record:
 
     Attributes:
         epoch: number of the record. Records are read in order, without a gap.
-        view: epoch of the newest record that settled messages. Frames, ballots and reports carry it.
+        view: epoch of the newest record that settled messages. Frames, ballots and reports carry
+            it.
         members: sorted by slot.
         base: for each member the first message that it takes part in.
         settlements: of open messages, where they differ from `default`.
@@ -142,7 +153,9 @@ class Record:
         return tuple(m for m, base in zip(self.members, self.base, strict=True) if base <= n)
 
     def default(self, n: int) -> Settlement:
-        """How message n is settled if the record says nothing: all members that take part, in this view."""
+        """How message n is settled if the record says nothing: all members that take part, in this
+        view.
+        """
         return Settlement(n, self.contributors(n), self.view)
 
     def settlement(self, n: int) -> Settlement:
@@ -155,7 +168,9 @@ class Record:
 
     def digest(self) -> str:
         """Of this record and those before it: 16 hexadecimal digits."""
-        return _digest(self.history, self.epoch, self.view, self.members, self.base, self.settlements)
+        return _digest(
+            self.history, self.epoch, self.view, self.members, self.base, self.settlements
+        )
 
     def following(self, **changes: object) -> Record:
         """The next record: the same but for `changes`."""
@@ -170,7 +185,9 @@ def first_record(members: Iterable[Member]) -> Record:
     """
     found = tuple(sorted(members))
     if not found or len({m.slot for m in found}) < len(found):
-        raise ValueError(f"the members are {found}: needed are one or more, each with a slot of its own")
+        raise ValueError(
+            f"the members are {found}: needed are one or more, each with a slot of its own"
+        )
     return Record(0, 0, found, (0,) * len(found))
 
 
@@ -185,8 +202,9 @@ def needed(kind: Kind, settlement: Settlement) -> frozenset[Piece]:
 def extended(history: str, n: int, contributors: Iterable[Member]) -> str:
     """The digest of what was delivered, message by message: for the manifest of a checkpoint (K9).
 
-    Two checkpoints of one step are of one state only if this is equal, too. Feed `Deliver` actions in the order of n, without a gap.
-    The epoch is not in it: members may deliver the same in different epochs.
+    Two checkpoints of one step are of one state only if this is equal, too. Feed `Deliver` actions
+    in the order of n, without a gap. The epoch is not in it: members may deliver the same in
+    different epochs.
     """
     return _digest(history, n, tuple(sorted(contributors)))
 

@@ -1,12 +1,15 @@
-"""The frame that stands before every piece on a transport that has no framing of its own (`zeromq.py`).
+"""The frame that stands before every piece on a transport that has no framing of its own
+(`zeromq.py`).
 
 36 bytes, little-endian:
 
-    magic "FDXP" (4s), version (u8), kind (u8), zero (u16), epoch (u32), number of the message on its peer group (u32),
-    piece of that message on this connection, from 0 (u32), bytes of the piece (u64),
-    newest record that the sender knows (u32), messages that it has delivered (u32): see `membership.py`, 0 where members are fixed
+    magic "FDXP" (4s), version (u8), kind (u8), zero (u16), epoch (u32), number of the message on
+    its peer group (u32), piece of that message on this connection, from 0 (u32), bytes of the piece
+    (u64), newest record that the sender knows (u32), messages that it has delivered (u32): see
+    `membership.py`, 0 where members are fixed
 
-It is read before any room is made for the piece. What a message says about itself stands in `header.py`, within its first piece.
+It is read before any room is made for the piece. What a message says about itself stands in
+`header.py`, within its first piece.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ MAGIC, VERSION = b"FDXP", 2
 FRAME = struct.Struct("<4sBBHIIIQII")
 
 HELLO, PIECE, NOTE = range(3)
-"""NOTE: a short word (JSON) that nobody waits for; it belongs to no message, and overtakes all pieces that wait."""
+"""NOTE: a short word (JSON) that nobody waits for; it belongs to no message, and overtakes all
+pieces that wait.
+"""
 
 LARGEST = 1 << 20
 """Bytes of a piece at most, `peers.PIECE`: nobody can make a receiver allocate more at a time."""
@@ -42,7 +47,18 @@ class Frame(NamedTuple):
 
     def pack(self) -> bytes:
         """The 36 bytes."""
-        return FRAME.pack(MAGIC, VERSION, self.kind, 0, self.epoch, self.number, self.piece, self.length, self.record, self.landed)
+        return FRAME.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            0,
+            self.epoch,
+            self.number,
+            self.piece,
+            self.length,
+            self.record,
+            self.landed,
+        )
 
 
 def read(data: bytes) -> Frame:
@@ -52,14 +68,24 @@ def read(data: bytes) -> Frame:
         WireError: it is none, or announces more than `LARGEST` bytes.
     """
     if len(data) != FRAME.size:
-        raise WireError(f"a frame of {len(data)} bytes, expected {FRAME.size}: somebody else connects here, or another release")
+        raise WireError(
+            f"a frame of {len(data)} bytes, expected {FRAME.size}: somebody else connects here, or "
+            "another release"
+        )
     magic, version, kind, _, *rest = FRAME.unpack(data)
     if magic != MAGIC or version != VERSION:
         wanted = f"expected {MAGIC!r} version {VERSION}"
-        raise WireError(f"a frame starts with {magic!r} version {version}, {wanted}: use one release everywhere")
+        raise WireError(
+            f"a frame starts with {magic!r} version {version}, {wanted}: use one release everywhere"
+        )
     if kind not in (HELLO, PIECE, NOTE):
-        raise WireError(f"a frame of kind {kind}, known are {HELLO} to {NOTE}: use one release everywhere")
+        raise WireError(
+            f"a frame of kind {kind}, known are {HELLO} to {NOTE}: use one release everywhere"
+        )
     frame = Frame(kind, *rest)
     if frame.length > (LONGEST if kind == NOTE else LARGEST):
-        raise WireError(f"a piece of {frame.length} bytes is announced, allowed are {LONGEST if kind == NOTE else LARGEST}")
+        raise WireError(
+            f"a piece of {frame.length} bytes is announced, allowed are "
+            f"{LONGEST if kind == NOTE else LARGEST}"
+        )
     return frame

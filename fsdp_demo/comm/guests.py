@@ -1,8 +1,11 @@
-"""A member's side of joining, on one rank: a door at which a newcomer knocks, connections to it, and what the donor sends it.
+"""A member's side of joining, on one rank: a door at which a newcomer knocks, connections to it,
+and what the donor sends it.
 
-Each rank of each member listens at its door (its address stands in the store, `door/<slot>.<incarnation>.<line>`). A newcomer tells there
-who it is and is given ports of its own: for short words, for ticks and the snapshot, for messages, and for what it sends as a member. It is
-a guest until a record names it. One guest at a time; others are told to come later. The lowest slot is its donor.
+Each rank of each member listens at its door (its address stands in the store,
+`door/<slot>.<incarnation>.<line>`). A newcomer tells there who it is and is given ports of its own:
+for short words, for ticks and the snapshot, for messages, and for what it sends as a member. It is
+a guest until a record names it. One guest at a time; others are told to come later. The lowest slot
+is its donor.
 
 All of it runs in the driver's thread. What the donor's training hands out comes over `counter.py`.
 """
@@ -31,8 +34,8 @@ from .zeromq import bound, bracketed
 log = logging.getLogger("fsdp_demo")
 
 LEAST = 64 << 20
-"""Bytes that may wait for a newcomer in any case, and that are kept since a checkpoint; else as many as a snapshot has. A link that is
-slower cannot be joined over."""
+"""Bytes that may wait for a newcomer in any case, and that are kept since a checkpoint; else as
+many as a snapshot has. A link that is slower cannot be joined over."""
 
 TO_CONNECT = 30.0
 """Seconds that somebody who was let in has to connect."""
@@ -46,8 +49,8 @@ class Guest:
     """A newcomer that is not a member yet.
 
     Attributes:
-        asked: it wants a snapshot from this rank. brings: see `Desk`. following: it has it. moved: it is a member. since: when it
-            knocked. limit: notes that may wait for it.
+        asked: it wants a snapshot from this rank. brings: see `Desk`. following: it has it. moved:
+            it is a member. since: when it knocked. limit: notes that may wait for it.
     """
 
     member: Member
@@ -82,9 +85,11 @@ class Guests:
     """The door of one rank, and who has come in.
 
     Args:
-        hub: of all connections. prefix: keys of the run. me, line: this rank. address: where others reach it, "" if nobody can.
+        hub: of all connections. prefix: keys of the run. me, line: this rank. address: where others
+            reach it, "" if nobody can.
         lanes: asked for the number of connections for messages.
-        refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how this rank stands, for `look.py`.
+        refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how
+            this rank stands, for `look.py`.
         names: of the islands, by slot; a newcomer's is added.
 
     Attributes:
@@ -104,8 +109,19 @@ class Guests:
         status: Callable[[], dict[str, Any]] = dict,
         names: dict[int, str] | None = None,
     ):
-        self._hub, self._prefix, self._me, self._line, self._address = hub, prefix, me, line, address
-        self._lanes, self._refused, self._status, self._names = lanes, refused, status, {} if names is None else names
+        self._hub, self._prefix, self._me, self._line, self._address = (
+            hub,
+            prefix,
+            me,
+            line,
+            address,
+        )
+        self._lanes, self._refused, self._status, self._names = (
+            lanes,
+            refused,
+            status,
+            {} if names is None else names,
+        )
         self.guest: Guest | None = None
         self.endpoint = ("", 0)
         self._door: Any = None
@@ -122,30 +138,44 @@ class Guests:
         """Whether this is the island's first line: a newcomer hears of steps on that alone."""
         return self._line == 0
 
-    def put(self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+    def put(
+        self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]
+    ) -> None:
         """Send an item (`spool.py`) to a guest that is still there."""
         if guest is not None and guest is self.guest and not guest.wires[wire].gone:
             spool.put(self._hub, guest.wires[wire], head, parts)
 
-    # ---- the door --------------------------------------------------------------------------------------------------------
+    # ---- the door ------------------------------------------------------------------------------
 
     def _knocked(self, _: int) -> None:
         with suppress(zmq.Again):
             parts = self._door.recv_multipart(zmq.NOBLOCK)
             if len(parts) == 2:
-                self._door.send_multipart([parts[0], json.dumps(self._answer(parts[1])).encode()], zmq.NOBLOCK)
+                self._door.send_multipart(
+                    [parts[0], json.dumps(self._answer(parts[1])).encode()], zmq.NOBLOCK
+                )
 
     def _answer(self, data: bytes) -> dict[str, Any]:
         try:
             found = json.loads(data)
             if found.get("ask") == "status":
                 return self._status()
-            who, line, name = Member(int(found["slot"]), int(found["life"])), int(found["line"]), str(found["name"])[:200]
+            who, line, name = (
+                Member(int(found["slot"]), int(found["life"])),
+                int(found["line"]),
+                str(found["name"])[:200],
+            )
             run = str(found["run"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return {"refused": f"a request that cannot be read ({error!r:.80}): use one release everywhere"}
+            return {
+                "refused": f"a request that cannot be read ({error!r:.80}): use one release "
+                "everywhere"
+            }
         if run != self._prefix or line != self._line:
-            return {"refused": f"this is line {self._line} of run {self._prefix}, not line {line} of {run}"}
+            return {
+                "refused": f"this is line {self._line} of run {self._prefix}, not line {line} of "
+                f"{run}"
+            }
         if self.guest is not None and self.guest.member.slot == who.slot:
             self.drop("it has started again")
         if self.guest is not None:
@@ -158,15 +188,20 @@ class Guests:
         wires, ports = {}, []
         for k in connections(self._lanes()):
             wire = self._hub.add(0, True)
-            ports.append(int(bound(wire.socket, self._address, f"island {self._me.slot}").rpartition(":")[2]))
-            wire.greet(greeting(self._prefix, self._line, k, self._me, who), greeting(self._prefix, self._line, k, who, self._me))
+            ports.append(
+                int(bound(wire.socket, self._address, f"island {self._me.slot}").rpartition(":")[2])
+            )
+            wire.greet(
+                greeting(self._prefix, self._line, k, self._me, who),
+                greeting(self._prefix, self._line, k, who, self._me),
+            )
             wires[k] = wire
         lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
         self.guest = Guest(who, name, wires, lanes)
         self._names[who.slot] = name
         return {"ports": ports, "lanes": len(lanes)}
 
-    # ---- the guest -------------------------------------------------------------------------------------------------------
+    # ---- the guest -----------------------------------------------------------------------------
 
     def look(self) -> list[list[Any]]:
         """What the guest says; it is dropped if its connection is gone, or it reads too slowly."""
@@ -198,11 +233,15 @@ class Guests:
         if guest is not None:
             if not guest.moved:
                 log.warning("%s does not join: %s", guest.name, why)
-            for wire in guest.every if not guest.moved else [guest.wires["ticks"], guest.wires["messages"]]:
+            for wire in (
+                guest.every if not guest.moved else [guest.wires["ticks"], guest.wires["messages"]]
+            ):
                 wire.close(0)
 
     def move_in(self, member: Member) -> tuple[Wire, list[Wire]] | None:
-        """The guest is a member from now on: its connection for words, and its lanes. What it follows goes on until `over`."""
+        """The guest is a member from now on: its connection for words, and its lanes. What it
+        follows goes on until `over`.
+        """
         guest = self.guest
         if guest is None or guest.member != member:
             return None
@@ -224,14 +263,18 @@ class Guests:
         self.drop("this island has ended") if self.guest is not None else None
 
 
-def knock(context: Any, keys: Any, host: str, port: int, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+def knock(
+    context: Any, keys: Any, host: str, port: int, request: dict[str, Any], seconds: float
+) -> dict[str, Any] | None:
     """Ask at a door: its answer, None if nobody answers within so many seconds."""
     made = context.socket(zmq.DEALER)
     try:
         made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
         if keys is not None:
             keys.connect(made)
-        made.connect(f"tcp://{bracketed(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))}:{port}")
+        made.connect(
+            f"tcp://{bracketed(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))}:{port}"  # noqa: E501
+        )
         made.send(json.dumps(request).encode())
         if not made.poll(1e3 * seconds):
             return None

@@ -1,15 +1,16 @@
-"""The header that stands before every message between islands: payloads, both legs of a reduce, questions, and set-up.
+"""The header that stands before every message between islands: payloads, both legs of a reduce,
+questions, and set-up.
 
 56 bytes, little-endian:
 
-    magic "FDX2" (4s), wire version (u8), kind (u8), flags (u8), norm (u8, see `norm_code`), digest of the configuration (u64; 0 before it
-    is agreed),
-    step (u32), number of the message on its peer group (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64),
-    weight (f32), loss (f32, NaN if none), CRC-32 of the body (u32), CRC-32 of the 52 bytes before it (u32)
+    magic "FDX2" (4s), wire version (u8), kind (u8), flags (u8), norm (u8, see `norm_code`), digest
+    of the configuration (u64; 0 before it is agreed), step (u32), number of the message on its peer
+    group (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64), weight (f32), loss
+    (f32, NaN if none), CRC-32 of the body (u32), CRC-32 of the 52 bytes before it (u32)
 
-A receiver looks at the header as soon as the first piece of a message is there. So it learns from it that the sender does something else
-(finishes, evaluates, is at another step) without waiting for bytes that will not come, and it never makes room for a length that it did
-not expect.
+A receiver looks at the header as soon as the first piece of a message is there. So it learns from
+it that the sender does something else (finishes, evaluates, is at another step) without waiting for
+bytes that will not come, and it never makes room for a length that it did not expect.
 """
 
 from __future__ import annotations
@@ -33,14 +34,22 @@ MAGIC, VERSION = b"FDX2", 3  # 2: the configuration, and so its digest, had othe
 HEADER = struct.Struct("<4sBBHQIIQQffII")
 
 STOP = 1  # flag: this island asks all to stop after this step
-SKIPPED = 2  # flag: this replica took no step; its plain gradient has no weight. Of a question between steps: this island does not ask it
+# flag: this replica took no step; its plain gradient has no weight. Of a question between steps:
+# this island does not ask it
+SKIPPED = 2
 COUNTED = 4  # flag: this island has counted tokens, if not since the last exchange
 ENDING = 8  # flag: sent by finish()
-NOT_FINITE = 16  # flag: what this replica would have contributed holds NaN or Inf, and has been left out
+# flag: what this replica would have contributed holds NaN or Inf, and has been left out
+NOT_FINITE = 16
 SUMMED = 32  # flag: `total` is the sum of what must be equal
-LEAVING = 64  # flag beside STOP: this island was told to end (SIGTERM), and its process goes on no more
-EARLY = 128  # flag: this island leaves, and sends what it has of the coming payload ahead of its time; `weight` is its share in every mean
-FAR = 256  # never sent: the receivers have found the norm far from the members', and leave the contribution out (`exchange/norms.py`)
+# flag beside STOP: this island was told to end (SIGTERM), and its process goes on no more
+LEAVING = 64
+# flag: this island leaves, and sends what it has of the coming payload ahead of its time; `weight`
+# is its share in every mean
+EARLY = 128
+# never sent: the receivers have found the norm far from the members', and leave the contribution
+# out (`exchange/norms.py`)
+FAR = 256
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
 KINDS = (
@@ -63,8 +72,8 @@ PER_OCTAVE, ONE = 4, 128
 
 
 def norm_code(norm: float) -> int:
-    """A norm in a byte: 0 where there is none, else 1 to 255 in steps of a quarter of an octave, 128 for 1. So it is known to 9 %, between
-    3e-10 and 4e9; beyond that the nearest.
+    """A norm in a byte: 0 where there is none, else 1 to 255 in steps of a quarter of an octave,
+    128 for 1. So it is known to 9 %, between 3e-10 and 4e9; beyond that the nearest.
 
     >>> [norm_code(norm) for norm in (0.0, 1.0, 2.0, 1e6, float("inf"))]
     [0, 128, 132, 208, 255]
@@ -86,10 +95,12 @@ class Header:
     Attributes:
         digest: of the configuration.
         step: of a payload the step it is sent in, from 0; else the steps done.
-        weight: the sender's share in a mean; less than 0: none, whatever the channel's weights. loss: NaN where unknown.
+        weight: the sender's share in a mean; less than 0: none, whatever the channel's weights.
+            loss: NaN where unknown.
         total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
         number: of the message on its peer group, the same on all its ranks.
-        norm: `norm_code` of what the sender contributes, of its whole island: the same on all its ranks. 0 where unknown.
+        norm: `norm_code` of what the sender contributes, of its whole island: the same on all its
+            ranks. 0 where unknown.
     """
 
     digest: int
@@ -116,12 +127,29 @@ def room(body: int) -> Tensor:
 
 
 def fill(message: Tensor, header: Header) -> Tensor:
-    """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU, contiguous), in place."""
+    """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU,
+    contiguous), in place.
+    """
     body = message[HEADER.size :]
     h, crc, flags = header, zlib.crc32(memory(body)), header.flags & 0xFF | header.norm << 8
-    fields = (MAGIC, VERSION, h.kind, flags, h.digest, h.step, h.number, body.numel(), h.total, h.weight, h.loss, crc)
+    fields = (
+        MAGIC,
+        VERSION,
+        h.kind,
+        flags,
+        h.digest,
+        h.step,
+        h.number,
+        body.numel(),
+        h.total,
+        h.weight,
+        h.loss,
+        crc,
+    )
     head = HEADER.pack(*fields, 0)[:-4]
-    message[: HEADER.size] = torch.frombuffer(bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8)
+    message[: HEADER.size] = torch.frombuffer(
+        bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8
+    )
     return message
 
 
@@ -133,45 +161,81 @@ def seal(header: Header, body: Tensor) -> Tensor:
 
 
 def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tensor]:
-    """Check a whole message against what should come; its header and body (a view). Raises as `open_head` and `check_body`."""
+    """Check a whole message against what should come; its header and body (a view). Raises as
+    `open_head` and `check_body`.
+    """
     size = message.numel() - HEADER.size
     if size < 0 or (length := HEADER.unpack(bytes(message[: HEADER.size].tolist()))[7]) > size:
-        raise WireError(f"message from {sender} is truncated: {message.numel()} bytes, of a header of {HEADER.size} and what it names")
+        raise WireError(
+            f"message from {sender} is truncated: {message.numel()} bytes, of a header of "
+            f"{HEADER.size} and what it names"
+        )
     theirs, crc = open_head(message, expected, length, sender)
     return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
 
 
 def claimed(data: Tensor) -> Header:
     """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
-    _, _, kind, flags, digest, step, number, _, total, weight, loss, _, _ = HEADER.unpack(bytes(data[: HEADER.size].tolist()))
+    _, _, kind, flags, digest, step, number, _, total, weight, loss, _, _ = HEADER.unpack(
+        bytes(data[: HEADER.size].tolist())
+    )
     return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, flags >> 8)
 
 
 def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:
-    """Check the first bytes of a message (uint8 [>= 56]) against what should come: `expected`, with a body of `size` bytes.
+    """Check the first bytes of a message (uint8 [>= 56]) against what should come: `expected`, with
+    a body of `size` bytes.
 
     Returns:
         The sender's header, and the checksum of its body.
 
     Raises:
-        WireError: torn, or of another wire version. Mismatch: the sender does something else; says what both do.
+        WireError: torn, or of another wire version. Mismatch: the sender does something else; says
+            what both do.
     """
     head = bytes(data[: HEADER.size].tolist())
-    magic, version, kind, flags, digest, step, number, length, total, weight, loss, body_crc, crc = HEADER.unpack(head)
+    (
+        magic,
+        version,
+        kind,
+        flags,
+        digest,
+        step,
+        number,
+        length,
+        total,
+        weight,
+        loss,
+        body_crc,
+        crc,
+    ) = HEADER.unpack(head)
     if magic != MAGIC or version != VERSION:
         wanted = f"expected {MAGIC!r} version {VERSION}"
-        raise WireError(f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one release everywhere")
+        raise WireError(
+            f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one "
+            "release everywhere"
+        )
     if crc != zlib.crc32(head[:-4]):
-        raise WireError(f"message from {sender} is damaged: the checksum of its header does not fit")
+        raise WireError(
+            f"message from {sender} is damaged: the checksum of its header does not fit"
+        )
     theirs = Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, flags >> 8)
-    if (kind, step, theirs.flags & ENDING) != (expected.kind, expected.step, expected.flags & ENDING):
+    if (kind, step, theirs.flags & ENDING) != (
+        expected.kind,
+        expected.step,
+        expected.flags & ENDING,
+    ):
         raise Mismatch(_apart(theirs, expected, sender))
     if digest != expected.digest:
-        both = f"{digest:016x}, ours is {expected.digest:016x}: start all islands with one configuration"
+        both = (
+            f"{digest:016x}, ours is {expected.digest:016x}: start all islands with one "
+            "configuration"
+        )
         raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")
     if length != size or number != expected.number:
         raise Mismatch(
-            f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected message {expected.number} with {size}: all "
+            f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected "
+            f"message {expected.number} with {size}: all "
             "islands must make the same calls in the same order, with values of the same form"
         )
     return theirs, body_crc
@@ -184,7 +248,10 @@ def check_body(body: Tensor, crc: int, theirs: Header, sender: str) -> Tensor:
         WireError: it does not.
     """
     if zlib.crc32(memory(body)) != crc:
-        raise WireError(f"{_name(theirs)} from {sender} is damaged: its checksum does not fit its {body.numel()} bytes")
+        raise WireError(
+            f"{_name(theirs)} from {sender} is damaged: its checksum does not fit its "
+            f"{body.numel()} bytes"
+        )
     return body
 
 
@@ -197,17 +264,24 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
     where = f"{sender} {theirs.when}, we {mine.when.replace('is at', 'are at')}"
     if theirs.when.rpartition(" ")[2] == mine.when.rpartition(" ")[2]:
         return (
-            f"{where}; {_name(theirs)} came from there, {_name(mine)} was expected: all islands must make the same calls at the same step "
+            f"{where}; {_name(theirs)} came from there, {_name(mine)} was expected: all islands "
+            "must make the same calls at the same step "
             f"(evaluations under outer_parameters, across_islands, finish){see('unlike-steps')}"
         )
     if (theirs.flags | mine.flags) & ENDING:
-        return f"{where}: give all islands the same number of steps (max_steps, or data with as many rows){see('step-count')}"
+        return (
+            f"{where}: give all islands the same number of steps (max_steps, or data with as many "
+            f"rows){see('step-count')}"
+        )
     return (
-        f"{where}: the islands do not take the same steps. Call skip() for a step that a loop drops, and give all islands data with as "
+        f"{where}: the islands do not take the same steps. Call skip() for a step that a loop "
+        "drops, and give all islands data with as "
         f"many rows{see('unlike-steps')}"
     )
 
 
 def memory(t: Tensor) -> Any:
     """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy."""
-    return (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()) if t.numel() else b""
+    return (
+        (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()) if t.numel() else b""
+    )

@@ -1,7 +1,9 @@
-"""The bytes of one numbered message on one rank: what it sends, what has come, what it has made of it. Kept until all members have it.
+"""The bytes of one numbered message on one rank: what it sends, what has come, what it has made of
+it. Kept until all members have it.
 
-The membership machine (`membership.py`) says which pieces count; this file has the tensors, and the calculations on them. Calculations run
-in the thread that exchanges (`elastic_peers.py`), which waits for the message meanwhile; the driver's thread only moves bytes.
+The membership machine (`membership.py`) says which pieces count; this file has the tensors, and the
+calculations on them. Calculations run in the thread that exchanges (`elastic_peers.py`), which
+waits for the message meanwhile; the driver's thread only moves bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class Due:
 
 
 class Early:
-    """What an island that leaves contributes to message n, ahead of its time: header, body, then its vectors coded uncut. A rank may have
-    it before it has launched that message.
+    """What an island that leaves contributes to message n, ahead of its time: header, body, then
+    its vectors coded uncut. A rank may have it before it has launched that message.
 
     Args:
         kind: as who leaves takes the message to be. longest: bytes of body and vectors at most.
@@ -60,7 +62,9 @@ class Early:
         return self.longest
 
     def expected(self, claimed: Header) -> Header:
-        """The header that should come: what it says of step and kind is compared when the message is launched here."""
+        """The header that should come: what it says of step and kind is compared when the message
+        is launched here.
+        """
         return replace(claimed, number=self.n % 2**32)
 
 
@@ -69,7 +73,8 @@ class Message:
 
     Args:
         n: its number. me: this island. header: what is said with it.
-        body: uint8 with room for a header; the same length is expected from everybody, unless `longest` is given.
+        body: uint8 with room for a header; the same length is expected from everybody, unless
+            `longest` is given.
         vectors, weigh: see `PeerGroup.exchange`.
         longest: bytes of a body at most, where they differ.
         lanes: connections to which its pieces are dealt. compare: see `PeerGroup.exchange`.
@@ -77,10 +82,13 @@ class Message:
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
         tasks: what the thread that waits is to do: a calculation, `Due`, or an error to raise.
-        bodies, headers: of each contributor, with the header before the body. shares, parts: by whose they are, and attempt.
+        bodies, headers: of each contributor, with the header before the body. shares, parts: by
+            whose they are, and attempt.
         early: what islands that leave have sent ahead of its time, by whose it is.
-        making: parts of the mean that are being calculated, with the view in which they are to be sent, and to whom.
-        sent, received: bytes so far, headers counted. alike, something: of a message to compare, see `PeerGroup`.
+        making: parts of the mean that are being calculated, with the view in which they are to be
+            sent, and to whom.
+        sent, received: bytes so far, headers counted. alike, something: of a message to compare,
+            see `PeerGroup`.
     """
 
     def __init__(
@@ -112,14 +120,20 @@ class Message:
         self._compare = compare
 
     def described(self) -> dict[str, Any]:
-        """What somebody must know who takes part in this message without asking it, as JSON: see `coming.Coming`."""
+        """What somebody must know who takes part in this message without asking it, as JSON: see
+        `coming.Coming`.
+        """
         h, body = self.header, self.bodies[self.me].numel() - HEADER.size
         what = {"n": self.n, "kind": h.kind, "step": h.step, "flags": h.flags & ENDING}
         return {**what, "body": body, "longest": self.longest, "spans": self.spans}
 
     def tensor(self, piece: Piece) -> Tensor | None:
         """The bytes of a body or part that is here, header and all."""
-        return self.bodies.get(piece.of) if piece.what == "body" else self.parts.get((piece.of, piece.attempt))
+        return (
+            self.bodies.get(piece.of)
+            if piece.what == "body"
+            else self.parts.get((piece.of, piece.attempt))
+        )
 
     def expected(self, what: str) -> Header:
         """The header that should come with a piece, but for what each sender says of itself."""
@@ -144,17 +158,21 @@ class Message:
         else:
             self.parts[piece.of, piece.attempt] = data
 
-    # ---- calculations, in the thread that waits ------------------------------------------------------------------------
+    # ---- calculations, in the thread that waits ------------------------------------------------
 
     def cut(self, owners: Sequence[Member], attempt: int) -> dict[Member, Tensor]:
         """Each owner's share of the vectors, coded; one's own is kept."""
         made = collectives.shares(self.vectors, len(owners))
-        out = {m: fill(share, self.expected("share")) for m, share in zip(owners, made, strict=True)}
+        out = {
+            m: fill(share, self.expected("share")) for m, share in zip(owners, made, strict=True)
+        }
         self.shares[self.me, attempt] = out[self.me]
         return out
 
     def average(self, settled: Settlement) -> Tensor:
-        """The coded mean of the part that this rank owns, from all shares, which are used up, and from what came early."""
+        """The coded mean of the part that this rank owns, from all shares, which are used up, and
+        from what came early.
+        """
         who, owners, attempt = self.counted(settled), settled.owners, settled.attempt
         weights = self.weigh([self._header(m, settled) for m in who])
         self.weighed = True
@@ -168,14 +186,18 @@ class Message:
         bodies = [share(m) for m in who]
         if self._compare:
             whole = [body for m, body in zip(who, bodies, strict=True) if m in owners]
-            self.alike, self.something = all(torch.equal(body, whole[0]) for body in whole), bool(whole[0].any())
+            self.alike, self.something = (
+                all(torch.equal(body, whole[0]) for body in whole),
+                bool(whole[0].any()),
+            )
         part = collectives.part_of_mean(bodies, self.spans, weights, mine, size)
         self.parts[self.me, attempt] = fill(part, self.expected("part"))
         return self.parts[self.me, attempt]
 
     def coded(self, due: Due) -> list[Tensor]:
-        """The coded parts of the means, without headers, by whose they are; nothing without vectors, and where somebody who has left has a
-        share in them: parts are not as many as headers then."""
+        """The coded parts of the means, without headers, by whose they are; nothing without
+        vectors, and where somebody who has left has a share in them: parts are not as many as
+        headers then."""
         settled = due.settled
         if not self.vectors or settled.early:
             return []
@@ -189,16 +211,25 @@ class Message:
         if not self.weighed:
             self.weigh(headers)
         if self.vectors:
-            means = collectives.whole([self.parts[m, settled.attempt][HEADER.size :] for m in settled.owners], self.spans)
-        bodies = [self._came_early(m)[: self._body] if m in settled.early else self.bodies[m][HEADER.size :] for m in who]
+            means = collectives.whole(
+                [self.parts[m, settled.attempt][HEADER.size :] for m in settled.owners], self.spans
+            )
+        bodies = [
+            self._came_early(m)[: self._body]
+            if m in settled.early
+            else self.bodies[m][HEADER.size :]
+            for m in who
+        ]
         return headers, bodies, means
 
-    # ---- what came early ---------------------------------------------------------------------------------------------
+    # ---- what came early -----------------------------------------------------------------------
 
     def counted(self, settled: Settlement) -> tuple[Member, ...]:
-        """The contributors, but for what came early and is of something else: a question came in between, say. All compare the same bytes
-        with the same message, so all come to the same."""
-        return tuple(m for m in settled.contributors if m not in settled.early or self._fits(self.early[m]))
+        """The contributors, but for what came early and is of something else: a question came in
+        between, say. All compare the same bytes with the same message, so all come to the same."""
+        return tuple(
+            m for m in settled.contributors if m not in settled.early or self._fits(self.early[m])
+        )
 
     def _fits(self, early: Early) -> bool:
         mine, theirs = self.header, early.header

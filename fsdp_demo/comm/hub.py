@@ -1,8 +1,9 @@
 """What moves all connections of a rank: whoever waits drives, and no thread runs while nobody does.
 
-A ZeroMQ socket may be used by one thread at a time. The first that waits becomes the driver: it waits for all sockets at once and moves
-what can be moved, also for the others, who wait for its word; when it has what it wanted, another takes over. So a short message needs no
-hand-over from thread to thread, and training has no other thread beside it while no exchange is under way.
+A ZeroMQ socket may be used by one thread at a time. The first that waits becomes the driver: it
+waits for all sockets at once and moves what can be moved, also for the others, who wait for its
+word; when it has what it wanted, another takes over. So a short message needs no hand-over from
+thread to thread, and training has no other thread beside it while no exchange is under way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Hub:
         keys: `curve.Keys`, or None.
 
     Attributes:
-        changed: lock of all that waits and is queued; told when something has moved. keys: as given. context: of ZeroMQ.
+        changed: lock of all that waits and is queued; told when something has moved. keys: as
+            given. context: of ZeroMQ.
     """
 
     def __init__(self, keys: Any = None):
@@ -53,7 +55,7 @@ class Hub:
         self._driver = 0  # the thread that drives
         self._claims = 0  # threads that wait for `alone`
 
-    # ---- connections ---------------------------------------------------------------------------------------------------
+    # ---- connections ---------------------------------------------------------------------------
 
     def socket(self) -> Any:
         """A new socket with what all of them have in common."""
@@ -61,7 +63,8 @@ class Hub:
         made.sndhwm = made.rcvhwm = WAITING
         made.maxmsgsize = frames.LARGEST + SEALED
         made.linger = 0
-        made.reconnect_ivl = 2**31 - 1  # never by itself: what was under way is lost with a connection
+        # never by itself: what was under way is lost with a connection
+        made.reconnect_ivl = 2**31 - 1
         keep_alive(made)
         return made
 
@@ -108,7 +111,7 @@ class Hub:
                 with suppress(KeyError):
                     self._poller.unregister(end)
 
-    # ---- driving -------------------------------------------------------------------------------------------------------
+    # ---- driving -------------------------------------------------------------------------------
 
     def wait(self, piece: Piece, seconds: float) -> None:
         """Drive, or let somebody drive, until a piece has been moved.
@@ -121,7 +124,8 @@ class Hub:
             left = end - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"nothing came for {seconds:g} s")
-            self.drive(min(left, 0.001) if piece.handed else left, piece.is_completed)  # nobody tells when the library lets go
+            # nobody tells when the library lets go
+            self.drive(min(left, 0.001) if piece.handed else left, piece.is_completed)
 
     def drive(self, seconds: float, done: Callable[[], bool]) -> None:
         """One turn, or somebody else's."""
@@ -157,7 +161,9 @@ class Hub:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else drives within: for what touches sockets while another thread may drive, as when connections are added or closed."""
+        """Nobody else drives within: for what touches sockets while another thread may drive, as
+        when connections are added or closed.
+        """
         if self._driver == threading.get_ident():
             yield
             return
@@ -216,7 +222,9 @@ class Hub:
                     wire.settle()
 
     def close(self, linger: float = LINGER) -> None:
-        """Close all connections; waits end with an error, what was handed over has `linger` seconds to leave."""
+        """Close all connections; waits end with an error, what was handed over has `linger` seconds
+        to leave.
+        """
         with self.changed:
             if self.closed:
                 return
@@ -229,7 +237,8 @@ class Hub:
             self._enter()
         try:
             for wire in list(self.wires):
-                wire.watch()  # what waits for a peer that has closed never leaves: it would be waited for in vain
+                # what waits for a peer that has closed never leaves: it would be waited for in vain
+                wire.watch()
                 wire.close(linger)
             for other in list(self._attended):
                 self.neglect(other)

@@ -1,7 +1,8 @@
-"""Where the pieces go that arrive on one connection: into the room that waits for them, aside if they come early, or away.
+"""Where the pieces go that arrive on one connection: into the room that waits for them, aside if
+they come early, or away.
 
-Bookkeeping alone, without a socket and without a clock. Nothing here is copied: a transport asks `place` with the frame of a piece, before
-it reads the piece itself.
+Bookkeeping alone, without a socket and without a clock. Nothing here is copied: a transport asks
+`place` with the frame of a piece, before it reads the piece itself.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from ..errors import WireError
 from .frames import Frame
 
 EARLY = 16 << 20
-"""Bytes of pieces for which nobody waits yet that one connection keeps; more stay with the sender. A short message behind them is reached
-as long as what has left the sender of a long one is less, so it is more than the kernels of both sides hold by default."""
+"""Bytes of pieces for which nobody waits yet that one connection keeps; more stay with the sender.
+A short message behind them is reached as long as what has left the sender of a long one is less,
+so it is more than the kernels of both sides hold by default."""
 
 
 class Place(Enum):
@@ -33,7 +35,8 @@ class Inbox:
         epoch: the only one whose pieces are taken: earlier ones are dropped, later ones wait.
 
     Attributes:
-        rooms: what waits, by number of the message, in order. kept: pieces that came before their room, likewise.
+        rooms: what waits, by number of the message, in order. kept: pieces that came before their
+            room, likewise.
         over: messages up to this number have ended.
     """
 
@@ -44,7 +47,8 @@ class Inbox:
         self._bytes, self._taken = 0, Counts()
 
     def place(self, frame: Frame) -> Any:
-        """The room for a piece, which is taken from `rooms` (it has `size`, in bytes), or a `Place`. Ask again after LATER.
+        """The room for a piece, which is taken from `rooms` (it has `size`, in bytes), or a
+        `Place`. Ask again after LATER.
 
         Raises:
             WireError: it is not the next of its message, or longer than its room.
@@ -58,7 +62,9 @@ class Inbox:
             return Place.LATER
         expected = self._taken.next(frame.number)
         if frame.piece != expected:
-            raise WireError(f"piece {frame.piece} of message {frame.number} came, expected piece {expected}")
+            raise WireError(
+                f"piece {frame.piece} of message {frame.number} came, expected piece {expected}"
+            )
         if not rooms:
             return Place.ASIDE
         self._must_fit(frame.number, frame.length, rooms[0])
@@ -74,7 +80,8 @@ class Inbox:
         return None
 
     def wait_for(self, number: int, room: Any) -> Any:
-        """Post a room for the next piece of a message: the piece, if it came before; None if it is to come.
+        """Post a room for the next piece of a message: the piece, if it came before; None if it is
+        to come.
 
         Raises:
             WireError: what came is longer.
@@ -88,7 +95,9 @@ class Inbox:
         return None
 
     def end(self, number: int) -> None:
-        """Messages up to `number` are over: what was kept of them goes, and what comes of them is dropped."""
+        """Messages up to `number` are over: what was kept of them goes, and what comes of them is
+        dropped.
+        """
         self.over = max(self.over, number)
         self.kept = {n: pieces for n, pieces in self.kept.items() if n > self.over}
         self._bytes = sum(size for pieces in self.kept.values() for _, size in pieces)
@@ -102,7 +111,9 @@ class Inbox:
     @staticmethod
     def _must_fit(number: int, size: int, room: Any) -> None:
         if size > room.size:
-            raise WireError(f"a piece of message {number} has {size} bytes, there is room for {room.size}")
+            raise WireError(
+                f"a piece of message {number} has {size} bytes, there is room for {room.size}"
+            )
 
     @staticmethod
     def _first(queues: dict[int, deque[Any]], number: int) -> Any:

@@ -1,4 +1,6 @@
-"""The few words the ranks of one island say to each other about the exchange: votes and sums (`ranks.py`), and the gradient norm."""
+"""The few words the ranks of one island say to each other about the exchange: votes and sums
+(`ranks.py`), and the gradient norm.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from .topology import ShardPosition, Topology
 
 
 class IslandGroup(Ranks):
-    """A control group over the ranks of this island, on the fast network; one rank alone needs none.
+    """A control group over the ranks of this island, on the fast network; one rank alone needs
+    none.
 
-    It is a gloo group, so that a vote is a matter of the host and no rank waits for its device: one of its own, but where the ranks of a
-    mesh are joined by gloo already. Its timeout outlasts that of the exchange, since the ranks of an island learn of a lost peer at
-    different times.
+    It is a gloo group, so that a vote is a matter of the host and no rank waits for its device: one
+    of its own, but where the ranks of a mesh are joined by gloo already. Its timeout outlasts that
+    of the exchange, since the ranks of an island learn of a lost peer at different times.
 
     Args:
         device: of the gradients, the same kind on all ranks.
@@ -34,20 +37,29 @@ class IslandGroup(Ranks):
         super().__init__(None, topology.rank, topology.world)
         self.position, self.device = position, device
         self.copies: Any = None
-        self._ranks: Any = topology.group  # of the island, on the backend that training uses; None: the default group
+        # of the island, on the backend that training uses; None: the default group
+        self._ranks: Any = topology.group
         if topology.world == 1:
             return
         mesh = topology.kind == "mesh"
-        self.group = topology.group if mesh and dist.get_backend(topology.group) == "gloo" else _control(topology, mesh)
+        self.group = (
+            topology.group
+            if mesh and dist.get_backend(topology.group) == "gloo"
+            else _control(topology, mesh)
+        )
         if mesh:
             self.copies = topology.group
         elif position.copies > 1 and position.shards > 1:
             for shard in range(position.shards):  # every rank makes every group, in one order
-                group = dist.new_group([copy * position.shards + shard for copy in range(position.copies)])
+                group = dist.new_group(
+                    [copy * position.shards + shard for copy in range(position.copies)]
+                )
                 self.copies = group if shard == position.shard else self.copies
 
     def broadcast(self, work: Tensor) -> None:
-        """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the CPU)."""
+        """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the
+        CPU).
+        """
         if self.position.copies == 1:
             return
         group = self.copies if self.position.shards > 1 else self.group
@@ -55,17 +67,26 @@ class IslandGroup(Ranks):
         dist.broadcast(there, group_src=0, group=group)
         work.copy_(there)
 
-    def clip(self, gradients: list[Tensor | None], limit: float | None, across: Callable[[float], float] | None = None) -> float | Tensor:
-        """Scale local gradients in place so that their norm over all shards is at most `limit` (None: leave them); say if it is finite.
+    def clip(
+        self,
+        gradients: list[Tensor | None],
+        limit: float | None,
+        across: Callable[[float], float] | None = None,
+    ) -> float | Tensor:
+        """Scale local gradients in place so that their norm over all shards is at most `limit`
+        (None: leave them); say if it is finite.
 
-        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most 1.
+        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most
+        1.
 
         Args:
-            across: makes a mean over the islands of the squared norm, on the host. Without it nothing is read from a device.
+            across: makes a mean over the islands of the squared norm, on the host. Without it
+                nothing is read from a device.
 
         Returns:
-            1 if the gradients of any rank of the island hold NaN or Inf (or their norm overflows), else 0: a number, and the gradients are
-            as they were; or, where they lie on a device, a scalar there, and the gradients are zeros then.
+            1 if the gradients of any rank of the island hold NaN or Inf (or their norm overflows),
+            else 0: a number, and the gradients are as they were; or, where they lie on a device, a
+            scalar there, and the gradients are zeros then.
         """
         present = [g for g in gradients if g is not None]
         square = self._square(present)
@@ -75,7 +96,8 @@ class IslandGroup(Ranks):
         if self.position.shards > 1:
             value = self.sum(value)[0] / self.position.copies
         bad = float(not math.isfinite(value))
-        if self.position.shards == 1 and self.position.copies > 1:  # equal gradients, unless something is wrong with one of them
+        # equal gradients, unless something is wrong with one of them
+        if self.position.shards == 1 and self.position.copies > 1:
             bad = self.max(bad)[0]
         if limit is not None:
             factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
@@ -84,15 +106,18 @@ class IslandGroup(Ranks):
         return bad
 
     def not_finite(self, tensors: list[Tensor]) -> float | Tensor:
-        """1 if `tensors` of any rank of the island hold NaN or Inf, else 0: a number, or a scalar where they lie on a device."""
+        """1 if `tensors` of any rank of the island hold NaN or Inf, else 0: a number, or a scalar
+        where they lie on a device.
+        """
         square = self._square(tensors)
         if not self._on_device():
             return self.max(float(not math.isfinite(float(square))))[0]
         return self._any_there(square.isfinite().logical_not().float())
 
     def norm(self, square: Tensor) -> float | Tensor:
-        """Root of the sum of a squared norm (fp32 scalar on the device) over all ranks of the island: a number, the same on all; or, where
-        it lies on a device that the island's own group reaches, a scalar there, which nobody has read."""
+        """Root of the sum of a squared norm (fp32 scalar on the device) over all ranks of the
+        island: a number, the same on all; or, where it lies on a device that the island's own
+        group reaches, a scalar there, which nobody has read."""
         if self.device.type != "cpu" and (self.group is None or self._reaches_device()):
             square = square.double()
             if self.group is not None:
@@ -103,11 +128,13 @@ class IslandGroup(Ranks):
     def _square(self, tensors: Sequence[Tensor]) -> Tensor:
         """Squared norm of local tensors, fp32 scalar on the device."""
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)  # per tensor each costs a microsecond
+        # per tensor each costs a microsecond
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
 
     def _on_device(self) -> bool:
-        """Whether a norm stays on the device until the gradients are scaled: it is not the host, and the island's own group reduces there.
-        The same on all ranks, whether or not they hold a gradient."""
+        """Whether a norm stays on the device until the gradients are scaled: it is not the host,
+        and the island's own group reduces there. The same on all ranks, whether or not they hold
+        a gradient."""
         if self.device.type == "cpu":
             return False
         return self.position.shards == 1 or self._reaches_device()
@@ -121,8 +148,8 @@ class IslandGroup(Ranks):
         return bad
 
     def _clip_there(self, present: list[Tensor], square: Tensor, limit: float | None) -> Tensor:
-        """Scale by a factor that is not read, to the bits that the host would come to; by 1, which changes nothing, where the norm is
-        within the limit; by 0 where it is not finite."""
+        """Scale by a factor that is not read, to the bits that the host would come to; by 1, which
+        changes nothing, where the norm is within the limit; by 0 where it is not finite."""
         square = square.double()
         if self.position.shards > 1:
             dist.all_reduce(square, group=self._ranks)
@@ -130,7 +157,11 @@ class IslandGroup(Ranks):
         bad = square.isfinite().logical_not().float()
         if self.position.shards == 1:
             bad = self._any_there(bad)
-        factor = torch.ones_like(square) if limit is None else (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
+        factor = (
+            torch.ones_like(square)
+            if limit is None
+            else (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
+        )
         if present:
             for g in present:  # zero times NaN is NaN
                 g.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -143,7 +174,10 @@ class IslandGroup(Ranks):
 
 
 def _control(topology: Topology, mesh: bool) -> Any:
-    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other replicas need not come at the same time, but
-    torch names such a group by how many a rank is in, so all ranks of an island must have made as many."""
+    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other
+    replicas need not come at the same time, but torch names such a group by how many a rank is
+    in, so all ranks of an island must have made as many."""
     ranks = dist.get_process_group_ranks(topology.group) if mesh else None
-    return dist.new_group(ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=mesh)
+    return dist.new_group(
+        ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=mesh
+    )

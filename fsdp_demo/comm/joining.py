@@ -1,11 +1,14 @@
-"""What a newcomer, its donor and their lines say to each other when an island joins a run under way.
+"""What a newcomer, its donor and their lines say to each other when an island joins a run under
+way.
 
-The donor hands a `Snapshot` to its line's `Desk` at the end of a step, and from then on a `Tick` of each step. The newcomer reads them from
-its line's `Following`, with the messages that the others have agreed on since. How they travel is the line's matter; it has neither desk
-nor following where the members are fixed. What a snapshot holds is said by `exchange/snapshot.py`.
+The donor hands a `Snapshot` to its line's `Desk` at the end of a step, and from then on a `Tick` of
+each step. The newcomer reads them from its line's `Following`, with the messages that the others
+have agreed on since. How they travel is the line's matter; it has neither desk nor following where
+the members are fixed. What a snapshot holds is said by `exchange/snapshot.py`.
 
-On a wire everything is a list of uint8 tensors, the first a head in JSON, never pickle. A head says how long the rest is; nobody makes room
-for that before the rank for which it is has compared it with what it expects itself.
+On a wire everything is a list of uint8 tensors, the first a head in JSON, never pickle. A head says
+how long the rest is; nobody makes room for that before the rank for which it is has compared it
+with what it expects itself.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 """Of what a snapshot holds."""
 
 OWN = "own"
-"""Among what a newcomer brings: the mark of the checkpoint on its disk (`exchange/returning.py`)."""
+"""Among what a newcomer brings: the mark of the checkpoint on its disk
+(`exchange/returning.py`).
+"""
 
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
+# what JSON of unknown origin leads a reader to
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Tick:
 
     Attributes:
         step: its number, from 0.
-        rates: for each optimizer and each of its groups, what schedules move (`exchange/rates.py`), as JSON.
+        rates: for each optimizer and each of its groups, what schedules move (`exchange/rates.py`),
+            as JSON.
     """
 
     step: int
@@ -60,9 +67,17 @@ class Tick:
         found = from_bytes(data, "a tick")
         step, rates = found.get("step"), found.get("rates")
         if not isinstance(step, int) or not isinstance(rates, list):
-            raise WireError(f"a tick of another form came ({found!r:.80}): use one release everywhere")
-        if not all(isinstance(groups, list) and all(isinstance(g, dict) for g in groups) for groups in rates):
-            raise WireError(f"a tick came with rates of another form ({rates!r:.80}): use one release everywhere")
+            raise WireError(
+                f"a tick of another form came ({found!r:.80}): use one release everywhere"
+            )
+        if not all(
+            isinstance(groups, list) and all(isinstance(g, dict) for g in groups)
+            for groups in rates
+        ):
+            raise WireError(
+                f"a tick came with rates of another form ({rates!r:.80}): use one release "
+                "everywhere"
+            )
         return cls(step, rates)
 
 
@@ -86,7 +101,10 @@ class Snapshot:
         """
         names = {dtype: name for name, dtype in DTYPES.items()}
         listed = [[name, names[t.dtype], t.numel()] for name, t in self.tensors.items()]
-        return [to_bytes({**self.head, "tensors": listed}), *(t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values())]
+        return [
+            to_bytes({**self.head, "tensors": listed}),
+            *(t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values()),
+        ]
 
 
 Listed = Sequence[tuple[str, str, int]]
@@ -118,22 +136,27 @@ def filled(parts: Sequence[Tensor], expected: Listed) -> dict[str, Tensor]:
         ValueError: something is missing, or has another length.
     """
     if len(parts) != len(expected):
-        raise ValueError(f"the snapshot was cut off: {len(parts)} of {len(expected)} tensors came; join again")
+        raise ValueError(
+            f"the snapshot was cut off: {len(parts)} of {len(expected)} tensors came; join again"
+        )
     tensors = {}
     for part, size, (name, dtype, n) in zip(parts, sizes(expected), expected, strict=True):
         if part.dtype != torch.uint8 or part.numel() != size:
-            raise ValueError(f"the snapshot was cut off: {name} has {part.numel()} bytes, {n} elements of {dtype} are {size}; join again")
+            raise ValueError(
+                f"the snapshot was cut off: {name} has {part.numel()} bytes, {n} elements of "
+                f"{dtype} are {size}; join again"
+            )
         tensors[name] = part.contiguous().view(DTYPES[dtype])
     return tensors
 
 
-# ---- what the others have agreed on ----------------------------------------------------------------------------------------
+# ---- what the others have agreed on ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a newcomer expects of the next message: kind and step as in its header, bytes of each body, length and code of each vector that
-    is reduced, and at most how many islands take part."""
+    """What a newcomer expects of the next message: kind and step as in its header, bytes of each
+    body, length and code of each vector that is reduced, and at most how many islands take part."""
 
     kind: int
     step: int
@@ -142,29 +165,47 @@ class Expected:
     islands: int = 1 << 16
 
     def sizes(self, head: Tensor) -> list[int]:
-        """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if it is another message than this."""
+        """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if
+        it is another message than this.
+        """
         headers, _, coded = self.check(head)
-        means = [coding.total_bytes(part) for part in legs(self.vectors, len(headers))[1]] if coded else [4 * n for n, _ in self.vectors]
+        means = (
+            [coding.total_bytes(part) for part in legs(self.vectors, len(headers))[1]]
+            if coded
+            else [4 * n for n, _ in self.vectors]
+        )
         return [self.body] * len(headers) + means
 
     def check(self, data: Tensor) -> tuple[list[Header], list[int], bool]:
-        """Headers and slots in the head of a packed message, and whether its means come in their code. Raises WireError if it is another
-        one than this."""
+        """Headers and slots in the head of a packed message, and whether its means come in their
+        code. Raises WireError if it is another one than this."""
         head = from_bytes(data, "a message to follow")
         try:
             headers, slots = [_header(h) for h in head["headers"]], [int(s) for s in head["slots"]]
             bodies, means, coded = list(head["bodies"]), list(head["means"]), head["coded"] is True
         except _BROKEN as error:
-            raise WireError(f"a message to follow is damaged ({error!r:.80}): use one release everywhere") from None
+            raise WireError(
+                f"a message to follow is damaged ({error!r:.80}): use one release everywhere"
+            ) from None
         if not 0 < len(headers) <= self.islands:
-            raise WireError(f"a message to follow is of {len(headers)} islands: allowed are 1 to {self.islands}")
+            raise WireError(
+                f"a message to follow is of {len(headers)} islands: allowed are 1 to {self.islands}"
+            )
         theirs, mine = {(h.kind, h.step) for h in headers}, (self.kind, self.step)
         if theirs != {mine}:
-            raise WireError(f"messages to follow are of (kind, step) {sorted(theirs)}, here comes {mine}: the newcomer has lost its place")
-        wanted = [self.body] * len(headers)
-        if bodies != wanted or means != [n for n, _ in self.vectors] or len(slots) not in (0, len(headers)):
             raise WireError(
-                f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, expected are {wanted} and "
+                f"messages to follow are of (kind, step) {sorted(theirs)}, here comes {mine}: the "
+                "newcomer has lost its place"
+            )
+        wanted = [self.body] * len(headers)
+        if (
+            bodies != wanted
+            or means != [n for n, _ in self.vectors]
+            or len(slots) not in (0, len(headers))
+        ):
+            raise WireError(
+                f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, "
+                f"expected are {wanted} and "
                 f"{[n for n, _ in self.vectors]}: use one release everywhere"
             )
         return headers, slots, coded
@@ -174,7 +215,8 @@ def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tenso
     """What came back to the donor as bytes: a head, the bodies, the means; all uint8 [n].
 
     Args:
-        coded: the coded parts of the means, by whose they are (`collectives.whole`): they go instead of the means, which are fp32.
+        coded: the coded parts of the means, by whose they are (`collectives.whole`): they go
+            instead of the means, which are fp32.
     """
     head = {
         "headers": [{k: _plain(v) for k, v in vars(h).items()} for h in arrived.headers],
@@ -198,49 +240,68 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
     headers, slots, coded = expected.check(parts[0])
     wanted, found = expected.sizes(parts[0]), [p.numel() for p in parts[1:]]
     if found != wanted:
-        raise WireError(f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}")
+        raise WireError(
+            f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}"
+        )
     bodies, rest = list(parts[1 : 1 + len(headers)]), list(parts[1 + len(headers) :])
-    means = whole(rest, expected.vectors) if coded else [p.contiguous().view(torch.float32) for p in rest]
+    means = (
+        whole(rest, expected.vectors)
+        if coded
+        else [p.contiguous().view(torch.float32) for p in rest]
+    )
     return ReceivedMessage(headers, bodies, means, slots=tuple(slots))
 
 
-# ---- a line's two sides ----------------------------------------------------------------------------------------------------
+# ---- a line's two sides ------------------------------------------------------------------------
 
 
 class Desk(Protocol):
-    """The donor's side of one line, `PeerGroup.desk`. All of it is called in the thread that trains and returns at once."""
+    """The donor's side of one line, `PeerGroup.desk`. All of it is called in the thread that trains
+    and returns at once.
+    """
 
     @property
     def wanted(self) -> bool:
-        """Somebody asks for a snapshot here and has not got one. Read once at the end of each step; one is taken when the desks of all
-        ranks of the island say so."""
+        """Somebody asks for a snapshot here and has not got one. Read once at the end of each step;
+        one is taken when the desks of all ranks of the island say so."""
         ...
 
     @property
     def brings(self) -> Mapping[str, str]:
-        """What the newcomer's rank has said in its first call of `Following.head`: asked when a snapshot is taken."""
+        """What the newcomer's rank has said in its first call of `Following.head`: asked when a
+        snapshot is taken.
+        """
         ...
 
     @property
     def follows(self) -> bool:
-        """Somebody has a snapshot and wants ticks, or they are kept since a mark. Asked on the first rank of the island only."""
+        """Somebody has a snapshot and wants ticks, or they are kept since a mark. Asked on the
+        first rank of the island only.
+        """
         ...
 
     def mark(self, mark: str, snapshot: Snapshot, folder: Path, limit: int) -> None:
-        """A checkpoint is saved, and nothing is under way that has not come: keep what comes from here on.
+        """A checkpoint is saved, and nothing is under way that has not come: keep what comes from
+        here on.
 
         Args:
-            mark: of the checkpoint. snapshot: one of this step whose tensors are those of the checkpoint: it has none itself.
-            folder: where it is kept. limit: bytes of a snapshot; what goes beyond that, and some, is dropped.
+            mark: of the checkpoint. snapshot: one of this step whose tensors are those of the
+                checkpoint: it has none itself.
+            folder: where it is kept. limit: bytes of a snapshot; what goes beyond that, and some,
+                is dropped.
         """
         ...
 
     def hold(self) -> bool:
-        """Whether all is kept that came since the checkpoint that the newcomer's rank brings. It stays until `hand` or `hand_since`."""
+        """Whether all is kept that came since the checkpoint that the newcomer's rank brings. It
+        stays until `hand` or `hand_since`.
+        """
         ...
 
     def forget(self) -> None:
-        """State has changed in a way that steps and messages do not say: nothing that is kept leads there."""
+        """State has changed in a way that steps and messages do not say: nothing that is kept leads
+        there.
+        """
         ...
 
     def hand_since(self) -> None:
@@ -251,20 +312,24 @@ class Desk(Protocol):
         """Take a snapshot.
 
         Args:
-            under_way: what the messages that the snapshot has in flight bring, oldest first: the first messages to follow. Those launched
-                after this call come next.
+            under_way: what the messages that the snapshot has in flight bring, oldest first: the
+                first messages to follow. Those launched after this call come next.
         """
         ...
 
     def tick(self, tick: Tick) -> None:
-        """Take a step that has ended. The first one after `hand` has the snapshot's step as its number."""
+        """Take a step that has ended. The first one after `hand` has the snapshot's step as its
+        number.
+        """
         ...
 
 
 class Following(Protocol):
-    """The newcomer's side of one line, `PeerGroup.following`. What waits raises PeerLost if it will never come.
+    """The newcomer's side of one line, `PeerGroup.following`. What waits raises PeerLost if it will
+    never come.
 
-    While it follows, the line's `exchange` and `all_gather` send nothing and give what `arrived` gives.
+    While it follows, the line's `exchange` and `all_gather` send nothing and give what `arrived`
+    gives.
     """
 
     @property
@@ -274,30 +339,36 @@ class Following(Protocol):
 
     @property
     def planned(self) -> bool:
-        """The others know from which message on this island takes part. Asked on the first rank of the island only."""
+        """The others know from which message on this island takes part. Asked on the first rank of
+        the island only.
+        """
         ...
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
-        """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many seconds, ask again. The first call asks the
-        others for one.
+        """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many
+        seconds, ask again. The first call asks the others for one.
 
         Args:
-            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is the same there. Told to `Desk.brings`.
-                `OWN`: the mark of a checkpoint.
+            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is
+                the same there. Told to `Desk.brings`. `OWN`: the mark of a checkpoint.
         """
         ...
 
     def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
-        """The rest of the snapshot, uint8 of these sizes; None: not within so many seconds. Room is made for no other sizes."""
+        """The rest of the snapshot, uint8 of these sizes; None: not within so many seconds. Room is
+        made for no other sizes.
+        """
         ...
 
     def tick(self, seconds: float) -> Tick | None:
-        """The donor's next step; None: not within so many seconds. Asked on the first rank of the island only."""
+        """The donor's next step; None: not within so many seconds. Asked on the first rank of the
+        island only.
+        """
         ...
 
     def arrived(self, expected: Expected) -> ReceivedMessage:
-        """The next message that the others have agreed on, of those sent within steps (`header.WITHIN`), waited for. In the worker's
-        thread.
+        """The next message that the others have agreed on, of those sent within steps
+        (`header.WITHIN`), waited for. In the worker's thread.
 
         Raises:
             WireError: it is another one (`unpacked`).
@@ -305,11 +376,13 @@ class Following(Protocol):
         ...
 
     def caught_up(self, step: int) -> None:
-        """This island has taken all ticks and goes on by itself from `step`. On every rank with a line."""
+        """This island has taken all ticks and goes on by itself from `step`. On every rank with a
+        line.
+        """
         ...
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------------------
+# ---- JSON --------------------------------------------------------------------------------------
 
 
 def to_bytes(value: Any) -> Tensor:
@@ -339,8 +412,14 @@ def _plain(value: Any) -> Any:
 
 
 def _header(fields: dict[str, Any]) -> Header:
-    """The inverse of `_plain` for all numbers of a header. Raises ValueError or TypeError for anything else."""
-    numbers: dict[str, Any] = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in fields.items()}
-    if wrong := [k for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, (int, float))]:
+    """The inverse of `_plain` for all numbers of a header. Raises ValueError or TypeError for
+    anything else.
+    """
+    numbers: dict[str, Any] = {
+        k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in fields.items()
+    }
+    if wrong := [
+        k for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, (int, float))
+    ]:
         raise ValueError(f"{wrong} are no numbers")
     return Header(**numbers)

@@ -1,7 +1,8 @@
 """A slow link, as text and as numbers: `100Mbit,40ms`.
 
-A rehearsal hands this text to every rank in `ISLAND_LINK`; the transport paces itself by it. The rate is that of
-ONE island's connection, in each direction, shared by the ranks of that island; the delay is a round trip.
+A rehearsal hands this text to every rank in `ISLAND_LINK`; the transport paces itself by it. The
+rate is that of ONE island's connection, in each direction, shared by the ranks of that island; the
+delay is a round trip.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ from dataclasses import dataclass
 
 VARIABLE = "ISLAND_LINK"
 
-_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9}
+_BITS = {
+    "bit": 1.0,
+    "kbit": 1e3,
+    "mbit": 1e6,
+    "gbit": 1e9,
+    "bps": 1.0,
+    "kbps": 1e3,
+    "mbps": 1e6,
+    "gbps": 1e9,
+}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
 
 
 def _split(text: str) -> tuple[float, str] | None:
-    """`"20mbit/s"` -> `(20.0, "mbit/s")`; None if it is no finite number with (or without) a unit."""
+    """`"20mbit/s"` -> `(20.0, "mbit/s")`; None if it is no finite number with (or without) a
+    unit.
+    """
     found = _NUMBER_UNIT.fullmatch(text)
     if found is None or not math.isfinite(float(found[1])):
         return None
@@ -28,11 +40,12 @@ def _split(text: str) -> tuple[float, str] | None:
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second from text such as `100Mbit`, `1Gbit`, `20mbit/s`, `5Mbps`. Decimal prefixes, case does not matter.
+    """Bits per second from text such as `100Mbit`, `1Gbit`, `20mbit/s`, `5Mbps`. Decimal prefixes,
+    case does not matter.
 
     Raises:
-        ValueError: not a positive number with one of these units. Bytes (`MB/s`) are refused: `Mb` and `MB` are too
-            easily taken for each other.
+        ValueError: not a positive number with one of these units. Bytes (`MB/s`) are refused: `Mb`
+            and `MB` are too easily taken for each other.
 
     >>> parse_rate("100Mbit")
     100000000.0
@@ -41,7 +54,10 @@ def parse_rate(text: str) -> float:
     unit = parts[1].lower().removesuffix("/s") if parts else ""
     bytes_meant = unit.endswith("bps") and parts is not None and "B" in parts[1]
     if parts is None or parts[0] <= 0 or unit not in _BITS or bytes_meant:
-        allowed = "a number above 0 with kbit, Mbit or Gbit, for example 100Mbit (bits, not bytes: 10 MB/s is 80Mbit)"
+        allowed = (
+            "a number above 0 with kbit, Mbit or Gbit, for example 100Mbit (bits, not bytes: 10 "
+            "MB/s is 80Mbit)"
+        )
         raise ValueError(f"link rate {text!r}: expected {allowed}")
     return parts[0] * _BITS[unit]
 
@@ -59,8 +75,11 @@ def parse_rtt(text: str) -> float:
     if parts is not None and parts[0] == 0 and parts[1] == "":
         return 0.0
     if parts is None or parts[1].lower() not in _SECONDS:
-        raise ValueError(f"link round trip {text!r}: expected a number with us, ms or s, for example 40ms")
-    # Division keeps round decimals exact: 40 / 1000 is 0.04, 40 * 1e-3 need not be for every number.
+        raise ValueError(
+            f"link round trip {text!r}: expected a number with us, ms or s, for example 40ms"
+        )
+    # Division keeps round decimals exact: 40 / 1000 is 0.04, 40 * 1e-3 need not be for every
+    # number.
     return parts[0] / round(1 / _SECONDS[parts[1].lower()])
 
 
@@ -69,7 +88,8 @@ class Link:
     """One island's connection to the others.
 
     Attributes:
-        bits_per_second: rate of each direction, shared by the ranks of the island; None is "not limited".
+        bits_per_second: rate of each direction, shared by the ranks of the island; None is "not
+            limited".
         rtt: round trip in seconds; 0 adds nothing.
 
     >>> Link.parse("100Mbit,40ms")
@@ -84,13 +104,16 @@ class Link:
     def __post_init__(self) -> None:
         rate = self.bits_per_second
         if rate is not None and not (math.isfinite(rate) and rate > 0):
-            raise ValueError(f"Link.bits_per_second = {rate}: must be above 0 and finite, or None for no limit")
+            raise ValueError(
+                f"Link.bits_per_second = {rate}: must be above 0 and finite, or None for no limit"
+            )
         if not (math.isfinite(self.rtt) and self.rtt >= 0):
             raise ValueError(f"Link.rtt = {self.rtt}: must be 0 or more seconds, and finite")
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Read `RATE`, `RTT`, or `RATE,RTT` (in this order; `none` in place of a rate is "not limited").
+        """Read `RATE`, `RTT`, or `RATE,RTT` (in this order; `none` in place of a rate is "not
+        limited").
 
         Raises:
             ValueError: names the part that could not be read and what is allowed.
@@ -100,9 +123,13 @@ class Link:
         """
         parts = [part.strip() for part in text.split(",")]
         if len(parts) > 2 or not all(parts):
-            raise ValueError(f"link {text!r}: expected RATE,RTT such as 100Mbit,40ms, or only one of the two")
+            raise ValueError(
+                f"link {text!r}: expected RATE,RTT such as 100Mbit,40ms, or only one of the two"
+            )
         if len(parts) == 2:
-            return cls(None if parts[0].lower() == "none" else parse_rate(parts[0]), parse_rtt(parts[1]))
+            return cls(
+                None if parts[0].lower() == "none" else parse_rate(parts[0]), parse_rtt(parts[1])
+            )
         number = _split(parts[0])
         if number is not None and number[1].lower() in _SECONDS:
             return cls(None, parse_rtt(parts[0]))
@@ -110,7 +137,8 @@ class Link:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Link | None:
-        """The link that `ISLAND_LINK` describes, or None where the variable is unset or empty (nothing to pace).
+        """The link that `ISLAND_LINK` describes, or None where the variable is unset or empty
+        (nothing to pace).
 
         Raises:
             ValueError: the variable holds something else than a link; the text names the variable.
@@ -140,7 +168,14 @@ class Link:
         if parse_rtt(rtt) != self.rtt:
             rtt = f"{self.rtt!r}s"
         if self.bits_per_second is not None:
-            unit = next((unit for unit in ("Gbit", "Mbit", "kbit") if self.bits_per_second >= _BITS[unit.lower()]), "bit")
+            unit = next(
+                (
+                    unit
+                    for unit in ("Gbit", "Mbit", "kbit")
+                    if self.bits_per_second >= _BITS[unit.lower()]
+                ),
+                "bit",
+            )
             rate = f"{self.bits_per_second / _BITS[unit.lower()]:g}{unit}"
             if parse_rate(rate) != self.bits_per_second:
                 rate = f"{self.bits_per_second!r}bit"

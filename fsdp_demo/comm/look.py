@@ -1,4 +1,5 @@
-"""How the islands of a run stand, asked from outside: the store says who the members are, their doors how far they are.
+"""How the islands of a run stand, asked from outside: the store says who the members are, their
+doors how far they are.
 
 Nothing of it disturbs the run: a door answers in the driver's thread, and the store is read only.
 """
@@ -18,9 +19,10 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
     """The members of a run, each with what its first line's door says.
 
     Returns:
-        `run`, `attempt`; `state` ("nobody has met", "members", "left", "finished"); `epoch`; `members`: per island its slot, life (how
-        often its slot was started before), and from its door step messages `launched` and `delivered`, `heard` (seconds since each other
-        island was heard); or `silent` where the door does not answer.
+        `run`, `attempt`; `state` ("nobody has met", "members", "left", "finished"); `epoch`;
+        `members`: per island its slot, life (how often its slot was started before), and from its
+        door step messages `launched` and `delivered`, `heard` (seconds since each other island was
+        heard); or `silent` where the door does not answer.
 
     Raises:
         StoreSilent: no answer. ValueError: what stands there cannot be read.
@@ -30,7 +32,13 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
     from .curve import Keys
 
     attempt = store.peek(f"{run}/attempt")
-    found: dict[str, Any] = {"run": run, "attempt": attempt, "state": "nobody has met", "epoch": None, "members": []}
+    found: dict[str, Any] = {
+        "run": run,
+        "attempt": attempt,
+        "state": "nobody has met",
+        "epoch": None,
+        "members": [],
+    }
     if not attempt:
         return found
     above = store.under(f"{run}/{attempt}")
@@ -39,7 +47,9 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
     record = newest(at)
     if record is None:
         return found
-    found["state"] = "finished" if above.peek("finished") else "left" if above.peek("ended") else "members"
+    found["state"] = (
+        "finished" if above.peek("finished") else "left" if above.peek("ended") else "members"
+    )
     found["epoch"] = record.epoch
     keys, context = Keys(token, prefix) if token else None, zmq.Context()
     try:
@@ -57,7 +67,9 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
 
 
 def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
-    """Whether any of these islands of a run (`at`: below its keys) answers at the door of its first line."""
+    """Whether any of these islands of a run (`at`: below its keys) answers at the door of its first
+    line.
+    """
     import zmq
 
     from .curve import Keys
@@ -66,8 +78,15 @@ def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
     keys, context = Keys(token, at.prefix.rstrip("/")) if token else None, zmq.Context()
     try:
         for member in record.members if record is not None else ():
-            door = at.peek(f"door/{member.slot}.{member.incarnation}.0") if member.slot in slots else ""
-            if door and knock(context, keys, *split_address(door), {"ask": "status"}, 3.0) is not None:
+            door = (
+                at.peek(f"door/{member.slot}.{member.incarnation}.0")
+                if member.slot in slots
+                else ""
+            )
+            if (
+                door
+                and knock(context, keys, *split_address(door), {"ask": "status"}, 3.0) is not None
+            ):
                 return True
         return False
     finally:
@@ -87,5 +106,7 @@ def text(found: dict[str, Any]) -> str:
             continue
         heard = ", ".join(f"{slot} {age:.1f} s ago" for slot, age in sorted(one["heard"].items()))
         guest = f"; {one['joining']} joins" if one.get("joining") else ""
-        lines.append(f"{name}: {one['delivered']} messages delivered, heard {heard or 'nobody'}{guest}")
+        lines.append(
+            f"{name}: {one['delivered']} messages delivered, heard {heard or 'nobody'}{guest}"
+        )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Connections of one rank under the membership protocol: to the same rank of each other island, and to the other ranks of its own."""
+"""Connections of one rank under the membership protocol: to the same rank of each other island, and
+to the other ranks of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ DEAD = 10.0
 """Seconds of silence after which an island is lost (ISLAND_DEAD)."""
 
 PATIENCE = 60.0
-"""Seconds without progress after which an island that still beats is lost, at least; else ten times the slowest of the last messages."""
+"""Seconds without progress after which an island that still beats is lost, at least; else ten times
+the slowest of the last messages.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,10 @@ class Place:
     """Where a rank stands on the lines.
 
     Attributes:
-        slot: of this island. rank, ranks: this line, and how many an island has. names: of the islands, by slot; who joins adds its own.
-        share: ranks of an island that use its link at once. process: this rank, as its launcher counts.
+        slot: of this island. rank, ranks: this line, and how many an island has. names: of the
+            islands, by slot; who joins adds its own.
+        share: ranks of an island that use its link at once. process: this rank, as its launcher
+            counts.
     """
 
     slot: int
@@ -52,7 +58,12 @@ class Place:
 
 
 def elastic_peers(
-    meeting: Meeting, place: Place, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
+    meeting: Meeting,
+    place: Place,
+    open_store: Callable[[], Asker],
+    link: Link | None,
+    dead: float,
+    min_continue: int = 1,
 ) -> ElasticPeerGroup:
     """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
 
@@ -74,9 +85,23 @@ def elastic_peers(
         transport = ZeroMQ(at_line, hub)
         notes, lanes = (_by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(hub, meeting, place, members[place.slot])
-        peers = ElasticPeerGroup(members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share)
-        start = Starter(hub, meeting, place, members[place.slot], siblings, open_store, dead, min_continue, peers)
-        start.member(first_record(members.values()), notes, {m: [wire] for m, wire in lanes.items()})
+        peers = ElasticPeerGroup(
+            members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share
+        )
+        start = Starter(
+            hub,
+            meeting,
+            place,
+            members[place.slot],
+            siblings,
+            open_store,
+            dead,
+            min_continue,
+            peers,
+        )
+        start.member(
+            first_record(members.values()), notes, {m: [wire] for m, wire in lanes.items()}
+        )
     except BaseException:
         hub.close(0)
         raise
@@ -90,7 +115,13 @@ def elastic_peers(
 
 
 def newcomer_line(
-    meeting: Meeting, place: Place, life: int, open_store: Callable[[], Asker], link: Link | None, dead: float, min_continue: int = 1
+    meeting: Meeting,
+    place: Place,
+    life: int,
+    open_store: Callable[[], Asker],
+    link: Link | None,
+    dead: float,
+    min_continue: int = 1,
 ) -> ElasticPeerGroup:
     """Join a run under way: the line of a newcomer, which follows its donor until it takes part.
 
@@ -98,26 +129,40 @@ def newcomer_line(
         meeting: as for `elastic_peers`. life: how often the slot was started before.
 
     Raises:
-        PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a member refuses this island for good.
+        PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a
+            member refuses this island for good.
     """
     from .curve import Keys
     from .hub import Hub
 
-    hub, me = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None), Member(place.slot, life)
+    hub, me = (
+        Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None),
+        Member(place.slot, life),
+    )
     labels, name = place.label, place.names[place.slot]
     try:
         siblings = _siblings(hub, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
-        reached = newcomer.reach(hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout)
-        peers = ElasticPeerGroup(me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share)
+        reached = newcomer.reach(
+            hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout
+        )
+        peers = ElasticPeerGroup(
+            me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share
+        )
         start = Starter(hub, meeting, place, me, siblings, open_store, dead, min_continue, peers)
 
         def become(record: Record) -> None:
-            start.member(record, {r.member: r.wires["notes"] for r in reached}, {r.member: r.lanes for r in reached})
+            start.member(
+                record,
+                {r.member: r.wires["notes"] for r in reached},
+                {r.member: r.lanes for r in reached},
+            )
             start.open_door()
 
         donor = reached[0]
-        peers.follow(newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become))
+        peers.follow(
+            newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become)
+        )
     except BaseException:
         hub.close(0)
         raise
@@ -132,7 +177,9 @@ def _siblings(hub: Any, meeting: Meeting, place: Place, me: Member) -> dict[int,
         return {}
     own = tuple(f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks))
     prefix = f"{meeting.prefix}/island/{me.slot}.{me.incarnation}"
-    inside = replace(meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own, among=None)
+    inside = replace(
+        meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own, among=None
+    )
     return dict(ZeroMQ(inside, hub).open("siblings").wires)
 
 
@@ -151,11 +198,19 @@ class Starter:
         min_continue: int,
         peers: ElasticPeerGroup,
     ):
-        self._hub, self._meeting, self._place, self._me, self._siblings = hub, meeting, place, me, siblings
+        self._hub, self._meeting, self._place, self._me, self._siblings = (
+            hub,
+            meeting,
+            place,
+            me,
+            siblings,
+        )
         self._open_store, self._dead, self._min, self._peers = open_store, dead, min_continue, peers
         self._guests: Guests | None = None
 
-    def member(self, record: Record, notes: Mapping[Member, Any], lanes: Mapping[Member, Sequence[Any]]) -> None:
+    def member(
+        self, record: Record, notes: Mapping[Member, Any], lanes: Mapping[Member, Sequence[Any]]
+    ) -> None:
         """This rank takes part in `record`, over these connections; the line has its driver."""
         meeting, place = self._meeting, self._place
         driver: list[Driver] = []
@@ -173,14 +228,22 @@ class Starter:
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         lanes = {m: wires for m, wires in lanes.items() if m in record.members}
         signs = Signs(
-            self._hub, notes, lanes, self._siblings, self._dead, meeting.timeout, lambda rounds: patience(rounds, meeting.timeout)
+            self._hub,
+            notes,
+            lanes,
+            self._siblings,
+            self._dead,
+            meeting.timeout,
+            lambda rounds: patience(rounds, meeting.timeout),
         )
         driver.append(
             Driver(
                 self._hub,
                 entered(self._me, place.rank, place.ranks, record, min_continue=self._min),
                 signs,
-                lambda tell, failed: ChangeDesk(self._open_store, place.ranks, self._dead, meeting.timeout, tell, failed),
+                lambda tell, failed: ChangeDesk(
+                    self._open_store, place.ranks, self._dead, meeting.timeout, tell, failed
+                ),
                 place.label,
                 lambda record: expelled(place, record),
                 guests,
@@ -192,7 +255,10 @@ class Starter:
         """Others may knock at this member's door, where it can be reached."""
         if self._guests is not None and self._guests.endpoint[1]:
             at = self._open_store()
-            at.set(f"door/{self._me.slot}.{self._me.incarnation}.{self._place.rank}", "{}:{}".format(*self._guests.endpoint))
+            at.set(
+                f"door/{self._me.slot}.{self._me.incarnation}.{self._place.rank}",
+                "{}:{}".format(*self._guests.endpoint),
+            )
 
 
 def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, Any]:
@@ -200,7 +266,8 @@ def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, 
 
 
 def patience(rounds: Sequence[float], meeting: float) -> float:
-    """Seconds without progress after which an island is lost, from those that the last messages took.
+    """Seconds without progress after which an island is lost, from those that the last messages
+    took.
 
     >>> patience([1.0, 2.0, 30.0], 600.0), patience([], 600.0)
     (300.0, 600.0)
@@ -209,9 +276,13 @@ def patience(rounds: Sequence[float], meeting: float) -> float:
 
 
 def expelled(place: Place, record: Record) -> None:
-    """The others went on without this island: end at once, and write nothing (K5). A supervisor starts it again, as a newcomer."""
+    """The others went on without this island: end at once, and write nothing (K5). A supervisor
+    starts it again, as a newcomer.
+    """
     left = ", ".join(place.names.get(m.slot, str(m.slot)) for m in record.members)
-    what = "%s ends in epoch %d (of %s) and saves nothing: the others go on without it" + see("expelled")
+    what = "%s ends in epoch %d (of %s) and saves nothing: the others go on without it" + see(
+        "expelled"
+    )
     log.error(what, place.names[place.slot], record.epoch, left)
     tell_launcher(place.process, SAVED)
     leave(SAVED)

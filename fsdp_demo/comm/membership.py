@@ -1,8 +1,10 @@
-"""Who is a member and which messages count, on one rank: a state machine without sockets, clock or threads.
+"""Who is a member and which messages count, on one rank: a state machine without sockets, clock or
+threads.
 
-`machine.step(event)` gives the next machine and the actions it asks for (`moves.py`). The protocol is virtual synchrony: when the members
-change, all open messages are settled in the same record. Words, rules and what is proved: docs/membership.md. K1 to K24 are the histories
-that break simpler protocols; the tests have their names.
+`machine.step(event)` gives the next machine and the actions it asks for (`moves.py`). The protocol
+is virtual synchrony: when the members change, all open messages are settled in the same record.
+Words, rules and what is proved: docs/membership.md. K1 to K24 are the histories that break simpler
+protocols; the tests have their names.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ class Rank:
 
     Attributes:
         me, rank, ranks: this island, which of its ranks this is, and how many it has.
-        window: most messages that this rank may have launched and not delivered (q). At most 2 q are kept (K10).
+        window: most messages that this rank may have launched and not delivered (q). At most 2 q
+            are kept (K10).
         record: of the epoch it is in, without what is needed once.
         state: a frozen rank receives nothing; an expelled one or one that left does nothing.
         lost: peers that it does not hear on its line in this view.
         next: the first message that it has not launched. reported: the same when it froze.
         landed: all messages below it are delivered here. freed: all below it are stable and freed.
-        heard: how far each member has landed on this line, as far as this rank knows; in the order of `record.members`.
+        heard: how far each member has landed on this line, as far as this rank knows; in the order
+            of `record.members`.
         open: what is kept, by number.
         ballots: votes of this view and of later ones that this rank has not adopted yet (K24).
     """
@@ -56,25 +60,35 @@ class Rank:
         """What this rank is after an event, and what is to be done, in order.
 
         Raises:
-            ValueError: the driver broke a promise of `moves.py`, or a launch or join is not allowed.
+            ValueError: the driver broke a promise of `moves.py`, or a launch or join is not
+                allowed.
         """
         if self.state in ("expelled", "left"):
             return self, ()
         return _STEPS[type(event)](self, event)
 
-    # ---- messages ----------------------------------------------------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------
 
     def _launched(self, event: moves.Launched) -> tuple[Rank, Actions]:
         """While frozen it is only noted: it is sent in the next view."""
         n, kind = event.n, event.kind
         end = self.landed + self.window
         if n != self.next or n >= end:
-            raise ValueError(f"launched message {n}: the next is {self.next}, it must be below landed + window = {end}: wait for one")
+            raise ValueError(
+                f"launched message {n}: the next is {self.next}, it must be below landed + window "
+                f"= {end}: wait for one"
+            )
         rank = replace(self, next=n + 1)
-        return rank._send_own(n, kind) if self.state == "running" else (rank._with(rank._own(n, kind)), ())
+        return (
+            rank._send_own(n, kind)
+            if self.state == "running"
+            else (rank._with(rank._own(n, kind)), ())
+        )
 
     def _send_own(self, n: int, kind: Kind, repeat: bool = False) -> tuple[Rank, Actions]:
-        """Send one's body and shares to all that take part; a repeat sends shares only (K6: from the kept vector)."""
+        """Send one's body and shares to all that take part; a repeat sends shares only (K6: from
+        the kept vector).
+        """
         entry, actions = self._own(n, kind), []
         members, attempt = self.record.contributors(n), self.record.settlement(n).attempt
         others = tuple(m for m in members if m != self.me)
@@ -91,21 +105,33 @@ class Rank:
         """With all shares of leg 1 there, one's own part of the mean is made and sent (leg 2)."""
         settled = self.record.settlement(entry.n)
         own = Piece("part", self.me, settled.attempt)
-        if entry.kind == "gather" or own in entry.pieces or not entry.shares.issuperset(settled.owners):
+        if (
+            entry.kind == "gather"
+            or own in entry.pieces
+            or not entry.shares.issuperset(settled.owners)
+        ):
             return entry, []
         if any(Piece("early", m) not in entry.pieces for m in settled.early):
             return entry, []
         others = tuple(m for m in settled.owners if m != self.me)
-        return replace(entry, pieces=entry.pieces | {own}), [self._send(entry.n, entry.kind, own, others)]
+        return replace(entry, pieces=entry.pieces | {own}), [
+            self._send(entry.n, entry.kind, own, others)
+        ]
 
     def _received(self, event: moves.Received) -> tuple[Rank, Actions]:
-        """A frozen rank drops what comes: who has reported never completes anything of the old view (K1)."""
+        """A frozen rank drops what comes: who has reported never completes anything of the old view
+        (K1).
+        """
         if not self._receives(event.view) or event.sender not in self.record.members:
             return self, ()
         self._knows(event.epoch)
         rank, actions = self._heard_landed(event.sender, event.landed)
         entry = rank._entry(event.n, event.kind)
-        if event.n < rank.freed or entry.delivered or not rank._wanted(event.n, event.kind, event.piece):
+        if (
+            event.n < rank.freed
+            or entry.delivered
+            or not rank._wanted(event.n, event.kind, event.piece)
+        ):
             return rank, actions
         if event.piece.what != "early":  # whose sender does not know yet what the message will be
             entry = replace(entry, kind=event.kind)
@@ -121,9 +147,12 @@ class Rank:
         return self.state == "running" and view == self.record.view
 
     def _wanted(self, n: int, kind: Kind, piece: Piece) -> bool:
-        """Whether a piece belongs to the message as it is settled: shares and parts of another attempt never mix (K7)."""
+        """Whether a piece belongs to the message as it is settled: shares and parts of another
+        attempt never mix (K7).
+        """
         settled = self.record.settlement(n)
-        if piece.what == "early":  # one that leaves may say it before the message is launched here (K21)
+        # one that leaves may say it before the message is launched here (K21)
+        if piece.what == "early":
             return piece.of in settled.contributors
         if piece.what == "share":
             return piece.of in settled.owners and piece.attempt == settled.attempt
@@ -134,7 +163,7 @@ class Rank:
         pieces = frozenset(p for p in entry.pieces if self._wanted(entry.n, entry.kind, p))
         return replace(entry, pieces=pieces, shares=frozenset())
 
-    # ---- the vote of the island, and what is stable --------------------------------------------------------------------------------------
+    # ---- the vote of the island, and what is stable --------------------------------------------
 
     def _voted_if_held(self, n: int, actions: list[Action]) -> tuple[Rank, Actions]:
         """Cast this rank's ballot for n in this view, once it holds n."""
@@ -150,7 +179,9 @@ class Rank:
         return pieces if entry.pieces >= pieces else None
 
     def _voted(self, event: moves.Voted) -> tuple[Rank, Actions]:
-        """A vote of a later view is kept until this rank has adopted it; one of an older view counts for nothing (K24)."""
+        """A vote of a later view is kept until this rank has adopted it; one of an older view
+        counts for nothing (K24).
+        """
         ballot = event.ballot
         if ballot.view == self.record.view:
             self._knows(event.epoch)
@@ -162,16 +193,22 @@ class Rank:
         return ballot.view >= self.record.view
 
     def _agreed(self, n: int) -> bool:
-        """Whether all ranks of the island hold n as it is settled in this view. No line acts for itself (K3)."""
+        """Whether all ranks of the island hold n as it is settled in this view. No line acts for
+        itself (K3).
+        """
         return all(Ballot(n, r, self.record.view) in self.ballots for r in range(self.ranks))
 
     def _delivered_if_agreed(self, n: int) -> tuple[Rank, Actions]:
-        """A frozen rank may deliver, too, if all ranks held the message before they froze: their reports say so."""
+        """A frozen rank may deliver, too, if all ranks held the message before they froze: their
+        reports say so.
+        """
         entry = self._entry(n)
         pieces = self._made_of(entry)
         if entry.delivered or pieces is None or not self._agreed(n):
             return self, ()
-        rank = replace(self, ballots=frozenset(b for b in self.ballots if b.n != n))._with(replace(entry, delivered=True))
+        rank = replace(self, ballots=frozenset(b for b in self.ballots if b.n != n))._with(
+            replace(entry, delivered=True)
+        )
         landed = rank.landed
         while rank._entry(landed).delivered:
             landed += 1
@@ -181,12 +218,19 @@ class Rank:
         return rank, (deliver, *more)
 
     def _landed_heard(self, event: moves.LandedHeard) -> tuple[Rank, Actions]:
-        return self._heard_landed(event.member, event.landed) if self._receives(event.view) else (self, ())
+        return (
+            self._heard_landed(event.member, event.landed)
+            if self._receives(event.view)
+            else (self, ())
+        )
 
     def _heard_landed(self, member: Member, landed: int) -> tuple[Rank, Actions]:
         if member not in self.record.members:
             return self, ()
-        heard = tuple(max(landed, h) if m == member else h for m, h in zip(self.record.members, self.heard, strict=True))
+        heard = tuple(
+            max(landed, h) if m == member else h
+            for m, h in zip(self.record.members, self.heard, strict=True)
+        )
         if heard == self.heard:
             return self, ()
         rank = replace(self, heard=heard)
@@ -194,7 +238,12 @@ class Rank:
 
     def _stable(self) -> int:
         """All members have delivered every message below it, on this line (K9, K10)."""
-        return min([self.landed, *(h for m, h in zip(self.record.members, self.heard, strict=True) if m != self.me)])
+        return min(
+            [
+                self.landed,
+                *(h for m, h in zip(self.record.members, self.heard, strict=True) if m != self.me),
+            ]
+        )
 
     def _freed_below(self, stable: int) -> tuple[Rank, Actions]:
         if stable <= self.freed:
@@ -203,11 +252,15 @@ class Rank:
         rank = replace(self, freed=stable, open=tuple(e for e in self.open if e.n >= stable))
         return rank, (*gone, moves.SealAllowed(stable))
 
-    # ---- a change of members -------------------------------------------------------------------------------------------------------------
+    # ---- a change of members -------------------------------------------------------------------
 
     def _peer_lost(self, event: moves.PeerLost) -> tuple[Rank, Actions]:
         """One reason is enough, on one line: the line is the judge of life (K17)."""
-        if event.member not in self.record.members or event.member == self.me or event.member in self.lost:
+        if (
+            event.member not in self.record.members
+            or event.member == self.me
+            or event.member in self.lost
+        ):
             return self, ()
         rank = replace(self, lost=self.lost | {event.member})
         return rank._freeze() if rank.state == "running" else (rank, ())
@@ -221,13 +274,26 @@ class Rank:
         held = tuple(Held(e.n, e.kind, e.delivered, e.pieces) for e in self.open)
         heard = frozenset(self.record.members) - self.lost
         base = self.record.base[self.record.members.index(self.me)]
-        report = Report(self.record.view, self.me, self.rank, heard, self.landed, held, begun=base == 0 or self.next > base)
-        return replace(self, state="frozen", reported=self.next), (moves.Freeze(self.record.view), moves.PostReport(report))
+        report = Report(
+            self.record.view,
+            self.me,
+            self.rank,
+            heard,
+            self.landed,
+            held,
+            begun=base == 0 or self.next > base,
+        )
+        return replace(self, state="frozen", reported=self.next), (
+            moves.Freeze(self.record.view),
+            moves.PostReport(report),
+        )
 
     def _reports_seen(self, event: moves.ReportsSeen) -> tuple[Rank, Actions]:
         """Propose when all have reported that somebody hears, or after `dead` seconds."""
         reports = settlement.complete(self.record, event.reports, self.ranks)
-        if self.state != "frozen" or not (event.waited or settlement.expected(self.record, event.reports) <= reports.keys()):
+        if self.state != "frozen" or not (
+            event.waited or settlement.expected(self.record, event.reports) <= reports.keys()
+        ):
             return self, ()
         record = self._proposal(reports)
         if len(record.members) < self.min_continue:
@@ -242,33 +308,53 @@ class Rank:
         if record.epoch <= self.record.epoch:
             return self, ()
         if record.epoch != self.record.epoch + 1:
-            raise ValueError(f"record {record.epoch} follows {self.record.epoch}: hand records in in order, without a gap")
+            raise ValueError(
+                f"record {record.epoch} follows {self.record.epoch}: hand records in in order, "
+                "without a gap"
+            )
         if self.me not in record.members:
-            return replace(self, state="expelled", open=(), ballots=frozenset()), (moves.Expelled(record),)
+            return replace(self, state="expelled", open=(), ballots=frozenset()), (
+                moves.Expelled(record),
+            )
         if record.view == self.record.view:
             return self._known(record), ()
         if self.state != "frozen":
-            raise ValueError(f"record {record.epoch} names {self.me}, which has not reported on view {self.record.view}")
+            raise ValueError(
+                f"record {record.epoch} names {self.me}, which has not reported on view "
+                f"{self.record.view}"
+            )
         return self._adopt(record)
 
     def _known(self, record: Record) -> Rank:
         """This record from now on; what is known of its members stays."""
         known = dict(zip(self.record.members, self.heard, strict=True))
-        heard = tuple(max(known.get(m, base), record.stable) for m, base in zip(record.members, record.base, strict=True))
-        return replace(self, record=record.bare(), heard=heard, lost=self.lost.intersection(record.members))
+        heard = tuple(
+            max(known.get(m, base), record.stable)
+            for m, base in zip(record.members, record.base, strict=True)
+        )
+        return replace(
+            self, record=record.bare(), heard=heard, lost=self.lost.intersection(record.members)
+        )
 
     def _adopt(self, record: Record) -> tuple[Rank, Actions]:
-        """Go on in a new view: forward what others lack (K4, K7), repeat what must be repeated, vote again (K24)."""
+        """Go on in a new view: forward what others lack (K4, K7), repeat what must be repeated,
+        vote again (K24).
+        """
         rank = replace(self._known(record), state="running", lost=frozenset())
         rank = replace(rank, ballots=frozenset(b for b in self.ballots if rank._counts(b)))
         rank, freed = rank._freed_below(min(record.stable, rank.landed))
-        rank = replace(rank, open=tuple(e for e in map(rank._kept, rank.open) if e.pieces or e.n < rank.next))
+        rank = replace(
+            rank, open=tuple(e for e in map(rank._kept, rank.open) if e.pieces or e.n < rank.next)
+        )
         actions: list[Action] = [moves.Adopted(record), *freed, *rank._forwards(record)]
-        for n in range(record.stable, self.freed):  # freed here, but another rank of this island may still wait for the vote
+        # freed here, but another rank of this island may still wait for the vote
+        for n in range(record.stable, self.freed):
             actions.append(moves.CastVote(Ballot(n, rank.rank, record.view), record.epoch))
         for entry in rank.open:
             if entry.delivered:
-                more: Actions = (moves.CastVote(Ballot(entry.n, rank.rank, record.view), record.epoch),)
+                more: Actions = (
+                    moves.CastVote(Ballot(entry.n, rank.rank, record.view), record.epoch),
+                )
             elif entry.n < rank.next:
                 rank, more = rank._send_own(entry.n, entry.kind, repeat=entry.n < self.reported)
             else:
@@ -282,31 +368,42 @@ class Rank:
         mine = [f for f in record.forwards if (f.line, f.sender) == (self.rank, self.me)]
         return [self._send(f.n, kinds[f.n], f.piece, f.to) for f in mine]
 
-    # ---- planned changes -----------------------------------------------------------------------------------------------------------------
+    # ---- planned changes -----------------------------------------------------------------------
 
     def _join_planned(self, event: moves.JoinPlanned) -> tuple[Rank, Actions]:
-        """A join stops nobody: the record keeps the view, and the newcomer takes part from message base = next + 2 window + 1 on.
+        """A join stops nobody: the record keeps the view, and the newcomer takes part from message
+        base = next + 2 window + 1 on.
 
-        The donor announces the record in its next message, which all deliver before they launch `base`; else there is a change, and all
-        read the record there (K16: a newcomer asks only when it has reached all members). One joins at a time: who has not begun does not
-        hear such an announcement. Then, and while frozen, nothing is proposed; ask again.
+        The donor announces the record in its next message, which all deliver before they launch
+        `base`; else there is a change, and all read the record there (K16: a newcomer asks only
+        when it has reached all members). One joins at a time: who has not begun does not hear such
+        an announcement. Then, and while frozen, nothing is proposed; ask again.
         """
         member, record = event.member, self.record
         if any(m.slot == member.slot for m in record.members):
-            raise ValueError(f"slot {member.slot} is taken by {record.members}: a new life of it joins when the one before is expelled")
+            raise ValueError(
+                f"slot {member.slot} is taken by {record.members}: a new life of it joins when the "
+                "one before is expelled"
+            )
         if self.state != "running" or any(base and base >= self.landed for base in record.base):
             return self, ()
-        bases = {**dict(zip(record.members, record.base, strict=True)), member: self.next + 2 * self.window + 1}
+        bases = {
+            **dict(zip(record.members, record.base, strict=True)),
+            member: self.next + 2 * self.window + 1,
+        }
         members = tuple(sorted(bases))
         planned = record.following(members=members, base=tuple(bases[m] for m in members))
         return self, (moves.ProposeRecord(planned),)
 
     def _leave(self, event: moves.Leave) -> tuple[Rank, Actions]:
-        """The others hear it as `PeerLost` without waiting for a timer. What they hold of this island on every line counts, and so does
-        what it has sent ahead of a message that it has not launched (K21)."""
-        return replace(self, state="left", open=(), ballots=frozenset()), (moves.Freeze(self.record.view),)
+        """The others hear it as `PeerLost` without waiting for a timer. What they hold of this
+        island on every line counts, and so does what it has sent ahead of a message that it has
+        not launched (K21)."""
+        return replace(self, state="left", open=(), ballots=frozenset()), (
+            moves.Freeze(self.record.view),
+        )
 
-    # ---- small things --------------------------------------------------------------------------------------------------------------------
+    # ---- small things --------------------------------------------------------------------------
 
     def _entry(self, n: int, kind: Kind = "gather") -> Open:
         return next((e for e in self.open if e.n == n), None) or Open(n, kind)
@@ -316,14 +413,22 @@ class Rank:
         return replace(self._entry(n), kind=kind)
 
     def _with(self, entry: Open) -> Rank:
-        return replace(self, open=tuple(sorted([*(e for e in self.open if e.n != entry.n), entry], key=lambda e: e.n)))
+        return replace(
+            self,
+            open=tuple(
+                sorted([*(e for e in self.open if e.n != entry.n), entry], key=lambda e: e.n)
+            ),
+        )
 
     def _send(self, n: int, kind: Kind, piece: Piece, to: tuple[Member, ...]) -> Action:
         return moves.Send(self.record.view, self.record.epoch, n, kind, piece, to, self.landed)
 
     def _knows(self, epoch: int) -> None:
         if epoch > self.record.epoch:
-            raise ValueError(f"a frame or vote of epoch {epoch} came before its record; known is {self.record.epoch}: hand it in first")
+            raise ValueError(
+                f"a frame or vote of epoch {epoch} came before its record; known is "
+                f"{self.record.epoch}: hand it in first"
+            )
 
 
 _STEPS: dict[type, Callable[[Rank, Any], tuple[Rank, Actions]]] = {
@@ -340,9 +445,12 @@ _STEPS: dict[type, Callable[[Rank, Any], tuple[Rank, Actions]]] = {
 }
 
 
-def entered(me: Member, rank: int, ranks: int, record: Record, window: int = 1, min_continue: int = 1) -> Rank:
-    """The machine of a rank that takes part from the record's base of its island on: at the start of a run, or as a newcomer that has
-    loaded a checkpoint and applied all messages below its base.
+def entered(
+    me: Member, rank: int, ranks: int, record: Record, window: int = 1, min_continue: int = 1
+) -> Rank:
+    """The machine of a rank that takes part from the record's base of its island on: at the start
+    of a run, or as a newcomer that has loaded a checkpoint and applied all messages below its
+    base.
 
     Raises:
         ValueError: the island is not a member, or a number is out of range.
@@ -350,8 +458,29 @@ def entered(me: Member, rank: int, ranks: int, record: Record, window: int = 1, 
     if me not in record.members:
         raise ValueError(f"{me} is not in record {record.epoch}: its members are {record.members}")
     if not 0 <= rank < ranks or window < 1 or min_continue < 1:
-        raise ValueError(f"rank {rank} of {ranks}, window {window}, min_continue {min_continue}: rank below ranks, the others from 1 on")
+        raise ValueError(
+            f"rank {rank} of {ranks}, window {window}, min_continue {min_continue}: rank below "
+            "ranks, the others from 1 on"
+        )
     base = record.base[record.members.index(me)]
-    heard = tuple(max(base, b) if m == me else b for m, b in zip(record.members, record.base, strict=True))
+    heard = tuple(
+        max(base, b) if m == me else b for m, b in zip(record.members, record.base, strict=True)
+    )
     nothing: frozenset[Any] = frozenset()
-    return Rank(me, rank, ranks, window, min_continue, record.bare(), "running", nothing, base, base, base, base, heard, (), nothing)
+    return Rank(
+        me,
+        rank,
+        ranks,
+        window,
+        min_continue,
+        record.bare(),
+        "running",
+        nothing,
+        base,
+        base,
+        base,
+        base,
+        heard,
+        (),
+        nothing,
+    )

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 @dataclass
 class Meter:
-    """Counts of one rank. Bytes are those handed to the transport, to the byte: its frames (`zeromq.py`) and TCP/IP headers come on top.
+    """Counts of one rank. Bytes are those handed to the transport, to the byte: its frames
+    (`zeromq.py`) and TCP/IP headers come on top.
 
     Attributes:
         exchanges: ticks on which something was exchanged.
-        messages: rounds of sends on the replicate axis (a payload: one; a reduce: header and two legs, three).
+        messages: rounds of sends on the replicate axis (a payload: one; a reduce: header and two
+            legs, three).
         bytes_sent, bytes_received: to and from the other replicas.
         seconds_exchanging: from the hand-over of an exchange to its end, in flight.
         seconds_waiting: of these, the seconds in which training stood still.
-        setup_bytes: bytes sent before the first step and in digests (initial broadcast); not part of `bytes_sent`.
+        setup_bytes: bytes sent before the first step and in digests (initial broadcast); not part
+            of `bytes_sent`.
 
     Example: `Exchange.metrics()` shows these counts.
         >>> from fsdp_demo import Meter
@@ -44,7 +47,8 @@ class Meter:
 
 
 def ring_all_reduce_bytes(replicas: int, payload: int) -> int:
-    """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (R - 1) / R times the payload.
+    """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (R - 1) / R times the
+    payload.
 
     Example:
         >>> from fsdp_demo import ring_all_reduce_bytes

@@ -1,12 +1,12 @@
-"""What the membership of one rank is told (events), and what it asks for (actions). A driver with sockets and a store stands between.
+"""What the membership of one rank is told (events), and what it asks for (actions). A driver with
+sockets and a store stands between.
 
-The driver keeps these promises:
-    Bytes of one connection arrive in the order they were sent. Each view has connections of its own, which both ends open when they
-    have adopted it; a frame of another view is not handed in.
-    A record is handed in before the first frame or vote of its epoch, and records come in order (`Record.epoch` without a gap).
-    A record is durable in the store before anybody is told of it (K18).
-    `PeerLost` says: the connection closed, or silence for `dead` seconds, or no progress for `patience` (K19, K20). The store has no
-    part in it (K17).
+The driver keeps these promises: Bytes of one connection arrive in the order they were sent. Each
+    view has connections of its own, which both ends open when they have adopted it; a frame of
+    another view is not handed in. A record is handed in before the first frame or vote of its
+    epoch, and records come in order (`Record.epoch` without a gap). A record is durable in the
+    store before anybody is told of it (K18). `PeerLost` says: the connection closed, or silence for
+    `dead` seconds, or no progress for `patience` (K19, K20). The store has no part in it (K17).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .epochs import Ballot, Kind, Member, Piece, Record, Report
 
-# ---- events ----------------------------------------------------------------------------------------------------------------------------
+# ---- events ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Launched:
 
 @dataclass(frozen=True)
 class Received:
-    """A frame from a peer on this line, whole and checked: a refusal (checksum, bounds, not finite) happens before it."""
+    """A frame from a peer on this line, whole and checked: a refusal (checksum, bounds, not finite)
+    happens before it.
+    """
 
     view: int
     epoch: int
@@ -72,7 +74,9 @@ class FrozenHeard:
 
 @dataclass(frozen=True)
 class ReportsSeen:
-    """All reports of the view that the store has now. waited: `dead` seconds have passed since this rank reported."""
+    """All reports of the view that the store has now. waited: `dead` seconds have passed since this
+    rank reported.
+    """
 
     reports: tuple[Report, ...]
     waited: bool = False
@@ -87,7 +91,9 @@ class RecordSeen:
 
 @dataclass(frozen=True)
 class JoinPlanned:
-    """A newcomer has reached all members and is within a few messages of the front; asked of its donor."""
+    """A newcomer has reached all members and is within a few messages of the front; asked of its
+    donor.
+    """
 
     member: Member
 
@@ -97,15 +103,27 @@ class Leave:
     """This island goes. What it launched before reached every line first (K21)."""
 
 
-Event = Launched | Received | LandedHeard | Voted | PeerLost | FrozenHeard | ReportsSeen | RecordSeen | JoinPlanned | Leave
+Event = (
+    Launched
+    | Received
+    | LandedHeard
+    | Voted
+    | PeerLost
+    | FrozenHeard
+    | ReportsSeen
+    | RecordSeen
+    | JoinPlanned
+    | Leave
+)
 
-# ---- actions ---------------------------------------------------------------------------------------------------------------------------
+# ---- actions -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send a piece of message n to these members on this line. A share or part is cut or computed by the driver, from the kept vector
-    and the shares that came (with attempt `piece.attempt`); another attempt than the last is a repeat (K6, K23)."""
+    """Send a piece of message n to these members on this line. A share or part is cut or computed
+    by the driver, from the kept vector and the shares that came (with attempt `piece.attempt`);
+    another attempt than the last is a repeat (K6, K23)."""
 
     view: int
     epoch: int
@@ -126,8 +144,9 @@ class CastVote:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Message n is complete on every line of the island: hand it to the clock of its channels. It comes once for each n, in any order
-    (K11), and is never undone (K22). `pieces`: what the result is made of."""
+    """Message n is complete on every line of the island: hand it to the clock of its channels. It
+    comes once for each n, in any order (K11), and is never undone (K22). `pieces`: what the
+    result is made of."""
 
     n: int
     contributors: tuple[Member, ...]
@@ -143,7 +162,9 @@ class Free:
 
 @dataclass(frozen=True)
 class SealAllowed:
-    """All members have delivered every message below `below`. A checkpoint, a stop or a final model may stand on these (K9)."""
+    """All members have delivered every message below `below`. A checkpoint, a stop or a final model
+    may stand on these (K9).
+    """
 
     below: int
 
@@ -157,22 +178,26 @@ class Freeze:
 
 @dataclass(frozen=True)
 class PostReport:
-    """Write the report to the store; then watch the store for reports and records, and hand them in."""
+    """Write the report to the store; then watch the store for reports and records, and hand them
+    in.
+    """
 
     report: Report
 
 
 @dataclass(frozen=True)
 class ProposeRecord:
-    """compare_set under `record.epoch`; hand in what stands there then, whoever wrote it. If it is another record that keeps this rank
-    frozen (a planned join), the reports are handed in again."""
+    """compare_set under `record.epoch`; hand in what stands there then, whoever wrote it. If it is
+    another record that keeps this rank frozen (a planned join), the reports are handed in again."""
 
     record: Record
 
 
 @dataclass(frozen=True)
 class TooFew:
-    """These members could go on, but they are fewer than `min_continue`. Wait for more reports, then save what is stable and end."""
+    """These members could go on, but they are fewer than `min_continue`. Wait for more reports,
+    then save what is stable and end.
+    """
 
     members: tuple[Member, ...]
 
@@ -186,9 +211,23 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Expelled:
-    """The others went on without this island: write nothing, seal nothing, throw the state away, come back as a newcomer (K5)."""
+    """The others went on without this island: write nothing, seal nothing, throw the state away,
+    come back as a newcomer (K5).
+    """
 
     record: Record
 
 
-Action = Send | CastVote | Deliver | Free | SealAllowed | Freeze | PostReport | ProposeRecord | TooFew | Adopted | Expelled
+Action = (
+    Send
+    | CastVote
+    | Deliver
+    | Free
+    | SealAllowed
+    | Freeze
+    | PostReport
+    | ProposeRecord
+    | TooFew
+    | Adopted
+    | Expelled
+)

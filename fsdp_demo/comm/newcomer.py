@@ -1,4 +1,5 @@
-"""How an island joins a run under way, on one rank: it reaches all members, follows its donor, and is a member from a message on.
+"""How an island joins a run under way, on one rank: it reaches all members, follows its donor, and
+is a member from a message on.
 
 Until then it has connections and no driver: whoever waits for something moves the bytes.
 """
@@ -80,31 +81,52 @@ def newest(at: Asker) -> Record | None:
 
 
 def reach(
-    hub: Hub, at: Asker, prefix: str, me: Member, line: int, name: str, labels: Callable[[int], str], seconds: float
+    hub: Hub,
+    at: Asker,
+    prefix: str,
+    me: Member,
+    line: int,
+    name: str,
+    labels: Callable[[int], str],
+    seconds: float,
 ) -> list[Reached]:
-    """Connections to this line of all members of the newest record, which is read anew as long as somebody is busy.
+    """Connections to this line of all members of the newest record, which is read anew as long as
+    somebody is busy.
 
     Raises:
         PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
     key = f"in/{me.slot}.{me.incarnation}"
-    while line and not at.peek(key):  # two islands that come at once would each be let in on some lines only
+    # two islands that come at once would each be let in on some lines only
+    while line and not at.peek(key):
         if time.monotonic() > end:
             raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
         time.sleep(AGAIN / 5)
     while time.monotonic() < end:
         record = newest(at)
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
-        for m in [m for m in reached if m not in members or reached[m].failed]:  # lost meanwhile, or to be tried again
-            why = reached[m].failed and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
+        # lost meanwhile, or to be tried again
+        for m in [m for m in reached if m not in members or reached[m].failed]:
+            why = (
+                reached[m].failed
+                and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
+            )
             reached.pop(m).close()
         missing = [m for m in members if m not in reached]
         still = record is None or any(m.slot == me.slot for m in record.members)
         if still:
             why = f"{name} is a member still: the others have not noticed that it was lost"
-        for m in missing:  # in the order of slots, and no further than one lets in: nobody waits for the other in a circle
-            request = {"run": prefix, "slot": me.slot, "life": me.incarnation, "line": line, "name": name}
+        # in the order of slots, and no further than one lets in: nobody waits for the other in a
+        # circle
+        for m in missing:
+            request = {
+                "run": prefix,
+                "slot": me.slot,
+                "life": me.incarnation,
+                "line": line,
+                "name": name,
+            }
             answer = _ask(hub, at, m, line, request)
             if "refused" in answer:
                 raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
@@ -140,10 +162,16 @@ def _ask(hub: Hub, at: Asker, member: Member, line: int, request: dict[str, Any]
         return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
     host, _, port = text.rpartition(":")
     answer = knock(hub.context, hub.keys, host, int(port), request, 5.0)
-    return {"later": f"its door at {text} does not answer"} if answer is None else {"host": host, **answer}
+    return (
+        {"later": f"its door at {text} does not answer"}
+        if answer is None
+        else {"host": host, **answer}
+    )
 
 
-def _dial(hub: Hub, prefix: str, me: Member, member: Member, line: int, answer: dict[str, Any]) -> Reached:
+def _dial(
+    hub: Hub, prefix: str, me: Member, member: Member, line: int, answer: dict[str, Any]
+) -> Reached:
     wires = {}
     for k, port in zip(connections(int(answer["lanes"])), answer["ports"], strict=True):
         wire = hub.add(0, False)
@@ -158,7 +186,8 @@ class Follow:
     """`joining.Following` of one line.
 
     Args:
-        hub: of all connections. donor: whom this island follows. first: this is the island's first line.
+        hub: of all connections. donor: whom this island follows. first: this is the island's first
+            line.
         become: makes this rank a member, given the record that names it.
         at: the store, below the keys of the run.
 
@@ -168,9 +197,28 @@ class Follow:
         then: called when the base is known and this island goes on by itself.
     """
 
-    def __init__(self, hub: Hub, donor: Reached, first: bool, at: Asker, me: Member, who: str, become: Callable[[Record], None]):
-        self._hub, self._donor, self._first, self._at, self._me, self._who, self._become = hub, donor, first, at, me, who, become
-        self._ticks, self._messages = (spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages"))
+    def __init__(
+        self,
+        hub: Hub,
+        donor: Reached,
+        first: bool,
+        at: Asker,
+        me: Member,
+        who: str,
+        become: Callable[[Record], None],
+    ):
+        self._hub, self._donor, self._first, self._at, self._me, self._who, self._become = (
+            hub,
+            donor,
+            first,
+            at,
+            me,
+            who,
+            become,
+        )
+        self._ticks, self._messages = (
+            spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages")
+        )
         self._asked, self._ready_at = False, 0.0
         self._bodies: list[Tensor] | None = None
         self._record: Record | None = None
@@ -208,7 +256,10 @@ class Follow:
         if found is None:
             return None
         if found.get("item") != "snapshot":
-            raise WireError(f"{self._who} sent {found.get('item')!r} instead of a snapshot: use one release everywhere")
+            raise WireError(
+                f"{self._who} sent {found.get('item')!r} instead of a snapshot: use one release "
+                "everywhere"
+            )
         self.next, self._more = int(found["next"]), found.get("more") is True
         return self._ticks.part(longest, seconds)
 
@@ -216,7 +267,10 @@ class Follow:
         """See `Following`."""
         if self._bodies is None:
             if self._ticks.sizes != list(sizes):
-                raise ValueError(f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected are {list(sizes)}")
+                raise ValueError(
+                    f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected "
+                    f"are {list(sizes)}"
+                )
             self._bodies, self._most = [], max(LEAST, sum(sizes))
         while len(self._bodies) < len(sizes):
             part = self._ticks.part(sizes[len(self._bodies)], seconds)
@@ -228,7 +282,9 @@ class Follow:
         return bodies
 
     def tick(self, seconds: float) -> Tick | None:
-        """See `Following`. With none there, and none said to follow at once, this island is near, and asks to take part."""
+        """See `Following`. With none there, and none said to follow at once, this island is near,
+        and asks to take part.
+        """
         found = self._ticks.begin(60.0 if self._more else 0.0)
         if found is None:
             now = time.monotonic()
@@ -257,7 +313,9 @@ class Follow:
         return found
 
     def followed(self, expected: Expected) -> ReceivedMessage | None:
-        """The same; None where this island takes part in the message, which may come out only while it waits."""
+        """The same; None where this island takes part in the message, which may come out only while
+        it waits.
+        """
         while True:
             found = None
             while found is None:
@@ -272,14 +330,17 @@ class Follow:
             sizes = self._messages.sizes[1:]
             head = self._part(LONGEST_HEAD)
             skipped = self._skips(head, expected)
-            parts = [head, *(self._part(size) for size in (sizes if skipped else expected.sizes(head)))]
+            parts = [
+                head,
+                *(self._part(size) for size in (sizes if skipped else expected.sizes(head))),
+            ]
             self._messages.end()
             if not skipped:
                 return unpacked(parts, expected)
 
     def _skips(self, head: Tensor, expected: Expected) -> bool:
-        """Whether it is a question between two steps that a newcomer does not ask: it asks none in a step, nor those of the step at which
-        it has caught up and before."""
+        """Whether it is a question between two steps that a newcomer does not ask: it asks none in
+        a step, nor those of the step at which it has caught up and before."""
         try:
             headers = json.loads(bytes(head.tolist()))["headers"]
             asked = {(int(h["kind"]), int(h["step"])) for h in headers}
@@ -290,17 +351,23 @@ class Follow:
         return expected.kind in WITHIN or all(step <= self._caught_up for _, step in asked)
 
     def instead(self, n: int) -> Coming | None:
-        """What the others launch as message n, if it is a question which this island does not ask: it was making up for the steps before.
-        None: they should do what this island does; or nobody knows, since the donor is gone. Waits for the donor's word."""
+        """What the others launch as message n, if it is a question which this island does not ask:
+        it was making up for the steps before. None: they should do what this island does; or
+        nobody knows, since the donor is gone. Waits for the donor's word."""
         try:
             coming = self._launched(n)
         except PeerLost:
             return None
-        return coming if coming is not None and coming.kind not in WITHIN and coming.step <= self._caught_up else None
+        return (
+            coming
+            if coming is not None and coming.kind not in WITHIN and coming.step <= self._caught_up
+            else None
+        )
 
     def _launched(self, n: int) -> Coming | None:
-        """What the others launch as message n, or later; None where message n itself comes without that word, as what was kept for this
-        island. What came back of those before is thrown away."""
+        """What the others launch as message n, or later; None where message n itself comes without
+        that word, as what was kept for this island. What came back of those before is thrown
+        away."""
         while self._coming is None or self._coming.n < n:
             found = None
             while found is None:
@@ -335,8 +402,11 @@ class Follow:
         assert self._record is not None
         self._caught_up = step
         self._become(self._record)
-        self.base = self._record.base[self._record.members.index(self._me)]  # last: another thread may wait for it
-        log.info("this island goes on from step %d, and takes part from message %d on", step, self.base)
+        # last: another thread may wait for it
+        self.base = self._record.base[self._record.members.index(self._me)]
+        log.info(
+            "this island goes on from step %d, and takes part from message %d on", step, self.base
+        )
         self.then()
 
     def over(self) -> None:
@@ -351,5 +421,7 @@ class Follow:
     def _say(self, text: str) -> None:
         wire = self._donor.wires["notes"]
         with self._hub.changed:
-            wire.post_note(Moving(self._hub, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)))
+            wire.post_note(
+                Moving(self._hub, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+            )
         self._hub.nudge(wire)

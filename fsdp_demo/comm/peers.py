@@ -1,11 +1,13 @@
 """Moving bytes between the ranks that hold the same shard on every island.
 
-A `PeerGroup` is that set of ranks. It knows one move, everybody sends to everybody directly (one round trip, where a ring takes R - 1), in
-pieces, so that the timeout measures silence and not size. A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not
-used: among 8 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On long links a peer group has
-several connections, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does not fill them. Two transports
-are built on it: `PeerGroup.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank order by the channel),
-and `collectives.reduce`. Both run in the thread of `worker.py`.
+A `PeerGroup` is that set of ranks. It knows one move, everybody sends to everybody directly (one
+round trip, where a ring takes R - 1), in pieces, so that the timeout measures silence and not size.
+A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not used: among 8
+islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On
+long links a peer group has several connections, to which pieces are dealt, since one TCP window (4
+MiB where nobody has raised it) does not fill them. Two transports are built on it:
+`PeerGroup.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank
+order by the channel), and `collectives.reduce`. Both run in the thread of `worker.py`.
 """
 
 from __future__ import annotations
@@ -37,17 +39,18 @@ Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
 PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
 STREAMS = 8  # connections to one peer at most
 STREAM_RTT = 0.0125
-"""Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of them gain nothing, at 100 ms eight take
-32 MB over in 0.6 of the time of one."""
-TCP_SHARE = 1448 / 1514  # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
+"""Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of
+them gain nothing, at 100 ms eight take 32 MB over in 0.6 of the time of one."""
+# payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
+TCP_SHARE = 1448 / 1514
 
 
 class PeerGroup:
     """The ranks that hold the same shard on every island, one per island.
 
     Args:
-        group: what moves pieces (`transport.Pieces`): a process group with `send` and `recv` over CPU tensors (gloo), or a `Transport`;
-            None for a single replica.
+        group: what moves pieces (`transport.Pieces`): a process group with `send` and `recv` over
+            CPU tensors (gloo), or a `Transport`; None for a single replica.
         rank, size: this island and the number of islands in the group.
         names: the islands' names, for errors.
         timeout: seconds of silence after which a peer counts as lost.
@@ -56,13 +59,24 @@ class PeerGroup:
     Attributes:
         more: further groups of the same ranks, each with connections of its own (`widen`).
         elastic: islands may come and go (`elastic_peers.py`). begun: islands have come together.
-        digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to `finish()`.
-        desk, following: where islands may join a run under way, this one as a donor or as a newcomer (`joining.py`).
+        digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
+            `finish()`.
+        desk, following: where islands may join a run under way, this one as a donor or as a
+            newcomer (`joining.py`).
     """
 
     elastic = False
 
-    def __init__(self, group: Any, rank: int, size: int, names: Sequence[str], timeout: float, link: Link | None = None, share: int = 1):
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        names: Sequence[str],
+        timeout: float,
+        link: Link | None = None,
+        share: int = 1,
+    ):
         self.group, self.rank, self.size, self.names = group, rank, size, list(names)
         self.more: list[Any] = []
         self.timeout, self.link, self.share = timeout, link, share
@@ -75,32 +89,44 @@ class PeerGroup:
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
         """The header of a message of this rank, but for its number."""
-        return Header(self.digest, step, kind=kind, **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending})
+        return Header(
+            self.digest,
+            step,
+            kind=kind,
+            **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending},
+        )
 
     def swap(
         self, header: Header, outgoing: Sequence[Tensor], sizes: Sequence[int], setup: bool = False
     ) -> tuple[list[Header], list[Tensor]]:
-        """Send outgoing[j] to rank j and return what each rank j sent here; one's own is handed back.
+        """Send outgoing[j] to rank j and return what each rank j sent here; one's own is handed
+        back.
 
         Args:
             header: of what is sent; the same kind, step and digest must come from everybody.
-            outgoing: messages with room for a header (`header.room`), which is written here; on the CPU, contiguous. One may go to several.
+            outgoing: messages with room for a header (`header.room`), which is written here; on the
+                CPU, contiguous. One may go to several.
             sizes: bytes of the bodies that are expected.
 
         Returns:
             Headers and bodies, in rank order.
 
         Raises:
-            PeerLost: which island, and after what. Mismatch: an island does something else. WireError: a message is damaged.
+            PeerLost: which island, and after what. Mismatch: an island does something else.
+                WireError: a message is damaged.
         """
         self._tag += 1
         mine = replace(header, number=self._tag)
         for message in {id(t): t for j, t in enumerate(outgoing) if j != self.rank}.values():
             fill(message, mine)
-        # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more than there is room for.
-        pieces = [-(-(HEADER.size + n) // PIECE) if j != self.rank else 0 for j, n in enumerate(sizes)]
+        # Room for whole pieces: gloo aborts the process if a peer that is out of step sends more
+        # than there is room for.
+        pieces = [
+            -(-(HEADER.size + n) // PIECE) if j != self.rank else 0 for j, n in enumerate(sizes)
+        ]
         rooms = [torch.empty(n * PIECE, dtype=torch.uint8) for n in pieces]
-        for space, n in zip(rooms, sizes, strict=True):  # gloo accepts a shorter message: what an earlier one left must not complete it
+        # gloo accepts a shorter message: what an earlier one left must not complete it
+        for space, n in zip(rooms, sizes, strict=True):
             space[: HEADER.size].zero_()
             space[max(HEADER.size + n - 32, HEADER.size) : HEADER.size + n].fill_(0xA5)
         headers, crcs = [mine] * self.size, [0] * self.size
@@ -132,25 +158,37 @@ class PeerGroup:
             raise self._lost(j, error) from error
 
     def _let_go(self, works: list[tuple[int, bool, Any]]) -> None:
-        """A peer does something else: give it a second to hear from us what we do, so that it can say so, too."""
+        """A peer does something else: give it a second to hear from us what we do, so that it can
+        say so, too.
+        """
         until = time.monotonic() + 1.0
         for _, first, work in works:
             if not first and not work.is_completed() and (left := until - time.monotonic()) > 0:
                 with suppress(RuntimeError):
                     work.wait(timedelta(seconds=left))
 
-    def _post(self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor]) -> list[tuple[int, bool, Any]]:
-        """Hand all pieces to the groups, in turns; (peer, whether it is the first that comes from there, work) of each, first pieces first.
+    def _post(
+        self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor]
+    ) -> list[tuple[int, bool, Any]]:
+        """Hand all pieces to the groups, in turns; (peer, whether it is the first that comes from
+        there, work) of each, first pieces first.
 
-        All receives are posted first: gloo bargains once more about a send whose receiver is not ready (8 MB at 100 Mbit/s and 100 ms took
-        1.2 to 1.7 seconds the other way round, and takes 0.78 so, which is what rate and round trip allow)."""
+        All receives are posted first: gloo bargains once more about a send whose receiver is not
+        ready (8 MB at 100 Mbit/s and 100 ms took 1.2 to 1.7 seconds the other way round, and takes
+        0.78 so, which is what rate and round trip allow)."""
         groups, others = [self.group, *self.more], [j for j in range(self.size) if j != self.rank]
         works, j = [], self.rank
         try:
             for j in others:
-                works += [(j, i == 0, groups[i % len(groups)].recv([part], j, self._tag)) for i, part in enumerate(rooms[j].split(PIECE))]
+                works += [
+                    (j, i == 0, groups[i % len(groups)].recv([part], j, self._tag))
+                    for i, part in enumerate(rooms[j].split(PIECE))
+                ]
             for j in others:
-                works += [(j, False, groups[i % len(groups)].send([part], j, self._tag)) for i, part in enumerate(outgoing[j].split(PIECE))]
+                works += [
+                    (j, False, groups[i % len(groups)].send([part], j, self._tag))
+                    for i, part in enumerate(outgoing[j].split(PIECE))
+                ]
         except RuntimeError as error:
             raise self._lost(j, error) from error
         return sorted(works, key=lambda entry: not entry[1])
@@ -169,39 +207,55 @@ class PeerGroup:
 
     def _lost(self, j: int, error: RuntimeError) -> PeerLost:
         reason = str(error).splitlines()[0][:160]
-        return PeerLost(f"{self.label(j)} is gone or was silent for {self.timeout:g} s: {reason}{see('island-lost')}")
+        return PeerLost(
+            f"{self.label(j)} is gone or was silent for {self.timeout:g} s: "
+            f"{reason}{see('island-lost')}"
+        )
 
-    def all_gather(self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True) -> list[Tensor]:
+    def all_gather(
+        self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True
+    ) -> list[Tensor]:
         """`data` (uint8, equal length everywhere) of every rank, in rank order."""
         return self.gather(self.header(kind, step), data, setup)[1]
 
-    def gather(self, header: Header, data: Tensor, setup: bool = False) -> tuple[list[Header], list[Tensor]]:
+    def gather(
+        self, header: Header, data: Tensor, setup: bool = False
+    ) -> tuple[list[Header], list[Tensor]]:
         """`all_gather` with the headers."""
         message = room(data.numel())
         message[HEADER.size :] = data
         return self.swap(header, [message] * self.size, [data.numel()] * self.size, setup)
 
     def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
-        """`data` (uint8 [n], n > 0, of any length) of every rank, in rank order. Two messages: lengths, then what is so long.
+        """`data` (uint8 [n], n > 0, of any length) of every rank, in rank order. Two messages:
+        lengths, then what is so long.
 
         Raises:
-            WireError: a rank claims more than `longest` bytes, or none. Nothing is made room for before.
+            WireError: a rank claims more than `longest` bytes, or none. Nothing is made room for
+                before.
         """
-        lengths = self.all_gather(torch.tensor([data.numel()]).view(torch.uint8), header.kind, header.step)
+        lengths = self.all_gather(
+            torch.tensor([data.numel()]).view(torch.uint8), header.kind, header.step
+        )
         sizes = [int(t.view(torch.int64)) for t in lengths]
         for j, size in enumerate(sizes):
             if not 0 < size <= longest:
-                raise WireError(f"{self.label(j)} claims a text of {size} bytes: allowed are 1 to {longest}")
+                raise WireError(
+                    f"{self.label(j)} claims a text of {size} bytes: allowed are 1 to {longest}"
+                )
         message = room(data.numel())
         message[HEADER.size :] = data
         return self.swap(header, [message] * self.size, sizes, setup=True)[1]
 
-    def exchange(self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False) -> ReceivedMessage:
-        """What all replicas send in one message: a body (uint8, equal length everywhere), and vectors of which each gets the mean.
+    def exchange(
+        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False
+    ) -> ReceivedMessage:
+        """What all replicas send in one message: a body (uint8, equal length everywhere), and
+        vectors of which each gets the mean.
 
         Args:
-            vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each (see `collectives.reduce`), or an error, which
-                is raised here.
+            vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each (see
+                `collectives.reduce`), or an error, which is raised here.
             compare: see `collectives.reduce`.
         """
         headers, bodies = self.gather(header, body)
@@ -213,8 +267,12 @@ class PeerGroup:
         """The plain mean over the replicas of each (fp32 [n] on the CPU, code)."""
         return reduce(self, header, vectors, [[1.0] * self.size] * len(vectors))
 
-    def hand_out(self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]) -> Tensor:
-        """The donor's `data` (uint8 [size], None elsewhere) on the ranks that need it; nothing on the others."""
+    def hand_out(
+        self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
+    ) -> Tensor:
+        """The donor's `data` (uint8 [size], None elsewhere) on the ranks that need it; nothing on
+        the others.
+        """
         mine, empty = self.rank, room(0)
         message = empty
         if data is not None:
@@ -225,7 +283,9 @@ class PeerGroup:
         return self.swap(header, outgoing, sizes, setup=True)[1][donor]
 
     def round_trip(self) -> float:
-        """Seconds of a round trip, the longest that a rank of the peer group has seen; five short messages."""
+        """Seconds of a round trip, the longest that a rank of the peer group has seen; five short
+        messages.
+        """
         seen = []
         for _ in range(4):
             start = time.perf_counter()
@@ -235,9 +295,11 @@ class PeerGroup:
         return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
 
     def widen(self, connect: Callable[[int], Any]) -> None:
-        """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same ranks.
+        """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same
+        ranks.
 
-        The round trip is measured, and all ranks of the peer group take the longest that one of them has seen.
+        The round trip is measured, and all ranks of the peer group take the longest that one of
+        them has seen.
 
         Raises:
             PeerLost: see `swap`.
@@ -269,18 +331,23 @@ class PeerGroup:
         return 0
 
     def allow_early(self, longest: int) -> None:
-        """Bytes of header, body and coded vectors that an island which leaves may send ahead of a message (`send_early`)."""
+        """Bytes of header, body and coded vectors that an island which leaves may send ahead of a
+        message (`send_early`).
+        """
 
     def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
-        """Where islands come and go, and this one leaves: send what it contributes to the coming message ahead of its time. Whether the
-        others have it within so many seconds. Arguments as for `exchange`; `header.weight` is its share in every mean."""
+        """Where islands come and go, and this one leaves: send what it contributes to the coming
+        message ahead of its time. Whether the others have it within so many seconds. Arguments
+        as for `exchange`; `header.weight` is its share in every mean."""
         return False
 
     def leave(self) -> None:
         """Tell the others that this island goes on no more."""
 
     def expel(self, why: str) -> None:
-        """This island has gone wrong and comes back as a newcomer: end its process, and save nothing. Only where islands come and go."""
+        """This island has gone wrong and comes back as a newcomer: end its process, and save
+        nothing. Only where islands come and go.
+        """
         raise PeerLost(why)
 
     def wait_stable(self, seconds: float) -> bool:
@@ -301,7 +368,9 @@ class PeerGroup:
         return self.label(slot)
 
     def release(self) -> None:
-        """Close the connections and drop the process groups; a live one at interpreter exit can abort the process."""
+        """Close the connections and drop the process groups; a live one at interpreter exit can
+        abort the process.
+        """
         for group in (self.group, *self.more):
             if isinstance(group, Transport):
                 group.close()

@@ -1,6 +1,8 @@
-"""What an island says of itself in the store while it runs, and what it hears of the others: that it lives, and after which step it stops.
+"""What an island says of itself in the store while it runs, and what it hears of the others: that
+it lives, and after which step it stops.
 
-All of it happens in the thread of the attempt (`attempts.Pulse`), never on the path of training. Keys, below those of the meeting:
+All of it happens in the thread of the attempt (`attempts.Pulse`), never on the path of training.
+Keys, below those of the meeting:
 
     stop/<island>    the step after which that island stops
     stops            how often one was told, so that looking is one small question
@@ -27,13 +29,16 @@ SLEPT = 5.0
 
 
 class Presence:
-    """One rank's word to the other islands, and theirs to it. Does nothing for a single replica and in a mesh.
+    """One rank's word to the other islands, and theirs to it. Does nothing for a single replica and
+    in a mesh.
 
-    Make it when the islands have met (`Topology.join`); before that it has keys of its own, and the others must do the same. Every call
-    returns within 5 seconds (and what it is given); a store that does not answer is a warning in the log, once.
+    Make it when the islands have met (`Topology.join`); before that it has keys of its own, and the
+    others must do the same. Every call returns within 5 seconds (and what it is given); a store
+    that does not answer is a warning in the log, once.
 
     Attributes:
-        stopping: other islands that were heard to stop -> the step after which they do. Looked up once a second.
+        stopping: other islands that were heard to stop -> the step after which they do. Looked up
+            once a second.
         on_stop: called once, in the thread, when another island is first heard to stop.
 
     Example:
@@ -55,23 +60,28 @@ class Presence:
         """Begin to listen.
 
         Raises:
-            ValueError, PeerLost: this island has not met the others, and cannot (`Topology.prefix`).
+            ValueError, PeerLost: this island has not met the others, and cannot
+                (`Topology.prefix`).
         """
         if self._topology.kind != "islands" or self._pulse is not None:
             return
         self._pulse = attempts.join(self._topology)
         self._keys = self._topology.meeting().removeprefix(self._pulse.prefix).lstrip("/")
-        if not self._topology.elastic:  # else the peer group says it, and nothing is asked of the store
+        # else the peer group says it, and nothing is asked of the store
+        if not self._topology.elastic:
             self._pulse.every(self._look)
 
     def fence(self, missing: Callable[[], bool], begun_anew: Callable[[str], None]) -> None:
-        """Where islands come and go: look whether islands that could not reach this one have ended the attempt, and so begin another.
+        """Where islands come and go: look whether islands that could not reach this one have ended
+        the attempt, and so begin another.
 
-        Asked while some are missing, and after this process was stopped: who is cut off from all others hears of it nowhere else. With all
-        islands there nothing is asked, since nobody is left who could begin anew.
+        Asked while some are missing, and after this process was stopped: who is cut off from all
+        others hears of it nowhere else. With all islands there nothing is asked, since nobody is
+        left who could begin anew.
 
         Args:
-            missing: whether not all islands take part. begun_anew: called in the thread, with what to say.
+            missing: whether not all islands take part. begun_anew: called in the thread, with what
+                to say.
         """
 
         def look(at: Asker) -> None:
@@ -81,14 +91,18 @@ class Presence:
                 return
             self._asked = now
             if by := at.peek("ended"):
-                begun_anew(f"island {by} found none of this attempt's islands, and has begun another one")
+                begun_anew(
+                    f"island {by} found none of this attempt's islands, and has begun another one"
+                )
 
         self.start()
         if self._pulse is not None:
             self._pulse.every(look)
 
     def tell_stop(self, step: int) -> None:
-        """Tell the others that this island stops after `step`. Not for a signal handler: it waits for the store."""
+        """Tell the others that this island stops after `step`. Not for a signal handler: it waits
+        for the store.
+        """
         island = self._topology.island
 
         def tell(at: Asker) -> None:
@@ -99,7 +113,9 @@ class Presence:
         self._ask(tell)
 
     def wait_for_stops(self, seconds: float) -> bool:
-        """Wait until all other islands have told when they stop; False if they have not within so long, or the store does not answer."""
+        """Wait until all other islands have told when they stop; False if they have not within so
+        long, or the store does not answer.
+        """
         others, end = self._topology.islands - 1, time.monotonic() + seconds
         while self._pulse is not None and len(self.stopping) < others:
             left = end - time.monotonic()
@@ -109,10 +125,15 @@ class Presence:
         return True
 
     def end(self, reason: Literal["finished", "left"]) -> None:
-        """Mark the attempt: "finished", the run has come to its end and cannot be started again under its id; "left", this island ends
-        before that, and whoever starts next opens a new attempt."""
+        """Mark the attempt: "finished", the run has come to its end and cannot be started again
+        under its id; "left", this island ends before that, and whoever starts next opens a new
+        attempt."""
         island, self._ended = self._topology.island, True
-        self._ask(lambda at: at.compare_set("finished" if reason == "finished" else "ended", "", str(island)))
+        self._ask(
+            lambda at: at.compare_set(
+                "finished" if reason == "finished" else "ended", "", str(island)
+            )
+        )
 
     def close(self) -> None:
         """Listen no more. The island goes on living until its process ends."""
@@ -130,7 +151,11 @@ class Presence:
             return
         first = not self.stopping
         for island in range(self._topology.islands):
-            if island != self._topology.island and island not in self.stopping and (text := here.peek(f"stop/{island}")):
+            if (
+                island != self._topology.island
+                and island not in self.stopping
+                and (text := here.peek(f"stop/{island}"))
+            ):
                 self.stopping[island] = int(text)
         self._seen = told
         if first and self.stopping and self.on_stop is not None:

@@ -1,4 +1,5 @@
-"""Words between the ranks of one replica (or of a whole world): votes, what the first one found, work that succeeds on all or on none.
+"""Words between the ranks of one replica (or of a whole world): votes, what the first one found,
+work that succeeds on all or on none.
 
 Tensors and JSON, never pickle: nothing that another rank says is executed.
 """
@@ -12,7 +13,16 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ..errors import Mismatch, NeedsDecision, NotFinite, PeerLost, StoreSilent, Superseded, WireError, as_disk_error
+from ..errors import (
+    Mismatch,
+    NeedsDecision,
+    NotFinite,
+    PeerLost,
+    StoreSilent,
+    Superseded,
+    WireError,
+    as_disk_error,
+)
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -38,10 +48,12 @@ class Ranks:
             return cls(None, 0, 1)
         return cls(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
 
-    # ---- numbers -------------------------------------------------------------------------------------------------------
+    # ---- numbers -------------------------------------------------------------------------------
 
     def max(self, *values: float) -> list[float]:
-        """Element-wise maximum over the ranks. Exact up to 2^53, on devices that lack fp64 up to 2^24."""
+        """Element-wise maximum over the ranks. Exact up to 2^53, on devices that lack fp64 up to
+        2^24.
+        """
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def sum(self, *values: float) -> list[float]:
@@ -65,7 +77,7 @@ class Ranks:
         most, least = self.max(number, -number)
         return most == -least
 
-    # ---- values --------------------------------------------------------------------------------------------------------
+    # ---- values --------------------------------------------------------------------------------
 
     def everyone(self, value: Any) -> list[Any]:
         """What every rank says (JSON), in the order of the ranks."""
@@ -74,13 +86,19 @@ class Ranks:
         mine = json.dumps(value).encode()
         sizes = [torch.empty(1, dtype=torch.int64, device=self._place) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(mine)], device=self._place), group=self.group)
-        text = torch.tensor(list(mine.ljust(max(int(n) for n in sizes))), dtype=torch.uint8, device=self._place)
+        text = torch.tensor(
+            list(mine.ljust(max(int(n) for n in sizes))), dtype=torch.uint8, device=self._place
+        )
         parts = [torch.empty_like(text) for _ in sizes]
         dist.all_gather(parts, text, group=self.group)
-        return [json.loads(bytes(part.tolist())[: int(n)]) for part, n in zip(parts, sizes, strict=True)]
+        return [
+            json.loads(bytes(part.tolist())[: int(n)]) for part, n in zip(parts, sizes, strict=True)
+        ]
 
     def from_first(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` gives (JSON) on rank 0, on all ranks; an error there is raised on all, of its kind (`TOLD`) or as a RuntimeError."""
+        """What `ask` gives (JSON) on rank 0, on all ranks; an error there is raised on all, of its
+        kind (`TOLD`) or as a RuntimeError.
+        """
         if self.group is None:
             return ask()
         if self.rank:
@@ -99,7 +117,9 @@ class Ranks:
 
     def _say(self, text: str) -> None:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._place)
-        dist.broadcast(torch.tensor([data.numel()], device=self._place), group_src=0, group=self.group)
+        dist.broadcast(
+            torch.tensor([data.numel()], device=self._place), group_src=0, group=self.group
+        )
         dist.broadcast(data, group_src=0, group=self.group)
 
     def _hear(self) -> torch.Tensor:
@@ -109,10 +129,12 @@ class Ranks:
         dist.broadcast(data, group_src=0, group=self.group)
         return data
 
-    # ---- work ----------------------------------------------------------------------------------------------------------
+    # ---- work ----------------------------------------------------------------------------------
 
     def together(self, work: Callable[[], T], what: str) -> T:
-        """What `work` gives on each rank; an error of one is raised on all, of its kind: `settle`."""
+        """What `work` gives on each rank; an error of one is raised on all, of its kind:
+        `settle`.
+        """
         result, error = None, None
         try:
             result = work()
@@ -122,14 +144,19 @@ class Ranks:
         return cast(T, result)
 
     def settle(self, error: Exception | None, what: str) -> None:
-        """Vote on what happened. The worst is raised on all ranks: a lost peer before other errors, these before a disk that is full or
-        values that are not finite.
+        """Vote on what happened. The worst is raised on all ranks: a lost peer before other errors,
+        these before a disk that is full or values that are not finite.
 
         Raises:
-            PeerLost, OSError, NotFinite, RuntimeError: or this rank's own error, where it is one of the worst.
+            PeerLost, OSError, NotFinite, RuntimeError: or this rank's own error, where it is one of
+                the worst.
         """
         error = error and as_disk_error(error)
-        mine = 0 if error is None else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
+        mine = (
+            0
+            if error is None
+            else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
+        )
         worst = int(self.max(mine)[0])
         if not worst:
             return
@@ -143,11 +170,28 @@ def _reaches_cpu(group: Any) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
-TOLD: tuple[type[Exception], ...] = (StoreSilent, PeerLost, Mismatch, WireError, NotFinite, Superseded, NeedsDecision, ValueError, OSError)
-"""Errors that keep their kind when the first rank tells them, those that are kinds of others first."""
+TOLD: tuple[type[Exception], ...] = (
+    StoreSilent,
+    PeerLost,
+    Mismatch,
+    WireError,
+    NotFinite,
+    Superseded,
+    NeedsDecision,
+    ValueError,
+    OSError,
+)
+"""Errors that keep their kind when the first rank tells them, those that are kinds of others
+first.
+"""
 
 _BY_NAME = {e.__name__: e for e in TOLD}
 _OTHER = 3
 _ORDER: tuple[tuple[type[Exception], int], ...] = ((PeerLost, 4), (NotFinite, 1), (OSError, 2))
 _KINDS: dict[int, type[Exception]] = {1: NotFinite, 2: OSError, 3: RuntimeError, 4: PeerLost}
-_WHY = {1: "found values that are not finite", 2: "could not write", 3: "failed", 4: "lost its peer"}
+_WHY = {
+    1: "found values that are not finite",
+    2: "could not write",
+    3: "failed",
+    4: "lost its peer",
+}

@@ -1,8 +1,10 @@
 """Records and reports as JSON, for the store. What cannot be read is a ValueError that names it.
 
-A record names each member once, in "who" (sorted), and after that by its place there. A set of them is a number in hexadecimal digits whose
-bits are those places: sets are sorted in every record. Forwards of one message on one line stand together. So the record of 64 islands of
-64 ranks with four open messages, of which all pieces must be forwarded, stays below the bound of the store (`stores.LARGEST`).
+A record names each member once, in "who" (sorted), and after that by its place there. A set of them
+is a number in hexadecimal digits whose bits are those places: sets are sorted in every record.
+Forwards of one message on one line stand together. So the record of 64 islands of 64 ranks with
+four open messages, of which all pieces must be forwarded, stays below the bound of the store
+(`stores.LARGEST`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Any, get_args
 from .epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement
 
 MOST = 1024
-"""Members that a record can name: lives of the islands of one run that are or were members at once."""
+"""Members that a record can name: lives of the islands of one run that are or were members at
+once.
+"""
 
 
 def record_text(record: Record) -> str:
@@ -31,7 +35,10 @@ def record_text(record: Record) -> str:
             "who": who,
             "members": _bits(record.members, at),
             "base": record.base,
-            "settlements": [[s.n, _bits(s.contributors, at), s.attempt, _bits(s.early, at)] for s in record.settlements],
+            "settlements": [
+                [s.n, _bits(s.contributors, at), s.attempt, _bits(s.early, at)]
+                for s in record.settlements
+            ],
             "pieces": [[p.what, at[p.of], p.attempt] for p in pieces],
             "forwards": [
                 [n, line, [[piece_at[f.piece], at[f.sender], _bits(f.to, at)] for f in found]]
@@ -61,28 +68,39 @@ def read_record(text: str) -> Record:
             members=_several(found["members"], who),
             base=tuple(int(n) for n in found["base"]),
             settlements=tuple(
-                Settlement(int(n), _several(of, who), int(attempt), _several(early, who)) for n, of, attempt, early in found["settlements"]
+                Settlement(int(n), _several(of, who), int(attempt), _several(early, who))
+                for n, of, attempt, early in found["settlements"]
             ),
             forwards=tuple(
-                Forward(int(line), int(n), _one(piece, pieces), _one(sender, who), _several(to, who))
+                Forward(
+                    int(line), int(n), _one(piece, pieces), _one(sender, who), _several(to, who)
+                )
                 for n, line, rows in found["forwards"]
                 for piece, sender, to in rows
             ),
             stable=int(found["stable"]),
             history=str(found["history"]),
         )
-        if len(record.base) != len(record.members) or not record.members or len({m.slot for m in record.members}) < len(record.members):
+        if (
+            len(record.base) != len(record.members)
+            or not record.members
+            or len({m.slot for m in record.members}) < len(record.members)
+        ):
             raise ValueError("its members, or what they begin with")
         return record
     except _WRONG as error:
-        raise ValueError(f"a record in the store cannot be read ({error!r:.80}): {text!r:.120}") from None
+        raise ValueError(
+            f"a record in the store cannot be read ({error!r:.80}): {text!r:.120}"
+        ) from None
 
 
 def report_text(report: Report) -> str:
     """A report, without blanks."""
     held = [[h.n, h.kind, h.delivered, sorted(h.pieces)] for h in report.held]
     heard = sorted(report.heard)
-    return _text([report.view, report.member, report.rank, heard, report.landed, held, report.begun])
+    return _text(
+        [report.view, report.member, report.rank, heard, report.landed, held, report.begun]
+    )
 
 
 def read_report(text: str) -> Report:
@@ -93,10 +111,23 @@ def read_report(text: str) -> Report:
     """
     try:
         view, member, rank, heard, landed, held, begun = json.loads(text)
-        known = tuple(Held(int(n), _kind(kind), bool(delivered), frozenset(map(_piece, pieces))) for n, kind, delivered, pieces in held)
-        return Report(int(view), _member(member), int(rank), frozenset(_members(heard)), int(landed), known, bool(begun))
+        known = tuple(
+            Held(int(n), _kind(kind), bool(delivered), frozenset(map(_piece, pieces)))
+            for n, kind, delivered, pieces in held
+        )
+        return Report(
+            int(view),
+            _member(member),
+            int(rank),
+            frozenset(_members(heard)),
+            int(landed),
+            known,
+            bool(begun),
+        )
     except _WRONG as error:
-        raise ValueError(f"a report in the store cannot be read ({error!r:.80}): {text!r:.120}") from None
+        raise ValueError(
+            f"a report in the store cannot be read ({error!r:.80}): {text!r:.120}"
+        ) from None
 
 
 _WRONG = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)

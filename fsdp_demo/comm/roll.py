@@ -1,7 +1,9 @@
-"""Who begins a run whose islands may come and go: one decision in the store, before the islands ask each other anything else.
+"""Who begins a run whose islands may come and go: one decision in the store, before the islands ask
+each other anything else.
 
-ISLAND_COUNT islands are expected. With ISLAND_MIN, that many suffice when one of them has waited ISLAND_TIMEOUT seconds. The others, and
-islands beyond ISLAND_COUNT, wait until the run has begun, and join it.
+ISLAND_COUNT islands are expected. With ISLAND_MIN, that many suffice when one of them has waited
+ISLAND_TIMEOUT seconds. The others, and islands beyond ISLAND_COUNT, wait until the run has begun,
+and join it.
 
 Keys below those of the attempt:
 
@@ -53,7 +55,8 @@ def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> C
 
     Args:
         at: the store, below the keys of the attempt. late: the run is under way already.
-        beat: seconds between two beats, which are made here meanwhile. silence: seconds without one after which an island is gone.
+        beat: seconds between two beats, which are made here meanwhile. silence: seconds without one
+            after which an island is gone.
 
     Returns:
         None: the attempt has ended meanwhile; there is a place in the next.
@@ -63,7 +66,13 @@ def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> C
         PeerLost: too few came within `timeout`, or the run has not begun by then.
     """
     roll = _Roll(at, place, beat, silence)
-    said = {"name": place.name, "host": socket.gethostname(), "count": place.count, "slots": place.islands, "least": place.suffice}
+    said = {
+        "name": place.name,
+        "host": socket.gethostname(),
+        "count": place.count,
+        "slots": place.islands,
+        "least": place.suffice,
+    }
     at.set(f"came/{place.island}", json.dumps(said))
     expected = place.island < place.count
     for i in range(place.islands):
@@ -81,7 +90,8 @@ def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> C
 
 
 def compare(at: Asker, place: Caller, islands: Sequence[int]) -> None:
-    """Refuse these islands, as far as they have come, if they have other numbers: they may have refused this one already, and left.
+    """Refuse these islands, as far as they have come, if they have other numbers: they may have
+    refused this one already, and left.
 
     Raises:
         ValueError: which number, and both values.
@@ -105,11 +115,17 @@ def decided(at: Asker, count: int) -> tuple[int, ...] | None:
 def _read(text: str, count: int) -> tuple[int, ...]:
     try:
         found = json.loads(text)
-        if not found or sorted({int(i) for i in found}) != found or not 0 <= found[0] <= found[-1] < count:
+        if (
+            not found
+            or sorted({int(i) for i in found}) != found
+            or not 0 <= found[0] <= found[-1] < count
+        ):
             raise ValueError("not islands in their order")
         return tuple(found)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"the islands that begin, in the store, cannot be read ({error!r:.60}): {text!r:.60}") from None
+        raise ValueError(
+            f"the islands that begin, in the store, cannot be read ({error!r:.60}): {text!r:.60}"
+        ) from None
 
 
 class _Roll:
@@ -119,7 +135,8 @@ class _Roll:
         self._at, self._place, self._each, self._silence = at, place, beat, silence
         self._beat_at = 0.0
         self._names: dict[int, str] = {}
-        self._moved: dict[int, tuple[int, float]] = {}  # beats of an island, and when they were last seen to move
+        # beats of an island, and when they were last seen to move
+        self._moved: dict[int, tuple[int, float]] = {}
         self.everyone = tuple(range(place.count))
 
     def decided(self) -> tuple[int, ...] | None:
@@ -139,7 +156,9 @@ class _Roll:
         for variable, theirs, mine in numbers:
             if theirs != mine:
                 both = f"{variable}={theirs}, {p.name} has {mine}"
-                raise ValueError(f"island {i} ({other['name']}) has {both}: set one number everywhere")
+                raise ValueError(
+                    f"island {i} ({other['name']}) has {both}: set one number everywhere"
+                )
 
     def wait(self) -> tuple[int, ...] | None:
         """The islands that begin; None where the attempt has ended."""
@@ -166,7 +185,8 @@ class _Roll:
                 return False
             if time.monotonic() > end:
                 raise PeerLost(
-                    f"{p.name} waited {p.timeout:g} s for run {p.run!r} at {p.endpoint} to begin, which it would join: start the islands "
+                    f"{p.name} waited {p.timeout:g} s for run {p.run!r} at {p.endpoint} to begin, "
+                    "which it would join: start the islands "
                     f"0 to {p.count - 1}, or raise ISLAND_TIMEOUT"
                 )
             self._beat()
@@ -194,7 +214,8 @@ class _Roll:
         starters = _read(self._at.compare_set("starters", "", json.dumps(here)), self._place.count)
         if missing := [str(i) for i in self.everyone if i not in starters]:
             log.warning(
-                "run %r begins with islands %s of %d: ISLAND_MIN=%d suffices after ISLAND_TIMEOUT; missing %s, which may join later",
+                "run %r begins with islands %s of %d: ISLAND_MIN=%d suffices after ISLAND_TIMEOUT; "
+                "missing %s, which may join later",
                 self._place.run,
                 ", ".join(map(str, starters)),
                 self._place.count,
@@ -210,10 +231,14 @@ class _Roll:
 
     def _too_few(self, here: list[int]) -> str:
         p = self._place
-        came = ", ".join(self._names.get(i, f"{i} ({p.name} on {socket.gethostname()})") for i in here)
+        came = ", ".join(
+            self._names.get(i, f"{i} ({p.name} on {socket.gethostname()})") for i in here
+        )
         missing = ", ".join(str(i) for i in self.everyone if i not in here)
         return (
-            f"waited {p.timeout:g} s for {p.count} islands, at least ISLAND_MIN={p.suffice}, at {p.endpoint}, run {p.run!r}: came {came}; "
-            f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise ISLAND_TIMEOUT"
+            f"waited {p.timeout:g} s for {p.count} islands, at least ISLAND_MIN={p.suffice}, at "
+            f"{p.endpoint}, run {p.run!r}: came {came}; "
+            f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or "
+            "raise ISLAND_TIMEOUT"
             f"{see('missing-islands')}"
         )

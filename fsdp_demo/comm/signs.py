@@ -1,8 +1,10 @@
-"""Signs of life between the ranks of a run, and what one rank concludes from them: who is lost, and why.
+"""Signs of life between the ranks of a run, and what one rank concludes from them: who is lost, and
+why.
 
-Each rank says a short word twice a second to its peers, from a thread of the process that trains. A peer is lost when its connections are
-gone, when it was silent for too long, when one of its connections stands while others move, or when it speaks but makes no progress. The
-store has no part in it.
+Each rank says a short word twice a second to its peers, from a thread of the process that trains. A
+peer is lost when its connections are gone, when it was silent for too long, when one of its
+connections stands while others move, or when it speaks but makes no progress. The store has no part
+in it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from .wire import Piece, Wire
 
 BEAT = 0.5  # seconds
 SOON = 0.03
-"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it has seen is seen here, too, by then."""
+"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it
+has seen is seen here, too, by then.
+"""
 
 
 class Signs:
@@ -28,14 +32,16 @@ class Signs:
 
     Args:
         hub: of all connections.
-        notes: for each other member the connection for short words; lanes: those for messages. siblings: for each other rank of this
-            island that has a line, by its number.
+        notes: for each other member the connection for short words; lanes: those for messages.
+            siblings: for each other rank of this island that has a line, by its number.
         dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
         patience: seconds without progress, given how long the last messages took.
 
     Attributes:
-        began: when this rank has launched each message that is not delivered here, by number. rounds: seconds that the last ones took.
-        next_of: the next message of each peer, as it has said last. leaving: peers that have said that they end.
+        began: when this rank has launched each message that is not delivered here, by number.
+            rounds: seconds that the last ones took.
+        next_of: the next message of each peer, as it has said last. leaving: peers that have said
+            that they end.
     """
 
     def __init__(
@@ -49,7 +55,11 @@ class Signs:
         patience: Callable[[Sequence[float]], float],
     ):
         self._hub, self.dead, self.meeting, self._patience = hub, dead, meeting, patience
-        self.notes, self.lanes, self.siblings = dict(notes), {m: list(w) for m, w in lanes.items()}, dict(siblings)
+        self.notes, self.lanes, self.siblings = (
+            dict(notes),
+            {m: list(w) for m, w in lanes.items()},
+            dict(siblings),
+        )
         self.began: dict[int, float] = {}
         self.rounds: deque[float] = deque(maxlen=50)
         self.next_of: dict[Member, int] = {}
@@ -60,7 +70,11 @@ class Signs:
     @property
     def wires(self) -> list[Wire]:
         """All connections."""
-        return [*self.notes.values(), *self.siblings.values(), *(w for wires in self.lanes.values() for w in wires)]
+        return [
+            *self.notes.values(),
+            *self.siblings.values(),
+            *(w for wires in self.lanes.values() for w in wires),
+        ]
 
     def say(self, word: list[Any], wires: Iterable[Wire]) -> None:
         """Send a short word."""
@@ -71,10 +85,12 @@ class Signs:
             self._hub.nudge(wire)
 
     def watch(self, now: float) -> None:
-        """With every beat: a sign on each connection for messages, from time to time, and a look which connections stand.
+        """With every beat: a sign on each connection for messages, from time to time, and a look
+        which connections stand.
 
-        A connection stands when nothing has come on it for half of `dead` (2 s at least) while something came on another of the same peer.
-        A slow link is not taken for that: what the kernel has received counts, and a sign that waits behind a long piece is not needed."""
+        A connection stands when nothing has come on it for half of `dead` (2 s at least) while
+        something came on another of the same peer. A slow link is not taken for that: what the
+        kernel has received counts, and a sign that waits behind a long piece is not needed."""
         if now - self._signed > self.dead / 5:
             self._signed = now
             self.say(["sign"], [w for wires in self.lanes.values() for w in wires if not w.waiting])
@@ -82,7 +98,9 @@ class Signs:
         for member in self.notes:
             stood = {w: seconds for w in self._of(member) if (seconds := w.stood) is not None}
             if min(stood.values(), default=half) < half:
-                standing |= {w: self._standing.get(w, now) for w, seconds in stood.items() if seconds > half}
+                standing |= {
+                    w: self._standing.get(w, now) for w, seconds in stood.items() if seconds > half
+                }
         self._standing = standing
 
     def admit(self, member: Member, notes: Wire, lanes: list[Wire], now: float) -> None:
@@ -104,9 +122,15 @@ class Signs:
         self.began, self._standing = dict.fromkeys(self.began, now), {}
 
     def quiet(self, now: float, unheard: bool = False) -> list[Member]:
-        """Peers that have missed several beats; `unheard`: also who was never heard, as by a newcomer that has come a moment before."""
+        """Peers that have missed several beats; `unheard`: also who was never heard, as by a
+        newcomer that has come a moment before.
+        """
         limit = min(4 * BEAT, self.dead / 2)
-        return [m for m in self.notes if (unheard or m in self.next_of) and now - self._heard_at(m) > limit]
+        return [
+            m
+            for m in self.notes
+            if (unheard or m in self.next_of) and now - self._heard_at(m) > limit
+        ]
 
     def lost(self, now: float) -> dict[Member, str]:
         """Who is lost, and why."""
@@ -122,7 +146,9 @@ class Signs:
             elif now - self._heard_at(member) > (limit := self._silence(member)):
                 found[member], silent = f"silent for {limit:g} s", True
             elif any(now - self._standing.get(w, now) > self.dead for w in self._of(member)):
-                found[member] = f"one of its connections has stood for {self.dead:g} s while others move"
+                found[member] = (
+                    f"one of its connections has stood for {self.dead:g} s while others move"
+                )
             elif late and self.next_of.get(member, 0) <= oldest:
                 found[member] = f"no progress for {now - self.began[oldest]:.0f} s"
         if silent:  # who has fallen silent with it would otherwise stand in the report as heard
@@ -135,8 +161,8 @@ class Signs:
         return bool(self._ended)
 
     def _gone(self, member: Member, now: float, waiting: bool) -> str:
-        """Why the connections of a peer are gone, a moment later: its last word may come on another one. Nothing where it has said that it
-        ends, and nobody waits for it."""
+        """Why the connections of a peer are gone, a moment later: its last word may come on another
+        one. Nothing where it has said that it ends, and nobody waits for it."""
         why = next((w.gone for w in self._of(member) if w.gone), "")
         if not why or (member in self.leaving and not waiting):
             return ""

@@ -1,7 +1,9 @@
-"""What a donor sends to an island that joins: items of several tensors, as notes on a connection of their own.
+"""What a donor sends to an island that joins: items of several tensors, as notes on a connection of
+their own.
 
-An item is a note with a head (JSON: what it is, bytes of each part), then its parts in notes of 64 KiB. Nothing is made room for before the
-reader has said how long it expects a part to be. What is not read stays with the sender, whose queue has a bound.
+An item is a note with a head (JSON: what it is, bytes of each part), then its parts in notes of 64
+KiB. Nothing is made room for before the reader has said how long it expects a part to be. What is
+not read stays with the sender, whose queue has a bound.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Reader:
         self._at = self.taken = 0
 
     def begin(self, seconds: float) -> dict[str, Any] | None:
-        """The head of the next item, or of the one that is being read; None: not within so many seconds.
+        """The head of the next item, or of the one that is being read; None: not within so many
+        seconds.
 
         Raises:
             PeerLost: the connection is gone. WireError: this is no head.
@@ -64,7 +67,10 @@ class Reader:
                 found = json.loads(data)
                 self._sizes = [int(n) for n in found["parts"]]
             except (ValueError, KeyError, TypeError) as error:
-                raise WireError(f"{self._who} sent a head that cannot be read ({error!r:.80}): use one release everywhere") from None
+                raise WireError(
+                    f"{self._who} sent a head that cannot be read ({error!r:.80}): use one release "
+                    "everywhere"
+                ) from None
             self.head = found
         return self.head
 
@@ -74,16 +80,24 @@ class Reader:
         return list(self._sizes)
 
     def part(self, longest: int, seconds: float) -> Tensor | None:
-        """The next part of the item, uint8; None: not all of it came within so many seconds, ask again.
+        """The next part of the item, uint8; None: not all of it came within so many seconds, ask
+        again.
 
         Raises:
-            WireError: it has more than `longest` bytes, or its notes do not fit. PeerLost: the connection is gone.
+            WireError: it has more than `longest` bytes, or its notes do not fit. PeerLost: the
+                connection is gone.
         """
         if not self._sizes:
-            raise WireError(f"{self._who} has sent an item with fewer parts than expected: use one release everywhere")
+            raise WireError(
+                f"{self._who} has sent an item with fewer parts than expected: use one release "
+                "everywhere"
+            )
         if self._into is None:
             if not 0 <= self._sizes[0] <= longest:
-                raise WireError(f"{self._who} sends a part of {self._sizes[0]} bytes, expected are at most {longest}")
+                raise WireError(
+                    f"{self._who} sends a part of {self._sizes[0]} bytes, expected are at most "
+                    f"{longest}"
+                )
             self._into, self._at = torch.empty(self._sizes[0], dtype=torch.uint8), 0
         end = time.monotonic() + seconds
         while self._at < self._into.numel():
@@ -92,7 +106,9 @@ class Reader:
                 return None
             if len(data) > self._into.numel() - self._at:
                 raise WireError(f"{self._who} sends more than it has announced")
-            self._into[self._at : self._at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._into[self._at : self._at + len(data)] = torch.frombuffer(
+                bytearray(data), dtype=torch.uint8
+            )
             self._at += len(data)
         self._sizes.pop(0)
         done, self._into = self._into, None
@@ -105,7 +121,10 @@ class Reader:
             WireError: something of it has not.
         """
         if self._sizes:
-            raise WireError(f"{self._who} has sent an item with more parts than expected: use one release everywhere")
+            raise WireError(
+                f"{self._who} has sent an item with more parts than expected: use one release "
+                "everywhere"
+            )
         self.head = None
 
     def _note(self, seconds: float) -> bytes | None:

@@ -1,7 +1,9 @@
-"""Questions to a store with a deadline: a store that is frozen, or behind a dead cable, must not stop whoever asks.
+"""Questions to a store with a deadline: a store that is frozen, or behind a dead cable, must not
+stop whoever asks.
 
-`torch.distributed.TCPStore` waits for an answer without a limit when it connects and in `check`, `add`, `set` and `delete_key`, inside C++,
-where no signal is served. Here each question runs in a thread of its own, and the thread that asked waits `deadline` seconds at most.
+`torch.distributed.TCPStore` waits for an answer without a limit when it connects and in `check`,
+`add`, `set` and `delete_key`, inside C++, where no signal is served. Here each question runs in a
+thread of its own, and the thread that asked waits `deadline` seconds at most.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from .stores import LARGEST, BoundedStore, Identity
 class Asker:
     """The methods of a store that the islands use, each with a deadline.
 
-    After a question that torch's store has not answered the connection is given up: later ones fail at once. A `BoundedStore` may be asked
-    again.
+    After a question that torch's store has not answered the connection is given up: later ones fail
+    at once. A `BoundedStore` may be asked again.
 
     Args:
         store: a `torch.distributed.Store` or a `BoundedStore`.
@@ -41,11 +43,19 @@ class Asker:
     """
 
     def __init__(self, store: Any, where: str, deadline: float):
-        self._store, self._where, self.deadline, self.prefix, self.absent = store, where, deadline, "", math.inf
+        self._store, self._where, self.deadline, self.prefix, self.absent = (
+            store,
+            where,
+            deadline,
+            "",
+            math.inf,
+        )
 
     @property
     def store(self) -> Any:
-        """The store itself, without prefix and deadlines: for a process group, which has a timeout of its own."""
+        """The store itself, without prefix and deadlines: for a process group, which has a timeout
+        of its own.
+        """
         if self._store is None:
             raise StoreSilent(f"the store at {self._where} has not answered before")
         return self._store
@@ -65,8 +75,12 @@ class Asker:
         return bool(self._ask(lambda store: store.check([self.prefix + key for key in keys])))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Set the key if it has the expected value (or is not there and "" is expected); its value now."""
-        return self._bounded(key, self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))).decode(errors="replace")
+        """Set the key if it has the expected value (or is not there and "" is expected); its value
+        now.
+        """
+        return self._bounded(
+            key, self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
+        ).decode(errors="replace")
 
     def get(self, key: str) -> bytes:
         """The value of a key that is there (waits for it otherwise, to the deadline).
@@ -97,12 +111,15 @@ class Asker:
             fields: keys that the note, an object, must have, with the types of their values.
 
         Raises:
-            ValueError: it is too long, no JSON, or lacks a field; the message names the key and `who`.
+            ValueError: it is too long, no JSON, or lacks a field; the message names the key and
+                `who`.
         """
         data = self.get(key)
         try:
             value = json.loads(data)
-            wrong = next((f for f, kind in (fields or {}).items() if type(value[f]) is not kind), None)
+            wrong = next(
+                (f for f, kind in (fields or {}).items() if type(value[f]) is not kind), None
+            )
             reason = None if wrong is None else f"its {wrong!r} is {value[wrong]!r:.40}"
         except (ValueError, RecursionError, KeyError, TypeError, IndexError) as error:
             reason = f"{type(error).__name__}: {str(error)[:80]}"
@@ -112,13 +129,18 @@ class Asker:
 
     def _bounded(self, key: str, value: bytes) -> bytes:
         if len(value) > LARGEST:
-            raise ValueError(f"{self._wrong(key)} has {len(value)} bytes, allowed are {LARGEST}: {self._cure}")
+            raise ValueError(
+                f"{self._wrong(key)} has {len(value)} bytes, allowed are {LARGEST}: {self._cure}"
+            )
         return bytes(value)
 
     def _wrong(self, key: str) -> str:
         return f"the note {self.prefix}{key!s} in the store at {self._where}"
 
-    _cure = "somebody else writes into this store, or runs another release; start a store on a port that only the islands reach"
+    _cure = (
+        "somebody else writes into this store, or runs another release; start a store on a port "
+        "that only the islands reach"
+    )
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         store = self.store
@@ -128,19 +150,28 @@ class Asker:
             return within(self.deadline, lambda: question(store))
         except Late:
             self._store = None  # the thread still stands in it
-            raise StoreSilent(f"the store at {self._where} does not answer within {self.deadline:g} s") from None
-        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
-            raise StoreSilent(f"the store at {self._where} does not answer: {first_line(error)}") from None
+            raise StoreSilent(
+                f"the store at {self._where} does not answer within {self.deadline:g} s"
+            ) from None
+        except RuntimeError as error:
+            # torch's DistStoreError and DistNetworkError are RuntimeErrors
+            raise StoreSilent(
+                f"the store at {self._where} does not answer: {first_line(error)}"
+            ) from None
 
 
-_reached: set[str] = set()  # where a store has answered this process before: a connection is dear to torch's store
+# where a store has answered this process before: a connection is dear to torch's store
+_reached: set[str] = set()
 
 
-def connect(endpoint: str, limit: float, deadline: float, patience: float, secret: str = "") -> Asker:
+def connect(
+    endpoint: str, limit: float, deadline: float, patience: float, secret: str = ""
+) -> Asker:
     """A connection of its own to the store at `endpoint`.
 
     Args:
-        endpoint: host:port (torch's store), zmq://host:port (`store_zeromq.py`) or redis://host:port/number.
+        endpoint: host:port (torch's store), zmq://host:port (`store_zeromq.py`) or
+            redis://host:port/number.
         limit: seconds until it must stand.
         deadline: seconds that one question may take afterwards.
         patience: seconds that torch's store itself waits for a key, when a process group asks it.
@@ -148,26 +179,41 @@ def connect(endpoint: str, limit: float, deadline: float, patience: float, secre
 
     Raises:
         StoreSilent: nobody answers there.
-        ValueError: whoever answers is no such store, or does not know the secret; or a library is missing.
+        ValueError: whoever answers is no such store, or does not know the secret; or a library is
+            missing.
     """
     place, end = split_endpoint(endpoint), time.monotonic() + limit
     probe, reason = _reach(place.host, place.port, end) if endpoint not in _reached else (None, "")
     if not reason:
         try:
             left = max(end - time.monotonic(), 0.1)
-            store = _bounded(place, endpoint, secret, left) if place.scheme else _torchs(place, patience, left)
+            store = (
+                _bounded(place, endpoint, secret, left)
+                if place.scheme
+                else _torchs(place, patience, left)
+            )
             _reached.add(endpoint)
             return Asker(store, endpoint, deadline)
         except Late:
-            reason = "the port is open, but nothing answers: the store hangs, or another program listens there"
+            reason = (
+                "the port is open, but nothing answers: the store hangs, or another program "
+                "listens there"
+            )
         except RuntimeError as error:
             reason = first_line(error)
         finally:
             if probe is not None:
-                probe.close()  # not before: the store asks the name server about a connection that is gone
-    start = "start redis there" if place.scheme == "redis" else f"start there `fsdp-demo store --bind {endpoint}`"
+                # not before: the store asks the name server about a connection that is gone
+                probe.close()
+    start = (
+        "start redis there"
+        if place.scheme == "redis"
+        else f"start there `fsdp-demo store --bind {endpoint}`"
+    )
     where = f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s"
-    raise StoreSilent(f"{where}: {start} and check that this port is open ({reason}){see('no-store')}")
+    raise StoreSilent(
+        f"{where}: {start} and check that this port is open ({reason}){see('no-store')}"
+    )
 
 
 def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> BoundedStore:
@@ -190,7 +236,11 @@ def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> Bou
 
 
 def _torchs(place: Endpoint, patience: float, seconds: float) -> Any:
-    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=patience)}
+    options: dict[str, Any] = {
+        "is_master": False,
+        "wait_for_workers": False,
+        "timeout": timedelta(seconds=patience),
+    }
     try:
         return within(seconds, lambda: dist.TCPStore(place.host, place.port, None, **options))
     except ValueError as error:
@@ -198,8 +248,8 @@ def _torchs(place: Endpoint, patience: float, seconds: float) -> Any:
 
 
 def _reach(host: str, port: int, end: float) -> tuple[socket.socket | None, str]:
-    """Wait until somebody listens: a connection, or why nobody does. By a socket of our own: torch prints forty lines of frames for a try
-    that fails."""
+    """Wait until somebody listens: a connection, or why nobody does. By a socket of our own: torch
+    prints forty lines of frames for a try that fails."""
     while True:
         left = end - time.monotonic()
         try:
@@ -211,7 +261,8 @@ def _reach(host: str, port: int, end: float) -> tuple[socket.socket | None, str]
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What `call()` returns or raises, from a thread of its own that is left behind after `seconds`.
+    """What `call()` returns or raises, from a thread of its own that is left behind after
+    `seconds`.
 
     Raises:
         concurrent.futures.TimeoutError: it has not returned by then.

@@ -1,8 +1,10 @@
-"""A redis as the store: ISLAND_ENDPOINT=redis://[:password@]host:port[/number], for those who run one. `pip install "redis>=5"`.
+"""A redis as the store: ISLAND_ENDPOINT=redis://[:password@]host:port[/number], for those who run
+one. `pip install "redis>=5"`.
 
-Every question is one script, which redis runs as a whole. Where no answer came it is repeated under its number, until the deadline; the
-script remembers for an hour what it changed under that number, so it acts once. Whether what was answered outlives redis is a matter of its
-configuration: `appendonly yes` and `appendfsync always`. How much it holds is, too: `maxmemory`.
+Every question is one script, which redis runs as a whole. Where no answer came it is repeated under
+its number, until the deadline; the script remembers for an hour what it changed under that number,
+so it acts once. Whether what was answered outlives redis is a matter of its configuration:
+`appendonly yes` and `appendfsync always`. How much it holds is, too: `maxmemory`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "redis":
         raise
-    raise ValueError('ISLAND_ENDPOINT=redis://... needs the client of redis: pip install "redis>=5"') from error
+    raise ValueError(
+        'ISLAND_ENDPOINT=redis://... needs the client of redis: pip install "redis>=5"'
+    ) from error
 
 log = logging.getLogger("fsdp_demo")
 
-FIRST, RARELY = 1.0, 8.0  # seconds without an answer after which a question is repeated, and at most
+# seconds without an answer after which a question is repeated, and at most
+FIRST, RARELY = 1.0, 8.0
 AGAIN = 0.1  # seconds between two tries to connect
 SPACE = b"{fsdp_demo}:"  # before all keys in redis; the braces keep them together in a cluster
 
@@ -83,14 +88,21 @@ _warned: set[str] = set()  # endpoints whose configuration this process has warn
 
 
 class Client:
-    """One client: a thread asks at a time. A forked process becomes a client of its own at its first question."""
+    """One client: a thread asks at a time. A forked process becomes a client of its own at its
+    first question.
+    """
 
     def __init__(self, endpoint: str, password: str):
         self._where, self._place, self._password = endpoint, split_endpoint(endpoint), password
         self._begin()
 
     def _begin(self) -> None:
-        self._pid, self._lock, self._id, self._number = os.getpid(), threading.Lock(), secrets.token_hex(16).encode(), 0
+        self._pid, self._lock, self._id, self._number = (
+            os.getpid(),
+            threading.Lock(),
+            secrets.token_hex(16).encode(),
+            0,
+        )
         self._redis: Any = None
         self._patience = 0.0
         self.known = b""
@@ -106,24 +118,48 @@ class Client:
             self._begin()
         end = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(seconds, 0.0)):
-            raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s: another thread waits for it")
+            raise StoreSilent(
+                f"the store at {self._where} does not answer within {seconds:g} s: another thread "
+                "waits for it"
+            )
         try:
             if not self.known:
-                self.known = self._answer("hello", [], [secrets.token_hex(16).encode()], end, seconds)[1]
+                self.known = self._answer(
+                    "hello", [], [secrets.token_hex(16).encode()], end, seconds
+                )[1]
                 self._warn()
             return self._answer(kind, keys, values, end, seconds)
         finally:
             self._lock.release()
 
-    def _answer(self, kind: str, keys: list[bytes], values: list[bytes], end: float, seconds: float) -> list[bytes]:
+    def _answer(
+        self, kind: str, keys: list[bytes], values: list[bytes], end: float, seconds: float
+    ) -> list[bytes]:
         self._number += 1
-        words = [SPACE + b"store", SPACE + b"client:" + self._id, *(SPACE + b"key:" + key for key in keys)]
-        words = [_QUESTION.encode(), b"%d" % len(words), *words, kind.encode(), self.known, b"%d" % self._number, *values]
+        words = [
+            SPACE + b"store",
+            SPACE + b"client:" + self._id,
+            *(SPACE + b"key:" + key for key in keys),
+        ]
+        words = [
+            _QUESTION.encode(),
+            b"%d" % len(words),
+            *words,
+            kind.encode(),
+            self.known,
+            b"%d" % self._number,
+            *values,
+        ]
         answer = self._until(words, end, seconds)
         if answer[0] == b"refused":
-            raise ValueError(f"the store at {self._where} refuses: {answer[1].decode(errors='replace')}")
+            raise ValueError(
+                f"the store at {self._where} refuses: {answer[1].decode(errors='replace')}"
+            )
         if answer[0] == b"anew":
-            raise StoreSilent(f"the store at {self._where} cannot go on: it was made anew since, without what it held before")
+            raise StoreSilent(
+                f"the store at {self._where} cannot go on: it was made anew since, without what it "
+                "held before"
+            )
         return answer
 
     def _until(self, words: list[bytes], end: float, seconds: float) -> list[bytes]:
@@ -131,20 +167,31 @@ class Client:
         patience, why = FIRST, "no time was left"
         while (left := end - time.monotonic()) > 0:
             try:
-                answer: list[bytes] = self._connected(min(left, patience)).execute_command("EVAL", *words)
+                answer: list[bytes] = self._connected(min(left, patience)).execute_command(
+                    "EVAL", *words
+                )
                 return answer
-            except (trouble.AuthenticationError, trouble.AuthorizationError, trouble.NoPermissionError) as error:
+            except (
+                trouble.AuthenticationError,
+                trouble.AuthorizationError,
+                trouble.NoPermissionError,
+            ) as error:
                 give = "give its password in ISLAND_ENDPOINT=redis://:PASSWORD@HOST:PORT"
                 raise ValueError(f"the redis at {self._where} refuses: {error}; {give}") from None
             except (trouble.ConnectionError, trouble.TimeoutError) as error:
                 why = str(error)[:160]
                 if isinstance(error, trouble.TimeoutError):
                     patience = min(2 * patience, RARELY)
-            except trouble.RedisError as error:  # its disk or memory is full, or it is a copy that cannot write
-                raise StoreSilent(f"the store at {self._where} cannot go on: {str(error)[:160]}") from None
+            except trouble.RedisError as error:
+                # its disk or memory is full, or it is a copy that cannot write
+                raise StoreSilent(
+                    f"the store at {self._where} cannot go on: {str(error)[:160]}"
+                ) from None
             self.drop()
             time.sleep(max(min(AGAIN, end - time.monotonic()), 0.0))
-        raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s ({why})")
+        raise StoreSilent(
+            f"the store at {self._where} does not answer within {seconds:g} s ({why})"
+        )
 
     def _connected(self, patience: float) -> Any:
         """A connection with this timeout."""
@@ -152,7 +199,9 @@ class Client:
             self.drop()
             place, never = self._place, retry.Retry(backoff.NoBackoff(), 0)
             waits = {"socket_timeout": patience, "socket_connect_timeout": patience, "retry": never}
-            self._redis = redis.Redis(place.host, place.port, place.database, self._password or None, **waits)
+            self._redis = redis.Redis(
+                place.host, place.port, place.database, self._password or None, **waits
+            )
             self._patience = patience
         return self._redis
 
@@ -174,7 +223,8 @@ class Client:
             return
         if on != "yes" or sync != "always":
             log.warning(
-                "the redis at %s may forget what it has answered when it ends (appendonly %s, appendfsync %s): set appendonly yes and "
+                "the redis at %s may forget what it has answered when it ends (appendonly %s, "
+                "appendfsync %s): set appendonly yes and "
                 "appendfsync always",
                 *(self._where, on, sync),
             )
@@ -209,17 +259,24 @@ class RedisStore(BoundedStore):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """See `BoundedStore`."""
-        return self._ask("compare", [key_bytes(key)], value_bytes(key, expected), value_bytes(key, desired))[1]
+        return self._ask(
+            "compare", [key_bytes(key)], value_bytes(key, expected), value_bytes(key, desired)
+        )[1]
 
     def delete_key(self, key: str) -> bool:
         """See `BoundedStore`."""
         return self._ask("delete", [key_bytes(key)])[1] == b"1"
 
     def identity(self) -> Identity:
-        """Which store answers, asked anew; StoreSilent if it is another one than before. Redis does not count its starts: generation 0."""
+        """Which store answers, asked anew; StoreSilent if it is another one than before. Redis does
+        not count its starts: generation 0.
+        """
         name = self._ask("hello", [], secrets.token_hex(16).encode())[1]
         if name != self._client.known:
-            raise StoreSilent(f"the store at {self.where} was made anew since, without what it held before{see('store-made-anew')}")
+            raise StoreSilent(
+                f"the store at {self.where} was made anew since, without what it held "
+                f"before{see('store-made-anew')}"
+            )
         return Identity(name.decode(errors="replace"), 0)
 
     def close(self) -> None:

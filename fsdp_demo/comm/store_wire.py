@@ -1,15 +1,16 @@
-"""Questions to the durable store and its answers, as bytes. One message each; nothing in them is executed or unpickled.
+"""Questions to the durable store and its answers, as bytes. One message each; nothing in them is
+executed or unpickled.
 
 A question is 52 bytes and its fields, little-endian:
 
-    magic "FDSQ" (4s), version (u8), kind (u8), number of fields (u16), number of the question (u64),
-    the client's id (16s), the store's identity (16s; zeros in HELLO), whole length (u32)
+    magic "FDSQ" (4s), version (u8), kind (u8), number of fields (u16), number of the question
+    (u64), the client's id (16s), the store's identity (16s; zeros in HELLO), whole length (u32)
 
-An answer is 20 bytes and its fields: magic "FDSA" (4s), version (u8), status (u8), number of fields (u16), number of the question (u64),
-whole length (u32). A field is its length (u32) and its bytes.
+An answer is 20 bytes and its fields: magic "FDSA" (4s), version (u8), status (u8), number of fields
+(u16), number of the question (u64), whole length (u32). A field is its length (u32) and its bytes.
 
-A client numbers its questions upwards and has one open at a time. It repeats one under the same number until it is answered; so the store
-knows a repeated change, and does not make it twice.
+A client numbers its questions upwards and has one open at a time. It repeats one under the same
+number until it is answered; so the store knows a repeated change, and does not make it twice.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ LARGEST_MESSAGE = 2 * LARGEST + 4096
 NOBODY = bytes(16)
 """Identity that a client names which does not know the store yet."""
 
-_QUESTION, _ANSWER, _LENGTH = struct.Struct("<4sBBHQ16s16sI"), struct.Struct("<4sBBHQI"), struct.Struct("<I")
+_QUESTION, _ANSWER, _LENGTH = (
+    struct.Struct("<4sBBHQ16s16sI"),
+    struct.Struct("<4sBBHQI"),
+    struct.Struct("<I"),
+)
 
 
 class Kind(IntEnum):
-    """What is asked. Fields: key; key and value; key and amount; key, expected and desired; keys."""
+    """What is asked. Fields: key; key and value; key and amount; key, expected and desired;
+    keys.
+    """
 
     HELLO = 0
     GET = 1
@@ -48,7 +55,9 @@ FIELDS = {Kind.HELLO: 0, Kind.GET: 1, Kind.SET: 2, Kind.ADD: 2, Kind.COMPARE_SET
 
 
 class Status(IntEnum):
-    """How a question ended. All but DONE and MISSING have a sentence as their field, and nothing was changed."""
+    """How a question ended. All but DONE and MISSING have a sentence as their field, and nothing
+    was changed.
+    """
 
     DONE = 0
     MISSING = 1  # a key that is not there
@@ -69,7 +78,16 @@ class Question(NamedTuple):
         """Its bytes."""
         body = _packed(self.fields)
         size = _QUESTION.size + len(body)
-        head = _QUESTION.pack(b"FDSQ", VERSION, self.kind, len(self.fields), self.number, self.client, self.store, size)
+        head = _QUESTION.pack(
+            b"FDSQ",
+            VERSION,
+            self.kind,
+            len(self.fields),
+            self.number,
+            self.client,
+            self.store,
+            size,
+        )
         return head + body
 
 
@@ -83,7 +101,17 @@ class Answer(NamedTuple):
     def pack(self) -> bytes:
         """Its bytes."""
         body = _packed(self.fields)
-        return _ANSWER.pack(b"FDSA", VERSION, self.status, len(self.fields), self.number, _ANSWER.size + len(body)) + body
+        return (
+            _ANSWER.pack(
+                b"FDSA",
+                VERSION,
+                self.status,
+                len(self.fields),
+                self.number,
+                _ANSWER.size + len(body),
+            )
+            + body
+        )
 
 
 def read_question(data: bytes) -> Question:
@@ -110,13 +138,20 @@ def read_answer(data: bytes) -> Answer:
     if len(data) < _ANSWER.size:
         raise WireError(f"an answer of {len(data)} bytes")
     magic, version, status, count, number, size = _ANSWER.unpack_from(data)
-    _check(magic == b"FDSA" and version == VERSION and size == len(data) and status in list(Status), magic, version)
+    _check(
+        magic == b"FDSA" and version == VERSION and size == len(data) and status in list(Status),
+        magic,
+        version,
+    )
     return Answer(Status(status), number, _fields(data, _ANSWER.size, count))
 
 
 def _check(fits: bool, magic: bytes, version: int) -> None:
     if not fits:
-        raise WireError(f"a message of the store starts with {magic!r} version {version}, expected version {VERSION}: use one release")
+        raise WireError(
+            f"a message of the store starts with {magic!r} version {version}, expected version "
+            f"{VERSION}: use one release"
+        )
 
 
 def _packed(fields: tuple[bytes, ...]) -> bytes:

@@ -1,8 +1,9 @@
 """The client of the durable store (`launch/durable_store.py`): ISLAND_ENDPOINT=zmq://host:port.
 
-A question is sent, and its answer waited for. Where the connection ends, or nothing comes for a while, there is another connection, and the
-question is repeated on it under its number, until the deadline: so the store may be restarted between the two. The store remembers what it
-did under that number, and does it once.
+A question is sent, and its answer waited for. Where the connection ends, or nothing comes for a
+while, there is another connection, and the question is repeated on it under its number, until the
+deadline: so the store may be restarted between the two. The store remembers what it did under that
+number, and does it once.
 """
 
 from __future__ import annotations
@@ -30,20 +31,29 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "zmq":
         raise
-    raise ValueError('ISLAND_ENDPOINT=zmq://... needs pyzmq: pip install "pyzmq>=27,<28", or take a store at host:port') from error
+    raise ValueError(
+        'ISLAND_ENDPOINT=zmq://... needs pyzmq: pip install "pyzmq>=27,<28", or take a store at '
+        "host:port"
+    ) from error
 
 FIRST = 1.0
-"""Seconds without an answer after which the question is repeated; each time they double, to `RARELY`. A cable may be dead."""
+"""Seconds without an answer after which the question is repeated; each time they double, to
+`RARELY`. A cable may be dead.
+"""
 
 RARELY = 10.0
 AGAIN = 0.1  # seconds between two tries to connect
 NOBODY_LISTENS = "nobody listens"
 
 ENDED = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 STRANGERS = 5
-"""Connections in a row that end in the handshake, before the first answer, after which the token is taken to be wrong: a store that ends at
-that moment does it once."""
+"""Connections in a row that end in the handshake, before the first answer, after which the token is
+taken to be wrong: a store that ends at that moment does it once."""
 
 
 @functools.cache
@@ -55,12 +65,17 @@ class Connection:
     """One connection: it is not made again when it ends.
 
     Attributes:
-        gone: why nothing more comes, "" while it may. stranger: it ended before the other side had proved who it is.
+        gone: why nothing more comes, "" while it may. stranger: it ended before the other side had
+            proved who it is.
     """
 
     def __init__(self, context: Any, address: str, token: str):
         self._socket = context.socket(zmq.DEALER)
-        self._socket.linger, self._socket.reconnect_ivl, self._socket.maxmsgsize = 0, -1, LARGEST_MESSAGE
+        self._socket.linger, self._socket.reconnect_ivl, self._socket.maxmsgsize = (
+            0,
+            -1,
+            LARGEST_MESSAGE,
+        )
         self._socket.ipv6 = "[" in address
         if token:
             _keys(token).connect(self._socket)
@@ -77,7 +92,8 @@ class Connection:
             self._socket.send(question, zmq.NOBLOCK)
 
     def answer(self, number: int, seconds: float) -> Answer | None:
-        """The answer to this question, None if none has come within so long or none will; answers to others are dropped.
+        """The answer to this question, None if none has come within so long or none will; answers
+        to others are dropped.
 
         Raises:
             WireError: what came is no answer.
@@ -110,7 +126,8 @@ class Connection:
 
 
 class Client:
-    """One client: a thread asks at a time. A forked process becomes a client of its own at its first question.
+    """One client: a thread asks at a time. A forked process becomes a client of its own at its
+    first question.
 
     Attributes:
         known: which store it talks to, after the first answer.
@@ -119,28 +136,44 @@ class Client:
     def __init__(self, endpoint: str, token: str):
         where = split_endpoint(endpoint)
         self._where, self._token = endpoint, token
-        self._address = f"tcp://[{where.host}]:{where.port}" if ":" in where.host else f"tcp://{where.host}:{where.port}"
+        self._address = (
+            f"tcp://[{where.host}]:{where.port}"
+            if ":" in where.host
+            else f"tcp://{where.host}:{where.port}"
+        )
         self._begin()
 
     def _begin(self) -> None:
-        self._pid, self._lock, self._id, self._number = os.getpid(), threading.Lock(), secrets.token_bytes(16), 0
+        self._pid, self._lock, self._id, self._number = (
+            os.getpid(),
+            threading.Lock(),
+            secrets.token_bytes(16),
+            0,
+        )
         self._context: Any = zmq.Context()
         self._connection: Connection | None = None
         self.known: Identity | None = None
         self._strangers = 0
 
-    def ask(self, kind: Kind, fields: tuple[bytes, ...], seconds: float, absent: float = math.inf) -> Answer:
-        """The answer to a question. It is given up after `seconds`, or after `absent` while nobody listens there.
+    def ask(
+        self, kind: Kind, fields: tuple[bytes, ...], seconds: float, absent: float = math.inf
+    ) -> Answer:
+        """The answer to a question. It is given up after `seconds`, or after `absent` while nobody
+        listens there.
 
         Raises:
-            StoreSilent: none came, or the store cannot keep the change or is another one than before.
+            StoreSilent: none came, or the store cannot keep the change or is another one than
+                before.
             ValueError: the store refuses the question, or whoever answers is none.
         """
         if os.getpid() != self._pid:
             self._begin()
         end = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(seconds, 0.0)):
-            raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s: another thread waits for it")
+            raise StoreSilent(
+                f"the store at {self._where} does not answer within {seconds:g} s: another thread "
+                "waits for it"
+            )
         try:
             if self.known is None:
                 name, generation = self._question(Kind.HELLO, (), end, seconds, absent).fields
@@ -148,7 +181,9 @@ class Client:
             return self._question(kind, fields, end, seconds, absent)
         except WireError as error:
             self._drop()
-            raise ValueError(f"whoever answers at {self._where} is no store of this release: {error}") from None
+            raise ValueError(
+                f"whoever answers at {self._where} is no store of this release: {error}"
+            ) from None
         except ValueError:
             raise  # it was answered
         except BaseException:
@@ -157,10 +192,14 @@ class Client:
         finally:
             self._lock.release()
 
-    def _question(self, kind: Kind, fields: tuple[bytes, ...], end: float, seconds: float, absent: float) -> Answer:
+    def _question(
+        self, kind: Kind, fields: tuple[bytes, ...], end: float, seconds: float, absent: float
+    ) -> Answer:
         self._number += 1
         store = NOBODY if self.known is None else bytes.fromhex(self.known.name)
-        answer = self._answer(Question(kind, store, self._id, self._number, fields).pack(), end, seconds, absent)
+        answer = self._answer(
+            Question(kind, store, self._id, self._number, fields).pack(), end, seconds, absent
+        )
         if answer.status is Status.REFUSED:
             raise ValueError(f"the store at {self._where} refuses: {_text(answer)}")
         if answer.status is Status.FAILED:
@@ -169,7 +208,11 @@ class Client:
 
     def _answer(self, question: bytes, end: float, seconds: float, absent: float) -> Answer:
         """Ask until there is an answer."""
-        give_up, patience, why = time.monotonic() + absent, FIRST, "" if self.known else " (it hangs, or another program listens there)"
+        give_up, patience, why = (
+            time.monotonic() + absent,
+            FIRST,
+            "" if self.known else " (it hangs, or another program listens there)",
+        )
         while (left := end - time.monotonic()) > 0:
             if self._connection is None:
                 self._connection = Connection(self._context, self._address, self._token)
@@ -183,7 +226,9 @@ class Client:
             why = f" ({ended.gone})" if ended.gone else why
             self._recognise(ended)
             if ended.gone == NOBODY_LISTENS and time.monotonic() > give_up:
-                raise StoreSilent(f"the store at {self._where} is not there ({NOBODY_LISTENS}, for {absent:g} s)")
+                raise StoreSilent(
+                    f"the store at {self._where} is not there ({NOBODY_LISTENS}, for {absent:g} s)"
+                )
             if ended.gone:
                 time.sleep(max(min(AGAIN, end - time.monotonic()), 0.0))
             else:
@@ -199,12 +244,15 @@ class Client:
         if self._speaks():
             here = f"ISLAND_TOKEN {'is' if self._token else 'is not'} set here"
             raise ValueError(
-                f"whoever listens at ISLAND_ENDPOINT={self._where} refuses this connection: {here}, and must be the same at the store and "
+                f"whoever listens at ISLAND_ENDPOINT={self._where} refuses this connection: "
+                f"{here}, and must be the same at the store and "
                 f"on all islands; or another program listens there{see('token')}"
             )
 
     def _speaks(self) -> bool:
-        """Whether somebody greets there: a store does at once; a tunnel without a store behind it only closes."""
+        """Whether somebody greets there: a store does at once; a tunnel without a store behind it
+        only closes.
+        """
         host, _, port = self._address.removeprefix("tcp://").rpartition(":")
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as probe:
@@ -227,7 +275,9 @@ class Client:
     def __del__(self) -> None:
         with suppress(Exception):
             if os.getpid() == self._pid and not self._context.closed:
-                self._drop()  # garbage together with this: the context does not know its socket any more, and would wait for it for ever
+                # garbage together with this: the context does not know its socket any more, and
+                # would wait for it for ever
+                self._drop()
                 self._context.destroy(0)
 
 
@@ -260,7 +310,9 @@ class ZeroMQStore(BoundedStore):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """See `BoundedStore`."""
-        return self._ask(Kind.COMPARE_SET, key_bytes(key), value_bytes(key, expected), value_bytes(key, desired)).fields[0]
+        return self._ask(
+            Kind.COMPARE_SET, key_bytes(key), value_bytes(key, expected), value_bytes(key, desired)
+        ).fields[0]
 
     def delete_key(self, key: str) -> bool:
         """See `BoundedStore`."""
@@ -271,7 +323,10 @@ class ZeroMQStore(BoundedStore):
         name, generation = self._ask(Kind.HELLO).fields
         now = Identity(name.hex(), int(generation))
         if self._client.known is not None and now.name != self._client.known.name:
-            raise StoreSilent(f"the store at {self.where} was made anew since, without what it held before{see('store-made-anew')}")
+            raise StoreSilent(
+                f"the store at {self.where} was made anew since, without what it held "
+                f"before{see('store-made-anew')}"
+            )
         return now
 
     def close(self) -> None:

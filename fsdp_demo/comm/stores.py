@@ -1,4 +1,6 @@
-"""What a store other than torch's own must do: the methods of `torch.distributed.Store` that the islands use, each with an end."""
+"""What a store other than torch's own must do: the methods of `torch.distributed.Store` that the
+islands use, each with an end.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from typing import NamedTuple, TypeVar
 from ..errors import StoreSilent
 
 LARGEST = 1 << 20
-"""Bytes of a value that is believed: notes and lists of steps of a few hundred bytes each, and records of a change of members, which have
-up to this where many islands of many ranks have all pieces to forward (`record_json.py`)."""
+"""Bytes of a value that is believed: notes and lists of steps of a few hundred bytes each, and
+records of a change of members, which have up to this where many islands of many ranks have all
+pieces to forward (`record_json.py`)."""
 
 LONGEST = 512
 """Bytes of a key."""
@@ -21,10 +24,14 @@ SCHEME = "zmq://"
 """How the endpoint of a durable store begins."""
 
 FILE = "fsdp_demo_store.sqlite"
-"""The file of a durable store where none is named: in the folder where it is started, so that it is found again there."""
+"""The file of a durable store where none is named: in the folder where it is started, so that it is
+found again there.
+"""
 
 SALT = "the store"
-"""What the keys of a connection to the store are derived with, beside the token (`curve.Keys`): one store serves several runs."""
+"""What the keys of a connection to the store are derived with, beside the token (`curve.Keys`): one
+store serves several runs.
+"""
 
 LOOK = 0.02  # seconds between two looks for a key that is not there yet
 
@@ -35,7 +42,8 @@ class Identity(NamedTuple):
     """Which store this is.
 
     Attributes:
-        name: made at random with the store's file: a store that was lost and started empty has another one.
+        name: made at random with the store's file: a store that was lost and started empty has
+            another one.
         generation: how often the file was opened, from 1; 0 where the store does not count it.
     """
 
@@ -46,16 +54,18 @@ class Identity(NamedTuple):
 class BoundedStore(ABC):
     """A store whose every question ends within `deadline` seconds, from any thread.
 
-    All methods raise StoreSilent where no answer comes, and ValueError where the store refuses the question: a key or value that is too
-    long, no room, no number to add to. What is done here is kept before the answer.
+    All methods raise StoreSilent where no answer comes, and ValueError where the store refuses the
+    question: a key or value that is too long, no room, no number to add to. What is done here is
+    kept before the answer.
 
     Args:
         where: the endpoint, for errors.
         deadline: seconds that one question may take.
 
     Attributes:
-        absent: seconds after which a question is given up while nobody listens there, if that is sooner than `deadline`: who can do
-            without the answer need not wait for a store that is being started again.
+        absent: seconds after which a question is given up while nobody listens there, if that is
+            sooner than `deadline`: who can do without the answer need not wait for a store that is
+            being started again.
     """
 
     def __init__(self, where: str, deadline: float):
@@ -70,9 +80,13 @@ class BoundedStore(ABC):
     def get(self, key: str) -> bytes:
         """The value of a key. Waits for a key that is not there, to the deadline."""
         end = time.monotonic() + self.deadline
-        while (value := self.within(max(end - time.monotonic(), 0.0), self.absent).find(key)) is None:
+        while (
+            value := self.within(max(end - time.monotonic(), 0.0), self.absent).find(key)
+        ) is None:
             if time.monotonic() + LOOK > end:
-                raise StoreSilent(f"the store at {self.where} has got no {key!r} within {self.deadline:g} s")
+                raise StoreSilent(
+                    f"the store at {self.where} has got no {key!r} within {self.deadline:g} s"
+                )
             time.sleep(LOOK)
         return value
 
@@ -94,9 +108,11 @@ class BoundedStore(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set the key if it has the expected value, or is not there and "" is expected; its value now.
+        """Set the key if it has the expected value, or is not there and "" is expected; its value
+        now.
 
-        As torch's store does, it returns `expected` for a key that is not there where something else than "" is expected.
+        As torch's store does, it returns `expected` for a key that is not there where something
+        else than "" is expected.
         """
 
     @abstractmethod
@@ -120,7 +136,10 @@ def key_bytes(key: str) -> bytes:
     """
     data = key.encode()
     if not 0 < len(data) <= LONGEST:
-        raise ValueError(f"the key {key!r:.60} has {len(data)} bytes, allowed are 1 to {LONGEST}: take a shorter ISLAND_RUN")
+        raise ValueError(
+            f"the key {key!r:.60} has {len(data)} bytes, allowed are 1 to {LONGEST}: take a "
+            "shorter ISLAND_RUN"
+        )
     return data
 
 

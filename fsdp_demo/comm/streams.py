@@ -1,7 +1,8 @@
-"""Pieces of messages on the connections to the other islands: cut into megabytes, dealt to the connections, put together again.
+"""Pieces of messages on the connections to the other islands: cut into megabytes, dealt to the
+connections, put together again.
 
-Room is made only for what this rank waits for. The first megabyte of a piece holds its header; room for the rest is made when that has been
-read and its length is as it must be.
+Room is made only for what this rank waits for. The first megabyte of a piece holds its header; room
+for the rest is made when that has been read and its length is as it must be.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ class Stream:
     """A piece that comes from a peer.
 
     Attributes:
-        message, piece: what it is. sender: who sends it. owners: of the parts of the message, when it was asked for.
+        message, piece: what it is. sender: who sends it. owners: of the parts of the message, when
+            it was asked for.
         data: header and body, when all is here. header: as it was read.
     """
 
-    def __init__(self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...]):
+    def __init__(
+        self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...]
+    ):
         self.message, self.piece, self.sender, self.owners = message, piece, sender, owners
         self.data = torch.empty(LARGEST, dtype=torch.uint8)
         self.header: Header | None = None
@@ -50,7 +54,11 @@ class Stream:
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
         message = self.message
-        expected = message.expected(claimed(self.data)) if isinstance(message, Early) else message.expected(self.piece.what)
+        expected = (
+            message.expected(claimed(self.data))
+            if isinstance(message, Early)
+            else message.expected(self.piece.what)
+        )
         self.header, self._crc = open_head(self.data, expected, length if loose else limit, label)
         return HEADER.size + length
 
@@ -64,12 +72,17 @@ class Streams:
     """All pieces that one rank waits for.
 
     Args:
-        lanes: the connections for messages to each peer. refused: called with a peer and a reason, when what it sends is damaged.
+        lanes: the connections for messages to each peer. refused: called with a peer and a reason,
+            when what it sends is damaged.
         labels: how errors name an island, by slot.
     """
 
     def __init__(
-        self, hub: Hub, lanes: Mapping[Member, Sequence[Wire]], refused: Callable[[Member, str], None], labels: Callable[[int], str] = str
+        self,
+        hub: Hub,
+        lanes: Mapping[Member, Sequence[Wire]],
+        refused: Callable[[Member, str], None],
+        labels: Callable[[int], str] = str,
     ):
         self._hub, self._lanes, self._refused, self._labels = hub, lanes, refused, labels
         self._waiting: dict[tuple[int, Piece], Stream] = {}
@@ -85,7 +98,13 @@ class Streams:
         for wire in touched:
             self._hub.nudge(wire)
 
-    def expect(self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...] = ()) -> None:
+    def expect(
+        self,
+        message: Message | Early,
+        piece: Piece,
+        sender: Member,
+        owners: tuple[Member, ...] = (),
+    ) -> None:
         """Make room for the first megabyte of a piece, unless it is waited for already."""
         if (message.n, piece) in self._waiting or sender not in self._lanes:
             return
@@ -93,7 +112,10 @@ class Streams:
         self._post(stream, [stream.data], 0)
 
     def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
-        wires, number = self._lanes[stream.sender][: stream.message.lanes], _number(stream.message.n, stream.piece)
+        wires, number = (
+            self._lanes[stream.sender][: stream.message.lanes],
+            _number(stream.message.n, stream.piece),
+        )
         for i, room in enumerate(rooms, first):
             wire, moving = wires[i % len(wires)], Moving(self._hub, room)
             with self._hub.changed:
@@ -155,6 +177,13 @@ class Streams:
 
 
 def _number(n: int, piece: Piece) -> int:
-    """The number of a piece on its connections, from 1: of the 3 x SLOTS + 1 pieces that a message can have here."""
-    of = {"body": piece.of.slot, "part": SLOTS + piece.of.slot, "share": 2 * SLOTS, "early": 2 * SLOTS + 1 + piece.of.slot}[piece.what]
+    """The number of a piece on its connections, from 1: of the 3 x SLOTS + 1 pieces that a message
+    can have here.
+    """
+    of = {
+        "body": piece.of.slot,
+        "part": SLOTS + piece.of.slot,
+        "share": 2 * SLOTS,
+        "early": 2 * SLOTS + 1 + piece.of.slot,
+    }[piece.what]
     return (n * (3 * SLOTS + 1) + of) % (2**32 - 1) + 1

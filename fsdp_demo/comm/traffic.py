@@ -1,6 +1,7 @@
 """The messages of one rank that are kept, and their pieces on the connections to the other islands.
 
-All of it runs in the driver's thread, but the calculations (`held.py`), which run in the thread that waits for the message.
+All of it runs in the driver's thread, but the calculations (`held.py`), which run in the thread
+that waits for the message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .streams import Stream, Streams
 from .wire import Wire
 
 SHORT = 4 << 20
-"""Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that waits for it."""
+"""Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that
+waits for it.
+"""
 
 
 class Traffic:
@@ -32,10 +35,12 @@ class Traffic:
         hub: of all connections. signs: the connections, and who is heard on them.
         rank: asked for the membership as it is now. labels: how errors name an island, by slot.
         do: runs a job in the driver's thread.
-        received: called with an epoch and the event that a piece is here. refused: called with a peer whose piece is damaged, and why.
+        received: called with an epoch and the event that a piece is here. refused: called with a
+            peer whose piece is damaged, and why.
 
     Attributes:
-        longest: bytes that an island which leaves may send ahead of a message; until it is set, none.
+        longest: bytes that an island which leaves may send ahead of a message; until it is set,
+            none.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class Traffic:
         self._streams = Streams(hub, signs.lanes, refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
 
-    # ---- messages --------------------------------------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------
 
     def open(self, message: Message) -> None:
         """This rank launches a message."""
@@ -65,7 +70,9 @@ class Traffic:
 
     def deliver(self, action: moves.Deliver) -> None:
         """It is complete."""
-        self._signs.rounds.append(time.monotonic() - self._signs.began.pop(action.n, time.monotonic()))
+        self._signs.rounds.append(
+            time.monotonic() - self._signs.began.pop(action.n, time.monotonic())
+        )
         self._messages[action.n].tasks.put(Due(self._rank().record.settlement(action.n)))
 
     def free(self, action: moves.Free) -> None:
@@ -79,7 +86,7 @@ class Traffic:
         for message in [*self._messages.values(), *more]:
             message.tasks.put(PeerLost(reason))
 
-    # ---- what comes ------------------------------------------------------------------------------------------------------
+    # ---- what comes ----------------------------------------------------------------------------
 
     def expect(self, message: Message) -> None:
         """Make room for what this rank lacks of a message, as it is settled."""
@@ -88,24 +95,45 @@ class Traffic:
         if entry is None or entry.delivered or rank.state != "running":
             return
         settled = rank.record.settlement(n)
-        wanted = [p for p in needed(entry.kind, settled) - entry.pieces if p.of != rank.me and p.what != "early"]
-        if entry.kind != "gather" and settled.attempt == rank.record.view and Piece("part", rank.me, settled.attempt) not in entry.pieces:
-            wanted += [Piece("share", m, settled.attempt) for m in settled.owners if m != rank.me and m not in entry.shares]
+        wanted = [
+            p
+            for p in needed(entry.kind, settled) - entry.pieces
+            if p.of != rank.me and p.what != "early"
+        ]
+        if (
+            entry.kind != "gather"
+            and settled.attempt == rank.record.view
+            and Piece("part", rank.me, settled.attempt) not in entry.pieces
+        ):
+            wanted += [
+                Piece("share", m, settled.attempt)
+                for m in settled.owners
+                if m != rank.me and m not in entry.shares
+            ]
         for piece in wanted:
-            self._streams.expect(message, piece, self._forwards.get((n, piece), piece.of), settled.owners)
+            self._streams.expect(
+                message, piece, self._forwards.get((n, piece), piece.of), settled.owners
+            )
 
     def expect_all(self) -> None:
-        """The same for all messages, oldest first, and for what others forward of those that came early."""
+        """The same for all messages, oldest first, and for what others forward of those that came
+        early.
+        """
         for (n, piece), sender in self._forwards.items():
             if piece.what == "early":
-                self._early.pop((n, piece.of), None)  # what came in a view that had frozen does not count
+                # what came in a view that had frozen does not count
+                self._early.pop((n, piece.of), None)
                 self.expect_early(sender, n, "mixed", piece)
         for n in sorted(self._messages):
             self.expect(self._messages[n])
 
     def expect_early(self, sender: Member, n: int, kind: Kind, piece: Piece) -> None:
         """Make room for what an island that leaves has sent ahead of message n."""
-        if self._rank().state == "running" and n >= self._rank().freed and (n, piece.of) not in self._early:
+        if (
+            self._rank().state == "running"
+            and n >= self._rank().freed
+            and (n, piece.of) not in self._early
+        ):
             self._streams.expect(Early(n, kind, self.longest), piece, sender)
 
     def look(self) -> None:
@@ -148,7 +176,10 @@ class Traffic:
         wire = self._signs.notes.get(stream.sender)
         epoch = max([w.record for w in self._signs.lanes[stream.sender]], default=0)
         landed = wire.landed if wire else 0
-        self._received(epoch, moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed))
+        self._received(
+            epoch,
+            moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed),
+        )
         if piece.what == "early" and stream.sender in self._signs.notes:
             self._signs.say(["kept", message.n], [self._signs.notes[stream.sender]])
 
@@ -158,7 +189,7 @@ class Traffic:
         if early.n in self._messages:
             self._messages[early.n].early[stream.piece.of] = early
 
-    # ---- what goes -------------------------------------------------------------------------------------------------------
+    # ---- what goes -----------------------------------------------------------------------------
 
     def send(self, action: moves.Send) -> None:
         """Send a piece, once it has been calculated."""
@@ -175,7 +206,8 @@ class Traffic:
         else:
             begun = piece in message.making
             message.making[piece] = (view, action.to)  # first: the thread that calculates reads it
-            if not begun:  # else a change has come meanwhile: once is enough, and goes to whom this view names
+            # else a change has come meanwhile: once is enough, and goes to whom this view names
+            if not begun:
                 message.tasks.put(lambda: self._average(message, settled, piece))
 
     def send_early(self, early: Early, piece: Piece, to: Member) -> None:
@@ -196,7 +228,8 @@ class Traffic:
 
     def _average(self, message: Message, settled: Settlement, piece: Piece) -> None:
         made = message.average(settled)
-        message.sent += made.numel() * len(message.making[piece][1])  # now: the message may be complete before this has left
+        # now: the message may be complete before this has left
+        message.sent += made.numel() * len(message.making[piece][1])
 
         def send() -> None:
             view, to = message.making.pop(piece)
@@ -205,13 +238,20 @@ class Traffic:
 
         self._do(send)
 
-    def _hand_over(self, message: Message, piece: Piece, data: Tensor, to: Sequence[Member], counted: bool = False) -> None:
+    def _hand_over(
+        self,
+        message: Message,
+        piece: Piece,
+        data: Tensor,
+        to: Sequence[Member],
+        counted: bool = False,
+    ) -> None:
         for member in to:
             if member in self._signs.lanes:
                 self._streams.send(message, piece, data, member)
                 message.sent += 0 if counted else data.numel()
 
-    # ---- the connections ---------------------------------------------------------------------------------------------------
+    # ---- the connections -----------------------------------------------------------------------
 
     def widen(self, lanes: Mapping[Member, Wire]) -> None:
         """One more connection to each peer."""
@@ -228,11 +268,17 @@ class Traffic:
         self._streams.clear()
 
     def adopt(self, record: Record) -> None:
-        """A view begins: its frames pass from now on, and what others forward is waited for from them."""
+        """A view begins: its frames pass from now on, and what others forward is waited for from
+        them.
+        """
         with self._hub.changed:
             for wires in self._signs.lanes.values():
                 for wire in wires:
                     wire.renew(record.view)
         self._streams.clear()
         rank = self._rank()
-        self._forwards = {(f.n, f.piece): f.sender for f in record.forwards if f.line == rank.rank and rank.me in f.to}
+        self._forwards = {
+            (f.n, f.piece): f.sender
+            for f in record.forwards
+            if f.line == rank.rank and rank.me in f.to
+        }

@@ -1,4 +1,6 @@
-"""One connection of ZeroMQ to one peer, and what waits on it. All sockets of a rank are moved by `hub.py`."""
+"""One connection of ZeroMQ to one peer, and what waits on it. All sockets of a rank are moved by
+`hub.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ TURN = 4  # pieces that one connection takes or gives before the next has its tu
 WAITING = 2  # pieces that wait in the library: what is there cannot be overtaken any more
 KNOWN = 4096  # messages of which a wire knows whether they are short
 AGAIN = 0.2  # seconds between two tries to connect
-SHORT = 1 << 16  # bytes: a message whose first piece is not longer overtakes others; it is also copied when it is read early
+# bytes: a message whose first piece is not longer overtakes others; it is also copied when it is
+# read early
+SHORT = 1 << 16
 
 AT_ONCE, BRIEF, LONG = range(3)
 """The order in which what waits is sent: notes, pieces of short messages, the others."""
 
 NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class Piece:
@@ -40,7 +48,8 @@ class Piece:
         self._hub, self.size = hub, data.numel()
         buffer = memory(data)
         if self.size:
-            buffer.tensor = data  # whose memory it is: the library may read from it when nobody waits any more
+            # whose memory it is: the library may read from it when nobody waits any more
+            buffer.tensor = data
         self.view = memoryview(buffer).cast("B")
         self.tracker: Any = None  # of what the library reads from
         self.there = False
@@ -70,19 +79,24 @@ class Piece:
 class Wire:
     """A PAIR socket: exactly one peer, and what leaves it is never given to another.
 
-    Methods that touch the socket are called by whoever drives the hub, all others under the hub's lock.
+    Methods that touch the socket are called by whoever drives the hub, all others under the hub's
+    lock.
 
     Attributes:
-        ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble: what happened on the way to `ready`.
+        ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble:
+            what happened on the way to `ready`.
         notes: what came as notes. heard_at: when the last frame came (`time.monotonic`).
         most: notes that are kept at most; more stay with the sender. None: no limit.
-        record, landed: of the peer, as its last frame said. said: the same of this rank, for its frames.
+        record, landed: of the peer, as its last frame said. said: the same of this rank, for its
+            frames.
     """
 
     def __init__(self, hub: Any, epoch: int):
         self.hub, self.inbox, self.counts = hub, Inbox(epoch), Counts()
         self.socket: Any = hub.socket()
-        self.monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | NOT_THERE | REFUSED)
+        self.monitor: Any = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | NOT_THERE | REFUSED
+        )
         self.ready, self.gone, self.trouble = False, "", ""
         self._hello = self._mine = self._theirs = b""
         self._address, self._dial_at = "", 0.0
@@ -96,7 +110,7 @@ class Wire:
         self._order, self._late = 0, dict[int, bool]()
         self._head: Frame | None = None  # of a piece that is not read yet
 
-    # ---- what others ask for, under the lock ---------------------------------------------------------------------------
+    # ---- what others ask for, under the lock ---------------------------------------------------
 
     def post_send(self, piece: Piece, number: int) -> None:
         """Queue a piece; those of short messages go first."""
@@ -122,12 +136,16 @@ class Wire:
         heapq.heappush(self._queue, (rank, self._order, frame, piece))
 
     def renew(self, epoch: int) -> None:
-        """Another epoch on the same connection. What is under way of the one before ends; what comes of it later is dropped. The same epoch
-        again changes nothing: what came early of it, from a peer that had begun before, is kept."""
+        """Another epoch on the same connection. What is under way of the one before ends; what
+        comes of it later is dropped. The same epoch again changes nothing: what came early of
+        it, from a peer that had begun before, is kept."""
         if epoch == self.inbox.epoch:
             return
         error = RuntimeError(f"epoch {epoch} has begun")
-        for piece in [*self.inbox.withdraw(), *(piece for rank, _, _, piece in self._queue if rank != AT_ONCE)]:
+        for piece in [
+            *self.inbox.withdraw(),
+            *(piece for rank, _, _, piece in self._queue if rank != AT_ONCE),
+        ]:
             piece.error = error
         self._queue = [entry for entry in self._queue if entry[0] == AT_ONCE]
         self.inbox, self.counts, self._late = Inbox(epoch), Counts(), {}
@@ -146,8 +164,9 @@ class Wire:
             piece.error, self.gone = error, str(error)
 
     def end(self, error: Exception, lost: bool = False) -> None:
-        """All that is under way ends with `error`; but for what the library has of a connection that is `lost`: most likely it has arrived
-        (the library tells late that it lets go), and nobody reads from it any more. Whether the peer has it was never said."""
+        """All that is under way ends with `error`; but for what the library has of a connection
+        that is `lost`: most likely it has arrived (the library tells late that it lets go), and
+        nobody reads from it any more. Whether the peer has it was never said."""
         for piece in self._lent:
             piece.there = piece.there or lost
         for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue), *self._lent]:
@@ -162,7 +181,9 @@ class Wire:
 
     @property
     def stood(self) -> float | None:
-        """Seconds for which no byte has come, also none of a piece under way; None where nobody knows."""
+        """Seconds for which no byte has come, also none of a piece under way; None where nobody
+        knows.
+        """
         return None if self.gone or not self.ready else stood(self._file)
 
     @property
@@ -176,13 +197,18 @@ class Wire:
         return self._head is not None
 
     def wants(self) -> int:
-        """What of the socket the driver should wait for: nothing until it is known who may greet."""
+        """What of the socket the driver should wait for: nothing until it is known who may
+        greet.
+        """
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
-        return int(zmq.POLLIN * (not self.stuck and not self.gone and not full) | zmq.POLLOUT * bool(self._queue or self._hello))
+        return int(
+            zmq.POLLIN * (not self.stuck and not self.gone and not full)
+            | zmq.POLLOUT * bool(self._queue or self._hello)
+        )
 
-    # ---- meeting -------------------------------------------------------------------------------------------------------
+    # ---- meeting -------------------------------------------------------------------------------
 
     def greet(self, mine: bytes, theirs: bytes) -> None:
         """Say `mine` first, and take only who says `theirs`."""
@@ -202,7 +228,9 @@ class Wire:
             self.socket.connect(self._address)
 
     def _not_there(self, event: int) -> None:
-        """The connection ended before its peer had greeted: whoever listens goes on, the other tries again."""
+        """The connection ended before its peer had greeted: whoever listens goes on, the other
+        tries again.
+        """
         if event & REFUSED:
             self.trouble = "the other side could not prove that it knows ISLAND_TOKEN"
         if self._address and not self._dial_at:
@@ -213,7 +241,7 @@ class Wire:
         elif not self._address and event & zmq.EVENT_DISCONNECTED:
             self._hello = self._mine
 
-    # ---- what the driver does ------------------------------------------------------------------------------------------
+    # ---- what the driver does ------------------------------------------------------------------
 
     def serve(self, events: int) -> None:
         """Move what can be moved."""
@@ -235,7 +263,8 @@ class Wire:
                 if not self.ready:
                     self._not_there(message["event"])
                 elif message["event"] & zmq.EVENT_DISCONNECTED and message["value"] == self._file:
-                    self.lose("connection closed by peer")  # and not a second one, which a socket of this kind sends away
+                    # and not a second one, which a socket of this kind sends away
+                    self.lose("connection closed by peer")
 
     def lose(self, reason: str) -> None:
         """Nothing more comes: what has come is still given out, all other waits end."""
@@ -273,7 +302,11 @@ class Wire:
                 if not self.socket.rcvmore:
                     raise WireError(f"{len(data)} bytes without a piece behind them")
                 self._head = frames.read(data)
-                self.heard_at, self.record, self.landed = time.monotonic(), self._head.record, self._head.landed
+                self.heard_at, self.record, self.landed = (
+                    time.monotonic(),
+                    self._head.record,
+                    self._head.landed,
+                )
             if not self._read(self._head):
                 return n > 0
             if self.socket.rcvmore:
@@ -309,7 +342,9 @@ class Wire:
         data = data if isinstance(data, bytes) else data.buffer
         self._fits(frame, len(data))
         with self.hub.changed:
-            taker = self.inbox.keep(frame.number, data, frame.length) if room is Place.ASIDE else None
+            taker = (
+                self.inbox.keep(frame.number, data, frame.length) if room is Place.ASIDE else None
+            )
             if taker is not None:
                 taker.fill(data, frame.length)
             elif isinstance(room, Piece):
@@ -319,7 +354,10 @@ class Wire:
     @staticmethod
     def _fits(frame: Frame, size: int) -> None:
         if size != frame.length:
-            raise WireError(f"piece {frame.piece} of message {frame.number} has {size} bytes, its frame says {frame.length}")
+            raise WireError(
+                f"piece {frame.piece} of message {frame.number} has {size} bytes, its frame says "
+                f"{frame.length}"
+            )
 
     def _greeted(self, data: Any) -> None:
         if data.bytes != self._theirs:
@@ -340,7 +378,10 @@ class Wire:
                     entry = heapq.heappop(self._queue)
                 _, _, frame, piece = entry
                 try:
-                    self.socket.send(frame._replace(record=self.said[0], landed=self.said[1]).pack(), zmq.NOBLOCK | zmq.SNDMORE)
+                    self.socket.send(
+                        frame._replace(record=self.said[0], landed=self.said[1]).pack(),
+                        zmq.NOBLOCK | zmq.SNDMORE,
+                    )
                 except zmq.Again:
                     with self.hub.changed:
                         self._put_back(entry)
@@ -355,7 +396,9 @@ class Wire:
             entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
 
     def close(self, linger: float) -> None:
-        """Close the sockets; what was handed over leaves within `linger` seconds, in the background. From any thread."""
+        """Close the sockets; what was handed over leaves within `linger` seconds, in the
+        background. From any thread.
+        """
         with self.hub.alone():
             if self.socket.closed:
                 return

@@ -1,4 +1,6 @@
-"""The thread in which exchanges run, in order, so that training can go on meanwhile and signals still reach the main thread."""
+"""The thread in which exchanges run, in order, so that training can go on meanwhile and signals
+still reach the main thread.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ from .peers import PeerGroup
 
 
 class CommWorker:
-    """One worker thread that runs exchanges in order and counts how long they were under way and how long training waited.
+    """One worker thread that runs exchanges in order and counts how long they were under way and
+    how long training waited.
 
-    A daemon thread: an executor's would hold an interpreter that wants to end until a lost peer times out.
+    A daemon thread: an executor's would hold an interpreter that wants to end until a lost peer
+    times out.
     """
 
     def __init__(self, peers: PeerGroup):
         self.peers = peers
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
 
@@ -71,7 +77,9 @@ class CommWorker:
             self.peers.meter.seconds_waiting += time.perf_counter() - start
 
     def close(self) -> bool:
-        """Let what was submitted end, then drop thread and process group; False if the thread hangs on a silent peer and is left behind."""
+        """Let what was submitted end, then drop thread and process group; False if the thread hangs
+        on a silent peer and is left behind.
+        """
         self._jobs.put(None)
         self._thread.join(5.0)
         self.peers.release()

@@ -1,11 +1,14 @@
 """ZeroMQ as the transport between islands: ISLAND_TRANSPORT=zeromq, `pip install "pyzmq>=27,<28"`.
 
-What gloo cannot do: a wait ends at once when it is cancelled, a peer that dies takes no other connection with it, a message that is too
-long is refused before room is made for it, of two ranks only one has to be reachable, and with ISLAND_TOKEN both sides prove that they
-know it and all bytes are encrypted (CURVE). Pieces go out from the tensor's memory and come in into the room that waits for them.
+What gloo cannot do: a wait ends at once when it is cancelled, a peer that dies takes no other
+connection with it, a message that is too long is refused before room is made for it, of two ranks
+only one has to be reachable, and with ISLAND_TOKEN both sides prove that they know it and all bytes
+are encrypted (CURVE). Pieces go out from the tensor's memory and come in into the room that waits
+for them.
 
-On the wire a piece of n bytes costs n + 47 bytes (38 for the frame, 9 before the piece, 2 where it has less than 256 bytes), with keys 66
-more; a quiet connection a few bytes every 15 s (`tcp.keep_alive`). The `Meter` counts the n, as with gloo.
+On the wire a piece of n bytes costs n + 47 bytes (38 for the frame, 9 before the piece, 2 where it
+has less than 256 bytes), with keys 66 more; a quiet connection a few bytes every 15 s
+(`tcp.keep_alive`). The `Meter` counts the n, as with gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "zmq":
         raise
-    raise ValueError('ISLAND_TRANSPORT=zeromq needs pyzmq: pip install "pyzmq>=27,<28", or take ISLAND_TRANSPORT=gloo') from error
+    raise ValueError(
+        'ISLAND_TRANSPORT=zeromq needs pyzmq: pip install "pyzmq>=27,<28", or take '
+        "ISLAND_TRANSPORT=gloo"
+    ) from error
 
 log = logging.getLogger("fsdp_demo")
 
@@ -39,7 +45,9 @@ LOOK = 0.02  # seconds between two looks for the others' addresses
 
 
 class Connections(Transport):
-    """One connection to each of the other ranks. Closing one of a peer group's `Connections` closes all of them."""
+    """One connection to each of the other ranks. Closing one of a peer group's `Connections` closes
+    all of them.
+    """
 
     def __init__(self, hub: Hub, wires: dict[int, Wire]):
         self._hub, self.wires, self._highest = hub, wires, 0
@@ -78,10 +86,12 @@ class Connections(Transport):
 
 
 class ZeroMQ:
-    """Connects the ranks of a peer group. Of two ranks the lower one listens, or the other if that has no address.
+    """Connects the ranks of a peer group. Of two ranks the lower one listens, or the other if that
+    has no address.
 
-    Every call of `open` binds one port for each peer, tells them in the store, connects to those that listen, and closes the ports that it
-    does not need. A port serves one connection; a second one is sent away.
+    Every call of `open` binds one port for each peer, tells them in the store, connects to those
+    that listen, and closes the ports that it does not need. A port serves one connection; a second
+    one is sent away.
     """
 
     def __init__(self, meeting: Meeting, hub: Hub | None = None):
@@ -104,7 +114,11 @@ class ZeroMQ:
             with self._hub.alone():
                 bound = {j: self._bind(m.address) for j in m.others}
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
-        notes = self._notes(k, {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""}, end)
+        notes = self._notes(
+            k,
+            {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""},
+            end,
+        )
         wires: dict[int, Wire] = {}
         with self._hub.alone():
             for j, note in notes.items():
@@ -125,7 +139,9 @@ class ZeroMQ:
     def _connect(self, note: dict[str, Any], j: int) -> Wire:
         port = note["ports"].get(str(self._meeting.rank))
         if type(port) is not int or not 0 < port < 65536:
-            raise ValueError(f"{self._meeting.label(j)} names no port for this rank: use one release everywhere")
+            raise ValueError(
+                f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
+            )
         wire = self._hub.add(self._meeting.epoch, False)
         wire.dial(f"tcp://{bracketed(note['host'])}:{port}")
         return wire
@@ -133,12 +149,17 @@ class ZeroMQ:
     def _listens(self, i: int, j: int, here: bool, there: bool) -> bool:
         if not here and not there:
             both = f"{self._meeting.names[i]} nor {self._meeting.label(j)}"
-            raise ValueError(f"neither {both} can be reached: one of two islands needs an address (ISLAND_ADDRESS)")
+            raise ValueError(
+                f"neither {both} can be reached: one of two islands needs an address "
+                "(ISLAND_ADDRESS)"
+            )
         return here and (i < j or not there)
 
     def _greeting(self, k: int | str, sender: int, receiver: int) -> bytes:
         m = self._meeting
-        return hashlib.blake2b(f"{m.prefix} {k} {sender} {receiver} {m.epoch}".encode(), digest_size=16).digest()
+        return hashlib.blake2b(
+            f"{m.prefix} {k} {sender} {receiver} {m.epoch}".encode(), digest_size=16
+        ).digest()
 
     def _notes(self, k: int | str, mine: dict[str, Any], end: float) -> dict[int, dict[str, Any]]:
         """Tell where this rank listens, and wait for what the others tell."""
@@ -148,11 +169,16 @@ class ZeroMQ:
         while missing := [j for j in m.others if j not in notes]:
             for j in missing:
                 if at.check([f"at/{j}"]):
-                    notes[j] = note = at.note(f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str})
+                    notes[j] = note = at.note(
+                        f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str}
+                    )
                     if note["key"] != mine["key"]:
                         raise ValueError(_tokens(m.label(j), note["key"], mine["key"]))
             if time.monotonic() > end:
-                raise PeerLost(f"waited {m.timeout:g} s for the addresses of {', '.join(m.label(j) for j in missing)}")
+                raise PeerLost(
+                    f"waited {m.timeout:g} s for the addresses of "
+                    f"{', '.join(m.label(j) for j in missing)}"
+                )
             time.sleep(LOOK)
         return notes
 
@@ -169,7 +195,10 @@ class ZeroMQ:
             if time.monotonic() > end:
                 why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
                 who = ", ".join(m.label(j) for j in missing)
-                raise PeerLost(f"{who} could not be connected within {m.timeout:g} s{why}: see ISLAND_ADDRESS there and what lies between")
+                raise PeerLost(
+                    f"{who} could not be connected within {m.timeout:g} s{why}: see ISLAND_ADDRESS "
+                    "there and what lies between"
+                )
             self._hub.drive(LOOK, lambda: all(wire.met for wire in wires.values()))
 
 

@@ -1,4 +1,5 @@
-"""Tensors to bytes and back: blocks, transform, selection, number formats. Pure mathematics, no communication.
+"""Tensors to bytes and back: blocks, transform, selection, number formats. Pure mathematics, no
+communication.
 
 May import `config`.
 """

@@ -1,15 +1,19 @@
 """Packing local shards into one workspace of blocks, and back.
 
-A workspace is one flat fp32 vector: `num_blocks` slots of 4096 elements (64 x 64, row-major), then `num_dense` elements.
-Which tensor goes where depends on names and local shapes only, so that the same shard has the same layout on every island:
+A workspace is one flat fp32 vector: `num_blocks` slots of 4096 elements (64 x 64, row-major), then
+`num_dense` elements. Which tensor goes where depends on names and local shapes only, so that the
+same shard has the same layout on every island:
 
-* 64 x 64 blocks over the local rows and columns where both are >= 64 and padding stays <= 1.1x. Blocks at the right and lower edge
-  keep the 64 x 64 slot but fill only r x s of it; their transform is the r-point (s-point) one, so padding stays zero in both domains.
-* else flat blocks of 4096 consecutive elements seen as 64 x 64; the tail is one (m // 64) x 64 edge block, the last m % 64 elements dense.
+* 64 x 64 blocks over the local rows and columns where both are >= 64 and padding stays <= 1.1x.
+  Blocks at the right and lower edge keep the 64 x 64 slot but fill only r x s of it; their
+  transform is the r-point (s-point) one, so padding stays zero in both domains.
+* else flat blocks of 4096 consecutive elements seen as 64 x 64; the tail is one (m // 64) x 64 edge
+  block, the last m % 64 elements dense.
 * tensors under 4096 elements, and those named in `dense`, are dense: sent whole, no transform.
 
-Where several ranks of an island hold the same tensors, the blocks are dealt to `active_copies` of them: copy l of L holds every group's
-blocks [n l / L, n (l + 1) / L) and the same share of the dense elements.
+Where several ranks of an island hold the same tensors, the blocks are dealt to `active_copies` of
+them: copy l of L holds every group's blocks [n l / L, n (l + 1) / L) and the same share of the
+dense elements.
 """
 
 from __future__ import annotations
@@ -28,9 +32,13 @@ from ..config.channel import BLOCK
 from .windows import EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1
-WINDOW, WINDOW_GPU = 512, 2048  # blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 4
-CODED_GPU = 1 << 20  # coefficients coded at once where every kernel has to be launched: 8 MiB of places
-CACHED = 64  # blocks, 1 MiB: what a CPU transforms at once, so that what is written in between stays in the cache of a core
+# blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 4
+WINDOW, WINDOW_GPU = 512, 2048
+# coefficients coded at once where every kernel has to be launched: 8 MiB of places
+CODED_GPU = 1 << 20
+# blocks, 1 MiB: what a CPU transforms at once, so that what is written in between stays in the
+# cache of a core
+CACHED = 64
 
 T = TypeVar("T")
 
@@ -39,7 +47,8 @@ T = TypeVar("T")
 class Region:
     """y x `x` blocks of r x s elements of one tensor.
 
-    The upper left corner is (row, col) of the tensor seen with `cols` columns: those of its matrix view, or 64 where blocks are flat.
+    The upper left corner is (row, col) of the tensor seen with `cols` columns: those of its matrix
+    view, or 64 where blocks are flat.
     """
 
     tensor: int
@@ -58,14 +67,23 @@ class Region:
         return self.y * self.x
 
     def cut(self, lo: int, hi: int) -> Iterator[Box]:
-        """Where blocks lo..hi (row-major) lie, in at most three boxes: the end of a row of blocks, whole rows, the start of one."""
+        """Where blocks lo..hi (row-major) lie, in at most three boxes: the end of a row of blocks,
+        whole rows, the start of one.
+        """
         at, r, s, cols = lo, self.r, self.s, self.cols
         while at < hi:
             y, x = divmod(at, self.x)
             whole_rows = (hi - at) // self.x if x == 0 else 0
             end = at + whole_rows * self.x if whole_rows else min(hi, (y + 1) * self.x)
             shape = (whole_rows or 1, self.x if whole_rows else end - at, r, s)
-            yield Box(self.tensor, (self.row + y * r) * cols + self.col + x * s, shape, (r * cols, s, cols, 1), at - lo, end - lo)
+            yield Box(
+                self.tensor,
+                (self.row + y * r) * cols + self.col + x * s,
+                shape,
+                (r * cols, s, cols, 1),
+                at - lo,
+                end - lo,
+            )
             at = end
 
 
@@ -90,7 +108,9 @@ class DensePiece:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The 2-D form of a local shape: [-1, last] for more than two dims with last >= 64, else [first, -1]."""
+    """The 2-D form of a local shape: [-1, last] for more than two dims with last >= 64, else
+    [first, -1].
+    """
     numel = 1
     for n in shape:
         numel *= n
@@ -129,11 +149,18 @@ class Layout:
 
     Args:
         shapes: local shape of each tensor.
-        blocked: per tensor: "transform" (blocks, transformed), "plain" (flat blocks of 4096, not transformed) or "dense".
+        blocked: per tensor: "transform" (blocks, transformed), "plain" (flat blocks of 4096, not
+            transformed) or "dense".
         active_copy, active_copies: which share of the blocks this is.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], blocked: Sequence[str], active_copy: int = 0, active_copies: int = 1):
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        blocked: Sequence[str],
+        active_copy: int = 0,
+        active_copies: int = 1,
+    ):
         groups: dict[tuple[bool, int, int], list[Region]] = {}
         dense: list[tuple[int, int, int]] = []
         for i, (shape, kind) in enumerate(zip(shapes, blocked, strict=True)):
@@ -148,7 +175,8 @@ class Layout:
         slot = 0
         for number, ((transform, r, s), regions) in enumerate(sorted(groups.items(), reverse=True)):
             first = slot
-            turn = active_copies - 1 - active_copy if number % 2 else active_copy  # else the last active copy gets every group's remainder
+            # else the last active copy gets every group's remainder
+            turn = active_copies - 1 - active_copy if number % 2 else active_copy
             for region, lo, hi in _share(regions, [g.count for g in regions], turn, active_copies):
                 self.pieces.append(Piece(region, lo, hi, slot))
                 slot += hi - lo
@@ -156,7 +184,9 @@ class Layout:
                 self.groups.append(Group(r, s, transform, first, slot - first))
         self.dense: list[DensePiece] = []
         at = 0
-        for (i, begin, _), lo, hi in _share(dense, [end - begin for _, begin, end in dense], active_copy, active_copies):
+        for (i, begin, _), lo, hi in _share(
+            dense, [end - begin for _, begin, end in dense], active_copy, active_copies
+        ):
             self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
             at += hi - lo
         self.num_tensors, self.num_blocks, self.num_dense = len(shapes), slot, at
@@ -179,26 +209,40 @@ class Layout:
         """The same workspace with one tensor alone in it, as number 0."""
         alone = copy(self)
         alone.num_tensors = 1
-        alone.pieces = [replace(p, region=replace(p.region, tensor=0)) for p in self.pieces if p.region.tensor == tensor]
+        alone.pieces = [
+            replace(p, region=replace(p.region, tensor=0))
+            for p in self.pieces
+            if p.region.tensor == tensor
+        ]
         alone.dense = [replace(d, tensor=0) for d in self.dense if d.tensor == tensor]
         alone._windows = {}
         return alone
 
     def windows(self, device: torch.device | str) -> list[Window]:
-        """The workspace in stretches that are worked on at once on `device`, each in parts that are packed and transformed at once."""
+        """The workspace in stretches that are worked on at once on `device`, each in parts that are
+        packed and transformed at once.
+        """
         cpu = torch.device(device).type == "cpu"
         if cpu not in self._windows:
-            self._windows[cpu] = self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
+            self._windows[cpu] = (
+                self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
+            )
         return self._windows[cpu]
 
     def stretches(self, device: torch.device | str, topk: int, size: int = 1) -> list[Window]:
-        """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded at once; their parts are `windows`.
+        """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded
+        at once; their parts are `windows`.
 
-        On a CPU each is a window, so that what is coded stays in the cache; elsewhere they are long, for the sake of few kernels."""
+        On a CPU each is a window, so that what is coded stays in the cache; elsewhere they are
+        long, for the sake of few kernels."""
         out: list[Window] = []
         for g in self.groups:
             windows = [w for w in self.windows(device) if w.group is g]
-            many = 1 if torch.device(device).type == "cpu" else max(1, CODED_GPU // (WINDOW_GPU * size * g.k(topk)))
+            many = (
+                1
+                if torch.device(device).type == "cpu"
+                else max(1, CODED_GPU // (WINDOW_GPU * size * g.k(topk)))
+            )
             for i in range(0, len(windows), many):
                 parts = tuple(windows[i : i + many])
                 out.append(Window(g, parts[0].begin, parts[-1].end, parts=parts))
@@ -215,7 +259,9 @@ class Layout:
         for lo in range(0, self.num_dense, size * BLOCK):
             hi = min(lo + size * BLOCK, self.num_dense)
             rows = []
-            for d in self.dense[bisect_right(self.dense, lo, key=_end) : bisect_left(self.dense, hi, key=_start)]:
+            for d in self.dense[
+                bisect_right(self.dense, lo, key=_end) : bisect_left(self.dense, hi, key=_start)
+            ]:
                 a, b = max(lo, d.start), min(hi, _end(d))
                 if a < b:
                     rows.append((d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo))
@@ -225,7 +271,9 @@ class Layout:
     def _window(self, group: Group, lo: int, hi: int) -> Window:
         """Slots lo..hi of a group."""
         boxes = []
-        for p in self.pieces[bisect_right(self.pieces, lo, key=_end) : bisect_left(self.pieces, hi, key=_start)]:
+        for p in self.pieces[
+            bisect_right(self.pieces, lo, key=_end) : bisect_left(self.pieces, hi, key=_start)
+        ]:
             a, b = max(lo, p.start), min(hi, _end(p))
             if a < b:
                 cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
@@ -233,7 +281,9 @@ class Layout:
         return Window(group, lo * BLOCK, hi * BLOCK, tuple(boxes))
 
     def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
-        """Copy this copy's share of `tensors` (any float dtype; None counts as zeros) into the fp32 workspace `out`."""
+        """Copy this copy's share of `tensors` (any float dtype; None counts as zeros) into the fp32
+        workspace `out`.
+        """
         with ContiguousViews(tensors) as memory:
             for w in self.windows(out.device):
                 for part in w.inner:
@@ -241,7 +291,9 @@ class Layout:
         return out
 
     def unpack(self, work: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Write this copy's share of workspace `work` into `tensors` in place (None is left out), casting to their dtype."""
+        """Write this copy's share of workspace `work` into `tensors` in place (None is left out),
+        casting to their dtype.
+        """
         with ContiguousViews(tensors, back=True) as memory:
             for w in self.windows(work.device):
                 for part in w.inner:
@@ -260,10 +312,18 @@ def _end(piece: Piece | DensePiece) -> int:
     return piece.start + piece.hi - piece.lo
 
 
-def _share(items: Sequence[T], sizes: Sequence[int], active_copy: int, active_copies: int) -> Iterator[tuple[T, int, int]]:
-    """Yield (item, lo, hi) for the part of each item that falls into the share of `active_copy` of the concatenation of all."""
+def _share(
+    items: Sequence[T], sizes: Sequence[int], active_copy: int, active_copies: int
+) -> Iterator[tuple[T, int, int]]:
+    """Yield (item, lo, hi) for the part of each item that falls into the share of `active_copy` of
+    the concatenation of all.
+    """
     total = sum(sizes)
-    begin, end, at = total * active_copy // active_copies, total * (active_copy + 1) // active_copies, 0
+    begin, end, at = (
+        total * active_copy // active_copies,
+        total * (active_copy + 1) // active_copies,
+        0,
+    )
     for item, size in zip(items, sizes, strict=True):
         lo, hi = max(begin - at, 0), min(end - at, size)
         if lo < hi:

@@ -11,7 +11,8 @@ from torch import Tensor
 def dct_matrix(n: int) -> Tensor:
     """The n-point orthonormal DCT-II as a matrix fp64 [n, n].
 
-    D[k, i] = sqrt(2 / n) cos(pi (i + 1/2) k / n), the first row divided by sqrt(2) (Ahmed, Natarajan, Rao 1974).
+    D[k, i] = sqrt(2 / n) cos(pi (i + 1/2) k / n), the first row divided by sqrt(2) (Ahmed,
+    Natarajan, Rao 1974).
     """
     k = torch.arange(n, dtype=torch.float64)[:, None]
     i = torch.arange(n, dtype=torch.float64)[None]

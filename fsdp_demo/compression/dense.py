@@ -1,7 +1,9 @@
-"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `values`; how they are cut into parts for a reduce.
+"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `values`; how
+they are cut into parts for a reduce.
 
-Codes under 8 bits are never summed in their own code: either all codes reach everybody (`gathers`), or the parts travel in the code, are
-added in fp32, and the mean comes back in int8 (`mean_code`), so that the coarse rounding happens once.
+Codes under 8 bits are never summed in their own code: either all codes reach everybody (`gathers`),
+or the parts travel in the code, are added in fp32, and the mean comes back in int8 (`mean_code`),
+so that the coarse rounding happens once.
 """
 
 from __future__ import annotations
@@ -24,22 +26,32 @@ def mean_code(code: str) -> str:
 
 
 def gathers(code: str, size: int) -> bool:
-    """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b + 1) (R - 1) / R, so R <= (b + 1) / b for
-    b bytes per value; only for codes under 8 bits, where a reduce would round twice."""
-    return FORMATS[code].low and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
+    """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b +
+    1) (R - 1) / R, so R <= (b + 1) / b for b bytes per value; only for codes under 8 bits, where
+    a reduce would round twice."""
+    return (
+        FORMATS[code].low
+        and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
+    )
 
 
 def num_bytes(code: str, n: int) -> int:
     """Bytes of a coded vector of n values."""
     rows, rest = divmod(n, BLOCK)
-    return quantize.num_bytes(code, rows, BLOCK) + (quantize.num_bytes(code, 1, rest) if rest else 0)
+    return quantize.num_bytes(code, rows, BLOCK) + (
+        quantize.num_bytes(code, 1, rest) if rest else 0
+    )
 
 
 def encode(code: str, v: Tensor) -> Tensor:
     """Code a vector fp32 [n] as uint8 [num_bytes]."""
     rows, rest = divmod(v.numel(), BLOCK)
     parts = [quantize.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
-    return torch.cat([*parts, quantize.encode(code, v[rows * BLOCK :].view(1, rest))]) if rest else parts[0]
+    return (
+        torch.cat([*parts, quantize.encode(code, v[rows * BLOCK :].view(1, rest))])
+        if rest
+        else parts[0]
+    )
 
 
 def decode(code: str, data: Tensor, n: int) -> Tensor:
@@ -55,8 +67,8 @@ def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:
 
 
 def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha: float) -> None:
-    """target += alpha times the elements from `begin` on of a coded vector of n values; both ends are multiples of 4096, or that of the
-    vector."""
+    """target += alpha times the elements from `begin` on of a coded vector of n values; both ends
+    are multiples of 4096, or that of the vector."""
     rows, size = target.numel() // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
     if rows:
         split = [quantize.split_bytes(code, data[:size], n // BLOCK, BLOCK)]
@@ -64,11 +76,15 @@ def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha:
         target[: rows * BLOCK].add_(found.view(-1), alpha=alpha)
     rest = target.numel() - rows * BLOCK
     if rest:
-        target[rows * BLOCK :].add_(quantize.decode(code, data[size:], 1, rest).view(-1), alpha=alpha)
+        target[rows * BLOCK :].add_(
+            quantize.decode(code, data[size:], 1, rest).view(-1), alpha=alpha
+        )
 
 
 def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Tensor:
-    """Several vectors (values, code) as bytes one after the other, without a second copy of them."""
+    """Several vectors (values, code) as bytes one after the other, without a second copy of
+    them.
+    """
     data, at = torch.empty(total_bytes(spans), dtype=torch.uint8, device=parts[0].device), 0
     for (n, code), v in zip(spans, parts, strict=True):
         rows, size = n // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
@@ -100,14 +116,18 @@ def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:
 
 
 def cuts(n: int, code: str, size: int) -> list[int]:
-    """Where a vector of n values is cut into `size` parts: R + 1 bounds; where scales are shared, between rows of 4096."""
+    """Where a vector of n values is cut into `size` parts: R + 1 bounds; where scales are shared,
+    between rows of 4096.
+    """
     unit = 1 if FORMATS[code].exact else BLOCK
     units = -(-n // unit)
     return [min(units * j // size * unit, n) for j in range(size + 1)]
 
 
 def round_trip(code: str, v: Tensor, size: int) -> Tensor:
-    """What the others receive of one's own vector: coded and decoded in the parts a reduce among `size` replicas sends (fp32 [n])."""
+    """What the others receive of one's own vector: coded and decoded in the parts a reduce among
+    `size` replicas sends (fp32 [n]).
+    """
     at, out = cuts(v.numel(), code, size), torch.empty_like(v)
     for a, b in zip(at, at[1:], strict=False):
         _into(out[a:b], code, encode(code, v[a:b]), None)

@@ -1,7 +1,9 @@
-"""What codes the values of each number format. Bits, groups and scales are facts of the configuration (`config/names.py`).
+"""What codes the values of each number format. Bits, groups and scales are facts of the
+configuration (`config/names.py`).
 
-A new format is a `Coder` in a file of its own, a line in `config/names.py` and a line here; one whose values stand for themselves is a
-dtype, and needs the two lines only. `quantize.py` cuts rows into groups and packs what a coder makes of them.
+A new format is a `Coder` in a file of its own, a line in `config/names.py` and a line here; one
+whose values stand for themselves is a dtype, and needs the two lines only. `quantize.py` cuts rows
+into groups and packs what a coder makes of them.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from .two_levels import TwoLevels
 class Coder(Protocol):
     """Groups of values, each with scales of its own.
 
-    A group of zeros has scales of 0 and stays zero. A group that is not finite has scales that are not, so that all of it is decoded so.
-    The same bytes of finite values on every device: only operations that IEEE 754 defines, sums in a fixed order.
+    A group of zeros has scales of 0 and stays zero. A group that is not finite has scales that are
+    not, so that all of it is decoded so. The same bytes of finite values on every device: only
+    operations that IEEE 754 defines, sums in a fixed order.
     """
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales bf16 [n, groups, scales] and codes uint8 [n, groups, size], below 2^bits, of values fp32 [n, groups, size]."""
+        """Scales bf16 [n, groups, scales] and codes uint8 [n, groups, size], below 2^bits, of
+        values fp32 [n, groups, size].
+        """
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
         """The inverse of `encode`: fp32 [n, groups, size], from scales in fp32."""

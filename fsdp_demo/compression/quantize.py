@@ -1,8 +1,10 @@
-"""Values as bytes, in every number format: groups, scales, packed codes. What a value becomes is in `formats.py` and the files it lists.
+"""Values as bytes, in every number format: groups, scales, packed codes. What a value becomes is in
+`formats.py` and the files it lists.
 
-A row is cut into groups of consecutive values (`config/names.py` says how many), the last of a row may be shorter. First the scales of
-all groups in bf16, row by row; then the codes of all values, row by row without gaps, those under 8 bits together in a byte, the first in
-its lowest bits; unused bits of the last byte are 0. With m = max |v| of the group, s its scale:
+A row is cut into groups of consecutive values (`config/names.py` says how many), the last of a row
+may be shorter. First the scales of all groups in bf16, row by row; then the codes of all values,
+row by row without gaps, those under 8 bits together in a byte, the first in its lowest bits; unused
+bits of the last byte are 0. With m = max |v| of the group, s its scale:
 
 ========  =====  ==================  =====================================================================  ========================
 code      group  scale               a value is sent as                                                     error at most
@@ -16,15 +18,17 @@ fp4_e2m1  32     bf16(m / 6)         sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6 times s
 2bit      256    two levels, bf16    sign and the mean of the |v| below, or not below, their common mean t  max(t, m - t) + 2^-8 m
 ========  =====  ==================  =====================================================================  ========================
 
-A bound in s has fp32's rounding on top (2^-16 of it) and holds for normal numbers: scales from 2^-126, magnitudes that bf16 can hold.
-The fp4 codes take the nearest magnitude, of two equally near ones that which is an even multiple of their distance (e3m0: the larger, and
-0 rather than 2^-6); their sign bit (the highest) is that of the value also at 0. What lies above the largest magnitude, because the scale
-was rounded down, gets the largest. 2bit has no zero: exact zeros count as |v| and get the lower level; bit 1 is the sign, bit 0 the level;
-a level of no values is 0.
+A bound in s has fp32's rounding on top (2^-16 of it) and holds for normal numbers: scales from
+2^-126, magnitudes that bf16 can hold. The fp4 codes take the nearest magnitude, of two equally near
+ones that which is an even multiple of their distance (e3m0: the larger, and 0 rather than 2^-6);
+their sign bit (the highest) is that of the value also at 0. What lies above the largest magnitude,
+because the scale was rounded down, gets the largest. 2bit has no zero: exact zeros count as |v| and
+get the lower level; bit 1 is the sign, bit 0 the level; a level of no values is 0.
 
-A scale of 0 marks a group of zeros. A group that is not finite gets a scale (both levels) that is not, and is decoded so as a whole.
-Little-endian; the same bytes of finite values on CPU and CUDA: only operations that IEEE 754 defines, sums in a fixed order.
-"""
+A scale of 0 marks a group of zeros. A group that is not finite gets a scale (both levels) that is
+not, and is decoded so as a whole. Little-endian; the same bytes of finite values on CPU and CUDA:
+only operations that IEEE 754 defines, sums in a fixed order.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,7 +41,8 @@ from torch import Tensor
 from ..config.names import FORMATS
 from .formats import CODERS, EXACT
 
-CHUNK = 1 << 18  # values coded at once on a CPU: what is written in between stays in the cache of a core
+# values coded at once on a CPU: what is written in between stays in the cache of a core
+CHUNK = 1 << 18
 CHUNK_GPU = 1 << 24  # elsewhere: few launches, memory in between that is still bounded
 
 
@@ -65,19 +70,33 @@ def encode(code: str, v: Tensor) -> Tensor:
     """Code values [rows, cols] fp32 as uint8 [num_bytes]."""
     if code in EXACT:
         return as_bytes(v.to(EXACT[code]))
-    coder, data = CODERS[code], torch.empty(num_bytes(code, *v.shape), dtype=torch.uint8, device=v.device)
+    coder, data = (
+        CODERS[code],
+        torch.empty(num_bytes(code, *v.shape), dtype=torch.uint8, device=v.device),
+    )
     for part, scales, codes in _chunks(code, data, v):
         coded = [coder.encode(groups) for groups in _groups(code, part)]
         scales.copy_(torch.cat([s for s, _ in coded], 1))
-        codes.copy_(_pack(torch.cat([q.flatten(1) for _, q in coded], 1).view(-1), FORMATS[code].bits))
+        codes.copy_(
+            _pack(torch.cat([q.flatten(1) for _, q in coded], 1).view(-1), FORMATS[code].bits)
+        )
     return data
 
 
-def decode(code: str, data: Tensor, rows: int, cols: int, out: Tensor | None = None, alpha: float | None = None) -> Tensor:
-    """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes its whole group non-finite.
+def decode(
+    code: str,
+    data: Tensor,
+    rows: int,
+    cols: int,
+    out: Tensor | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes
+    its whole group non-finite.
 
     out: where to write the values, or, with `alpha`, to add alpha times them."""
-    data = data.clone() if data.storage_offset() % 4 else data  # a slice may start at any byte, a view of another dtype may not
+    # a slice may start at any byte, a view of another dtype may not
+    data = data.clone() if data.storage_offset() % 4 else data
     out = torch.empty(rows, cols, device=data.device) if out is None else out
     if code in EXACT:
         _write(out, data.view(EXACT[code]).view(rows, cols), alpha)
@@ -87,14 +106,17 @@ def decode(code: str, data: Tensor, rows: int, cols: int, out: Tensor | None = N
         q = _unpack(codes, FORMATS[code].bits)[: part.numel()].view_as(part)
         start = 0
         for groups, its in zip(_groups(code, part), _groups(code, q), strict=True):
-            _write(groups, coder.decode(scales[:, start : start + groups.shape[1]].float(), its), alpha)
+            _write(
+                groups, coder.decode(scales[:, start : start + groups.shape[1]].float(), its), alpha
+            )
             start += groups.shape[1]
     return out
 
 
 def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> None:
-    """Write what `encode` would have made of `v` [n, cols] as rows first, first + 1, ... of `rows` into its bytes `data`; what comes
-    before `first` fills whole bytes (any multiple of 4 rows does)."""
+    """Write what `encode` would have made of `v` [n, cols] as rows first, first + 1, ... of `rows`
+    into its bytes `data`; what comes before `first` fills whole bytes (any multiple of 4 rows
+    does)."""
     scales, codes = split_bytes(code, data, rows, v.shape[1])
     coded, size = encode(code, v), len(scales) // max(rows, 1)
     scales[first * size : (first + len(v)) * size] = coded[: len(v) * size]
@@ -102,15 +124,24 @@ def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> No
     codes[start : start + len(coded) - len(v) * size] = coded[len(v) * size :]
 
 
-def decode_rows(code: str, split: Sequence[tuple[Tensor, Tensor]], rows: int, cols: int, first: int, count: int) -> Tensor:
-    """Rows first, first + 1, ... of what several encoded with equal shapes, each `split_bytes`: fp32 [len(split), count, cols]."""
+def decode_rows(
+    code: str, split: Sequence[tuple[Tensor, Tensor]], rows: int, cols: int, first: int, count: int
+) -> Tensor:
+    """Rows first, first + 1, ... of what several encoded with equal shapes, each `split_bytes`:
+    fp32 [len(split), count, cols].
+    """
     size, bits = len(split[0][0]) // max(rows, 1), cols * FORMATS[code].bits
     at, end = first * bits // 8, ((first + count) * bits + 7) // 8
-    scales, codes = ([s[first * size : (first + count) * size] for s, _ in split] if size else []), [c[at:end] for _, c in split]
+    scales, codes = (
+        ([s[first * size : (first + count) * size] for s, _ in split] if size else []),
+        [c[at:end] for _, c in split],
+    )
     if count * bits % 8:  # the last byte is not full
         parts = zip(scales, codes, strict=True) if size else ((c,) for c in codes)
         return torch.stack([decode(code, torch.cat(part), count, cols) for part in parts])
-    return decode(code, torch.cat(scales + codes), len(split) * count, cols).view(len(split), count, cols)
+    return decode(code, torch.cat(scales + codes), len(split) * count, cols).view(
+        len(split), count, cols
+    )
 
 
 def split_bytes(code: str, data: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -127,23 +158,33 @@ def _write(out: Tensor, found: Tensor, alpha: float | None) -> None:
 
 
 def _chunks(code: str, data: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Views that belong together: rows [n, cols] of v [rows, cols], their scales [n, groups, 1 or 2] bf16 and codes uint8 in `data`."""
+    """Views that belong together: rows [n, cols] of v [rows, cols], their scales [n, groups, 1 or
+    2] bf16 and codes uint8 in `data`.
+    """
     (rows, cols), form = v.shape, FORMATS[code]
     if not v.numel():
         return
-    if cols % form.group == 0:  # as rows of one group the same bytes: also a long row is done in chunks
+    # as rows of one group the same bytes: also a long row is done in chunks
+    if cols % form.group == 0:
         rows, cols = v.numel() // form.group, form.group
     v, size = v.reshape(rows, cols), rows * form.num_scales(cols)
     scales = data[: 2 * size].view(torch.bfloat16).view(rows, -1, form.scales)
     codes = data[scales.numel() * 2 :]
-    step = max(8, (CHUNK if v.device.type == "cpu" else CHUNK_GPU) // cols // 8 * 8)  # eight rows are whole bytes
+    # eight rows are whole bytes
+    step = max(8, (CHUNK if v.device.type == "cpu" else CHUNK_GPU) // cols // 8 * 8)
     width = step * cols * form.bits // 8
     for i, start in enumerate(range(0, rows, step)):
-        yield v[start : start + step], scales[start : start + step], codes[i * width : (i + 1) * width]
+        yield (
+            v[start : start + step],
+            scales[start : start + step],
+            codes[i * width : (i + 1) * width],
+        )
 
 
 def _groups(code: str, part: Tensor) -> list[Tensor]:
-    """Views of rows [n, cols] as groups [n, number, size]: the whole ones, and the shorter last one of each row."""
+    """Views of rows [n, cols] as groups [n, number, size]: the whole ones, and the shorter last one
+    of each row.
+    """
     size = min(FORMATS[code].group, part.shape[1])
     whole = part.shape[1] // size * size
     last = [part[:, whole:].unsqueeze(1)] if whole < part.shape[1] else []
@@ -151,7 +192,9 @@ def _groups(code: str, part: Tensor) -> list[Tensor]:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [n] below 2^bits as uint8 [ceil(n * bits / 8)]: neighbours are joined until they fill a byte."""
+    """Codes uint8 [n] below 2^bits as uint8 [ceil(n * bits / 8)]: neighbours are joined until they
+    fill a byte.
+    """
     codes = F.pad(codes, (0, -codes.numel() % (8 // bits)))
     while bits < 8:
         pairs = codes.view(torch.int16)  # the first of the two in the low byte
@@ -164,5 +207,8 @@ def _unpack(data: Tensor, bits: int) -> Tensor:
     half = 4
     while bits <= half:
         pairs = data.to(torch.int16)
-        data, half = ((pairs | pairs << 8 - half) & ((1 << half) - 1) * 257).view(torch.uint8), half // 2
+        data, half = (
+            ((pairs | pairs << 8 - half) & ((1 << half) - 1) * 257).view(torch.uint8),
+            half // 2,
+        )
     return data

@@ -1,8 +1,9 @@
 """Between the device of the shards and the host, without a wait in the thread that trains.
 
-What is sent is copied to pinned memory on a stream of its own, which begins when the work queued so far has been done and goes on beside
-what is queued after it; the thread that sends waits for the copy. What arrives is pinned in that thread, so that the way back is a copy
-the device does by itself. Where shards are on the CPU nothing is copied.
+What is sent is copied to pinned memory on a stream of its own, which begins when the work queued so
+far has been done and goes on beside what is queued after it; the thread that sends waits for the
+copy. What arrives is pinned in that thread, so that the way back is a copy the device does by
+itself. Where shards are on the CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ class Staging:
         self._stream: Any = None
 
     def to_host(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start copying `tensors` (on the device, not written to any more); the function returned waits and gives them on the CPU.
+        """Start copying `tensors` (on the device, not written to any more); the function returned
+        waits and gives them on the CPU.
 
-        It is to be called in another thread than the one that trains. Where the device is the CPU they are handed back as they are.
+        It is to be called in another thread than the one that trains. Where the device is the CPU
+        they are handed back as they are.
         """
         if self.device.type == "cpu":
             return lambda: list(tensors)
@@ -41,17 +44,21 @@ class Staging:
             hosts = [pinned(t).copy_(t, non_blocking=True) for t in tensors]
             done.record(self._stream)
         for t in tensors:
-            t.record_stream(self._stream)  # else its memory may go to others before it has been copied
+            # else its memory may go to others before it has been copied
+            t.record_stream(self._stream)
 
         def wait() -> list[Tensor]:
-            with device.device(self.device):  # a thread begins on the first device, where this process may have no business
+            # a thread begins on the first device, where this process may have no business
+            with device.device(self.device):
                 done.synchronize()
             return hosts
 
         return wait
 
     def pin(self, tensors: list[Tensor]) -> list[Tensor]:
-        """CPU tensors where the device can fetch them by itself, in the same list: each is let go as soon as it has been copied."""
+        """CPU tensors where the device can fetch them by itself, in the same list: each is let go
+        as soon as it has been copied.
+        """
         if self.device.type != "cpu":
             with torch.get_device_module(self.device).device(self.device):
                 for i, t in enumerate(tensors):
@@ -60,11 +67,13 @@ class Staging:
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`, without waiting for what is queued there; itself where that is the CPU."""
+    """A CPU tensor on `device`, without waiting for what is queued there; itself where that is the
+    CPU.
+    """
     return t if device.type == "cpu" else pinned(t).copy_(t).to(device, non_blocking=True)
 
 
 def pinned(like: Tensor) -> Tensor:
-    """Room on the host for a tensor, in memory that is not moved: a device copies from and to it by itself. torch keeps such memory and
-    hands it out again."""
+    """Room on the host for a tensor, in memory that is not moved: a device copies from and to it by
+    itself. torch keeps such memory and hands it out again."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

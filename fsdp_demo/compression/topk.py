@@ -7,19 +7,21 @@ from torch import Tensor
 
 from ..config.channel import BLOCK
 
-LEVELS = ((16, (64, 8)), (128, (16, 4)))  # up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
+# up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
+LEVELS = ((16, (64, 8)), (128, (16, 4)))
 
 
 def top_k(a: Tensor, k: int) -> Tensor:
-    """Positions of the k largest magnitudes of each row, ascending; ties go to the lower position, NaN is the largest.
+    """Positions of the k largest magnitudes of each row, ascending; ties go to the lower position,
+    NaN is the largest.
 
     Args:
         a: [n, m] fp32.
         k: 1 <= k <= m.
 
     Returns:
-        int64 [n, k], the same on every device. Elsewhere than on a CPU nothing that depends on the data decides what is done, so that
-        no device has to be waited for.
+        int64 [n, k], the same on every device. Elsewhere than on a CPU nothing that depends on the
+        data decides what is done, so that no device has to be waited for.
     """
     n, m = a.shape
     if k >= m:
@@ -38,7 +40,9 @@ def _bits(a: Tensor) -> Tensor:
 
 
 def _keys(magnitude: Tensor, index: Tensor) -> Tensor:
-    """Distinct int64: the larger the magnitude (int32), then the lower the index, the larger the key."""
+    """Distinct int64: the larger the magnitude (int32), then the lower the index, the larger the
+    key.
+    """
     return torch.bitwise_left_shift(magnitude.long(), 12).add_(4095).sub_(index)
 
 
@@ -56,21 +60,27 @@ def _grouped(a: Tensor, k: int) -> Tensor:
     """Top k of blocks: they lie in the k groups of 16 rows of a column with the largest keys."""
     n, index = len(a), torch.arange(BLOCK, device=a.device)
     keys = _keys(_bits(a.contiguous()), index).view(n, 4, 16, 64)
-    found = 4095 - (torch.topk(keys.amax(2).view(n, 256), k, dim=1, sorted=False).values & 4095)  # an element of each group
+    # an element of each group
+    found = 4095 - (torch.topk(keys.amax(2).view(n, 256), k, dim=1, sorted=False).values & 4095)
     first = found // 1024 * 1024 + found % 64
     place = (first[:, :, None] + index[:1024:64]).view(n, -1)
     return _chosen(keys.view(n, BLOCK).gather(1, place), k)
 
 
 def _descend(a: Tensor, k: int, coarse: int, fine: int) -> Tensor:
-    """Top k of contiguous blocks on a CPU, by maxima of `coarse` rows of a column, of the `fine` rows in the k best of those, and of the
-    elements in the k best of these.
+    """Top k of contiguous blocks on a CPU, by maxima of `coarse` rows of a column, of the `fine`
+    rows in the k best of those, and of the elements in the k best of these.
 
-    Groups run down columns because element-wise maxima of rows vectorise. Where just k maxima reach the k-th largest, all that is as
-    large as any of the top k lies in their groups; in rows with ties there (rare, but for blocks of zeros) all elements are sorted.
+    Groups run down columns because element-wise maxima of rows vectorise. Where just k maxima reach
+    the k-th largest, all that is as large as any of the top k lies in their groups; in rows with
+    ties there (rare, but for blocks of zeros) all elements are sorted.
     """
-    n, per, step = len(a), coarse // fine, min(len(a), 64)  # so few that their magnitudes stay in the cache
-    small, large = a.new_empty(n, 64 // fine, 64, dtype=torch.int32), a.new_empty(n, 64 // coarse, 64, dtype=torch.int32)
+    # so few that their magnitudes stay in the cache
+    n, per, step = len(a), coarse // fine, min(len(a), 64)
+    small, large = (
+        a.new_empty(n, 64 // fine, 64, dtype=torch.int32),
+        a.new_empty(n, 64 // coarse, 64, dtype=torch.int32),
+    )
     memory = a.new_empty(step, BLOCK, dtype=torch.int32)
     for lo in range(0, n, step):
         some, out = a[lo : lo + step], small[lo : lo + step]
@@ -89,13 +99,17 @@ def _descend(a: Tensor, k: int, coarse: int, fine: int) -> Tensor:
 
 
 def _members(group: Tensor, count: int) -> Tensor:
-    """Where the `count` rows of each group lie one level further down, int64 [n, k * count]; a level has 64 columns."""
+    """Where the `count` rows of each group lie one level further down, int64 [n, k * count]; a
+    level has 64 columns.
+    """
     first = (group & ~63).mul_(count).add_(group & 63)
     return (first[:, :, None] + torch.arange(0, 64 * count, 64)).view(len(group), -1)
 
 
 def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """Indices of the k largest of each row, and which rows have more than k that reach the k-th largest; None if there are none."""
+    """Indices of the k largest of each row, and which rows have more than k that reach the k-th
+    largest; None if there are none.
+    """
     values, index = torch.topk(maxima, k, dim=1, sorted=False)
     reach = maxima >= values.amin(1, keepdim=True)
     return index, None if int(reach.count_nonzero()) == index.numel() else reach.sum(1) > k

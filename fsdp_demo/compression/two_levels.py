@@ -1,4 +1,6 @@
-"""A sign and one of two levels that a group of values shares, in 2 bits: the means of its small magnitudes and of its large ones."""
+"""A sign and one of two levels that a group of values shares, in 2 bits: the means of its small
+magnitudes and of its large ones.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import Tensor
 
 
 class TwoLevels:
-    """Bit 1 is the sign, bit 0 the level. A group has two scales, the lower level and the upper one. See `formats.Coder`."""
+    """Bit 1 is the sign, bit 0 the level. A group has two scales, the lower level and the upper
+    one. See `formats.Coder`.
+    """
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `formats.Coder.encode`."""
@@ -20,17 +24,23 @@ class TwoLevels:
         sums = torch.cat([_sum(size - upper), _sum(upper)], -1)
         levels = sums / torch.cat([count - high_count, high_count], -1).clamp_min_(1)
         levels = torch.where(threshold.isfinite(), levels, torch.nan)
-        return levels.to(torch.bfloat16), (v.view(torch.int32) >> 30 & 2).to(torch.uint8).add_(high.to(torch.uint8))
+        return levels.to(torch.bfloat16), (v.view(torch.int32) >> 30 & 2).to(torch.uint8).add_(
+            high.to(torch.uint8)
+        )
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
         """See `formats.Coder.decode`."""
         levels = torch.cat([scales, -scales], -1)  # of each group, by code
-        start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(*q.shape[:2], 1)
+        start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(
+            *q.shape[:2], 1
+        )
         return levels.view(-1).index_select(0, (q + start).view(-1)).view(q.shape)
 
 
 def _sum(v: Tensor) -> Tensor:
-    """Sums fp32 [..., 1] over the last dimension, padded by zeros to a power of two and folded in halves: one order on every device."""
+    """Sums fp32 [..., 1] over the last dimension, padded by zeros to a power of two and folded in
+    halves: one order on every device.
+    """
     v = F.pad(v, (0, (1 << (v.shape[-1] - 1).bit_length()) - v.shape[-1]))
     while v.shape[-1] > 1:
         v = torch.add(*v.chunk(2, -1))

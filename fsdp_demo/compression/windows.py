@@ -1,7 +1,8 @@
-"""Stretches of a workspace of blocks that are worked on at once, and where their elements lie in the tensors.
+"""Stretches of a workspace of blocks that are worked on at once, and where their elements lie in
+the tensors.
 
-A workspace (`blocks.py`) is never made where a window of it will do: windows are packed, transformed, selected, decoded and applied one
-after the other, in memory that is used again.
+A workspace (`blocks.py`) is never made where a window of it will do: windows are packed,
+transformed, selected, decoded and applied one after the other, in memory that is used again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ EDGE = 64
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive workspace slots whose blocks have the same r x s extent and the same transform."""
+    """Consecutive workspace slots whose blocks have the same r x s extent and the same
+    transform.
+    """
 
     r: int
     s: int
@@ -33,14 +36,16 @@ class Group:
         return self.start + self.count
 
     def k(self, topk: int) -> int:
-        """Coefficients kept of each block: topk of 4096, in proportion for edge blocks, rounded up."""
+        """Coefficients kept of each block: topk of 4096, in proportion for edge blocks, rounded
+        up.
+        """
         return ceil(topk * self.r * self.s / BLOCK)
 
 
 @dataclass(frozen=True)
 class Box:
-    """Blocks [y, x, r, s] in the memory of a contiguous tensor, from element `offset`, with strides; they are its blocks lo..hi of what was
-    asked for."""
+    """Blocks [y, x, r, s] in the memory of a contiguous tensor, from element `offset`, with
+    strides; they are its blocks lo..hi of what was asked for."""
 
     tensor: int
     offset: int
@@ -61,14 +66,16 @@ class Box:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a workspace that is worked on at once: slots of one group, or dense elements (`group` is None).
+    """A stretch of a workspace that is worked on at once: slots of one group, or dense elements
+    (`group` is None).
 
     Attributes:
         begin, end: elements of the workspace.
         boxes: where its blocks lie in the tensors.
         rows: of a dense one, what lies where: (tensor, from, to, place in the window).
-        parts: the same stretch in parts: of a window those that fit into the cache of a core, none where it is one itself (`inner`); of
-            what is coded at once (`Layout.stretches`) its windows.
+        parts: the same stretch in parts: of a window those that fit into the cache of a core, none
+            where it is one itself (`inner`); of what is coded at once (`Layout.stretches`) its
+            windows.
     """
 
     group: Group | None
@@ -103,7 +110,9 @@ class Window:
         return work[self.begin : self.end]
 
     def pack(self, tensors: ContiguousViews, out: Tensor) -> Tensor:
-        """Copy its elements of the tensors (any float dtype; None counts as zeros) into `out` [numel]."""
+        """Copy its elements of the tensors (any float dtype; None counts as zeros) into `out`
+        [numel].
+        """
         for tensor, lo, hi, at in self.rows:
             _copy(out[at : at + hi - lo], tensors.flat(tensor, lo, hi))
         for box in self.boxes:
@@ -122,7 +131,9 @@ class Window:
         return out
 
     def unpack(self, work: Tensor, tensors: ContiguousViews) -> None:
-        """Write `work` [numel] into the tensors in place (None is left out), casting to their dtype."""
+        """Write `work` [numel] into the tensors in place (None is left out), casting to their
+        dtype.
+        """
         for tensor, lo, hi, at in self.rows:
             target = tensors.flat(tensor, lo, hi)
             if target is not None:
@@ -134,8 +145,8 @@ class Window:
 
 
 class ContiguousViews:
-    """Tensors, each as contiguous memory: itself, or the latest one that is not as a copy, which goes back when another is asked for or
-    the context ends (`back`)."""
+    """Tensors, each as contiguous memory: itself, or the latest one that is not as a copy, which
+    goes back when another is asked for or the context ends (`back`)."""
 
     def __init__(self, tensors: Sequence[Tensor | None], back: bool = False):
         self._tensors, self._back = tensors, back

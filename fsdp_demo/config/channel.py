@@ -1,4 +1,5 @@
-"""One thing that is exchanged: when, what, how compressed and how applied. Plain data; nothing here touches tensors.
+"""One thing that is exchanged: when, what, how compressed and how applied. Plain data; nothing here
+touches tensors.
 
 A wrong value is refused when it is read, with the field, the value found and what is allowed.
 """
@@ -27,9 +28,11 @@ class SyncSchedule:
     """When a channel acts: a pure function of the job's step t = 0, 1, 2, ...
 
     Attributes:
-        sync_every: optimizer steps from one exchange to the next (DiLoCo's H, torchft's sync_every).
+        sync_every: optimizer steps from one exchange to the next (DiLoCo's H, torchft's
+            sync_every).
         offset: steps by which the first exchange is late (torchft's fragment_sync_offset).
-        delay: steps between the start of an exchange and its effect (torchft's fragment_sync_delay).
+        delay: steps between the start of an exchange and its effect (torchft's
+            fragment_sync_delay).
 
     Example:
         >>> from fsdp_demo import SyncSchedule
@@ -62,9 +65,11 @@ class SyncSchedule:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was sent is subtracted.
+    """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was
+    sent is subtracted.
 
-    rate: of a gradient, the gain is multiplied by the learning rate that its parameter has at that step.
+    rate: of a gradient, the gain is multiplied by the learning rate that its parameter has at that
+    step.
 
     Example:
         >>> from fsdp_demo import Accumulator, preset
@@ -86,13 +91,14 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of 4096, number format of the values
-    (`value_dtype`).
+    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of
+    4096, number format of the values (`value_dtype`).
 
-    select "topk" takes the largest, whose positions travel with them; "random" and "stride" (FlexDeMo) take `topk` of each block at
-    positions that all replicas compute from the step (`compression/seeded.py`), so only values travel and they can be summed on the way.
-    select "dense" sends everything. transform_precision "bf16" lets the transform multiply in bf16 (CUDA: TF32): faster, nearly the same
-    choice. What is sent is still exactly what is subtracted.
+    select "topk" takes the largest, whose positions travel with them; "random" and "stride"
+    (FlexDeMo) take `topk` of each block at positions that all replicas compute from the step
+    (`compression/seeded.py`), so only values travel and they can be summed on the way. select
+    "dense" sends everything. transform_precision "bf16" lets the transform multiply in bf16 (CUDA:
+    TF32): faster, nearly the same choice. What is sent is still exactly what is subtracted.
 
     Example:
         >>> from fsdp_demo import Codec
@@ -113,13 +119,18 @@ class Codec:
         one_of("codec.transform_precision", self.transform_precision, PRECISIONS)
         if self.transform_precision != "fp32" and self.transform == "none":
             raise ValueError(
-                f"codec.transform_precision={self.transform_precision!r} is about the transform, which is 'none': leave it 'fp32'"
+                f"codec.transform_precision={self.transform_precision!r} is about the transform, "
+                "which is 'none': leave it 'fp32'"
             )
         if not 1 <= self.topk <= BLOCK:
-            raise ValueError(f"codec.topk={self.topk} is out of range: a block has {BLOCK} elements, allowed is 1 <= topk <= {BLOCK}")
+            raise ValueError(
+                f"codec.topk={self.topk} is out of range: a block has {BLOCK} elements, allowed is "
+                f"1 <= topk <= {BLOCK}"
+            )
         if self.transform != "none" and self.select == "dense":
             raise ValueError(
-                f"codec.transform={self.transform!r} with codec.select='dense' has no effect, since nothing is dropped: "
+                f"codec.transform={self.transform!r} with codec.select='dense' has no effect, "
+                "since nothing is dropped: "
                 "use transform='none', or select='topk'"
             )
 
@@ -140,7 +151,9 @@ class Codec:
 
     @property
     def indexed(self) -> bool:
-        """True if positions are chosen by the data, so that indices travel and payloads cannot be summed on the way."""
+        """True if positions are chosen by the data, so that indices travel and payloads cannot be
+        summed on the way.
+        """
         return self.selection.by == "data"
 
     @property
@@ -151,10 +164,12 @@ class Codec:
 
 @dataclass(frozen=True)
 class Reducer:
-    """How R decoded payloads become one: the mean over all replicas, or over those that sent a position.
+    """How R decoded payloads become one: the mean over all replicas, or over those that sent a
+    position.
 
-    weight "tokens" weighs each island by the tokens it saw since the last exchange (`Exchange.report(tokens=...)`). clip "median_norm"
-    scales what a replica sent for a block down to the median over the replicas of the norms of that block (SparseLoCo's code).
+    weight "tokens" weighs each island by the tokens it saw since the last exchange
+    (`Exchange.report(tokens=...)`). clip "median_norm" scales what a replica sent for a block down
+    to the median over the replicas of the norms of that block (SparseLoCo's code).
 
     Example:
         >>> from fsdp_demo import preset
@@ -176,11 +191,13 @@ class Reducer:
 class Applier:
     """How the decoded mean acts.
 
-    gradient: becomes the gradient of the base optimizer; with `sign` its sign does.
-    outer_step: a step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse channel use
-        `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the accumulator of the exchange
-        (the released rule of 2510.03371); `mix` keeps that share of the local parameters (alpha of Streaming DiLoCo, torchft's
-        fragment_update_alpha); `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
+    gradient: becomes the gradient of the base optimizer; with `sign` its sign does. outer_step: a
+    step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse
+    channel use
+        `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the
+        accumulator of the exchange (the released rule of 2510.03371); `mix` keeps that share of the
+        local parameters (alpha of Streaming DiLoCo, torchft's fragment_update_alpha);
+        `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
     replace: the source becomes the mean.
 
     Example:
@@ -205,9 +222,14 @@ class Applier:
         in_range("applier.dense_lr", self.dense_lr, 0.0)
         in_range("applier.mix", self.mix, 0.0, 1.0)
         if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"applier.momentum={self.momentum} is out of range: allowed is 0 <= momentum < 1")
+            raise ValueError(
+                f"applier.momentum={self.momentum} is out of range: allowed is 0 <= momentum < 1"
+            )
         if self.nesterov and self.momentum == 0.0:
-            raise ValueError("applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or drop nesterov")
+            raise ValueError(
+                "applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or "
+                "drop nesterov"
+            )
         in_range("applier.momentum_warmup", self.momentum_warmup, 0)
 
     @property
@@ -217,15 +239,21 @@ class Applier:
 
     def momentum_in(self, round: int) -> float:
         """The momentum of round 1, 2, ...: the first of a warm-up has none."""
-        return self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup) if self.momentum_warmup else self.momentum
+        return (
+            self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup)
+            if self.momentum_warmup
+            else self.momentum
+        )
 
 
 @dataclass(frozen=True)
 class Fragments:
-    """Cuts a channel into fragments of `layers` layers, exchanged one after the other within a period (Streaming DiLoCo, 2501.18512).
+    """Cuts a channel into fragments of `layers` layers, exchanged one after the other within a
+    period (Streaming DiLoCo, 2501.18512).
 
-    Layers are found by the first number in the dotted parameter names. "strided": with P fragments, fragment p holds layers p, p + P,
-    p + 2 P, ...; "sequential": consecutive ones. What is in no layer (embedding, head, last norm) is the last fragment.
+    Layers are found by the first number in the dotted parameter names. "strided": with P fragments,
+    fragment p holds layers p, p + P, p + 2 P, ...; "sequential": consecutive ones. What is in no
+    layer (embedding, head, last norm) is the last fragment.
 
     Example:
         >>> from fsdp_demo import Fragments
@@ -243,20 +271,23 @@ class Fragments:
 
 @dataclass(frozen=True)
 class Channel:
-    """One thing that is exchanged, on its own schedule, with its own codec and its own way of being applied.
+    """One thing that is exchanged, on its own schedule, with its own codec and its own way of being
+    applied.
 
-    `include`, `exclude`, `uncompressed` and `no_transform` are shell patterns over parameter names: what the channel covers, what is
-    never exchanged, what a sparse channel sends whole, and what it sends without the transform (embeddings, heads).
-    `feedback` says what becomes of the rest in the accumulator: "subtract" takes what was sent out of it (error feedback), "put_back" also
-    adds the mean, "none" leaves it. `after` names a channel that is applied first on the steps where both act. Here each field is checked
-    for itself; what has no meaning together is refused when the channel enters an `ExchangeConfig`.
+    `include`, `exclude`, `uncompressed` and `no_transform` are shell patterns over parameter names:
+    what the channel covers, what is never exchanged, what a sparse channel sends whole, and what it
+    sends without the transform (embeddings, heads). `feedback` says what becomes of the rest in the
+    accumulator: "subtract" takes what was sent out of it (error feedback), "put_back" also adds the
+    mean, "none" leaves it. `after` names a channel that is applied first on the steps where both
+    act. Here each field is checked for itself; what has no meaning together is refused when the
+    channel enters an `ExchangeConfig`.
 
     Example: plain averaging of the parameters every 10 steps, as `local_sgd` does.
         >>> from fsdp_demo import Applier, Channel, SyncSchedule, ExchangeConfig
         >>> average = Channel("average", "parameter", SyncSchedule(sync_every=10), applier=Applier("replace"))
         >>> ExchangeConfig("local_sgd", (average,)).equal_after_exchange
         True
-    """
+    """  # noqa: E501
 
     name: str
     source: str
@@ -278,7 +309,7 @@ class Channel:
             one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
         one_of(f"channel {self.name!r}: feedback", self.feedback, FEEDBACKS)
 
-    # ---- what follows from the fields: derived here and nowhere else, never set ------------------------------------------------------
+    # ---- what follows from the fields: derived here and nowhere else, never set ----------------
 
     @property
     def before_step(self) -> bool:
@@ -287,32 +318,44 @@ class Channel:
 
     @property
     def state_name(self) -> str:
-        """The state of the optimizer that it averages ("exp_avg"); empty for gradients, deltas and parameters."""
+        """The state of the optimizer that it averages ("exp_avg"); empty for gradients, deltas and
+        parameters.
+        """
         return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
 
     @property
     def target(self) -> str:
-        """The tensors that it reads and writes, as a host's `read` calls them: a delta is read from the parameters."""
+        """The tensors that it reads and writes, as a host's `read` calls them: a delta is read from
+        the parameters.
+        """
         return "parameter" if self.source == "delta" else self.source
 
     @property
     def writes_parameters(self) -> bool:
-        """Whether what comes back sets parameters. Gradients act through the base optimizer instead."""
+        """Whether what comes back sets parameters. Gradients act through the base optimizer
+        instead.
+        """
         return self.target == "parameter"
 
     @property
     def sums_steps(self) -> bool:
-        """Whether what is sent is the sum of the steps of a round: of a delta, or of gradients that are accumulated."""
+        """Whether what is sent is the sum of the steps of a round: of a delta, or of gradients that
+        are accumulated.
+        """
         return self.source in ("delta", "gradient") and self.schedule.sync_every > 1
 
     @property
     def queues(self) -> bool:
-        """Whether a delta is sent while earlier ones are under way: those stay in the parameters until they arrive."""
+        """Whether a delta is sent while earlier ones are under way: those stay in the parameters
+        until they arrive.
+        """
         return self.source == "delta" and self.schedule.delay >= self.schedule.sync_every
 
     @property
     def corrects(self) -> bool:
-        """Whether a mean of parameters corrects what was sent, so that steps taken while it was under way are kept."""
+        """Whether a mean of parameters corrects what was sent, so that steps taken while it was
+        under way are kept.
+        """
         return self.source == "parameter" and self.schedule.delay > 0
 
     @property
@@ -322,15 +365,23 @@ class Channel:
 
     @property
     def taken(self) -> float:
-        """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or there is none."""
+        """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or
+        there is none.
+        """
         if self.accumulator is None or self.feedback == "none":
             return 0.0
         return 1.0 if self.feedback == "put_back" else self.accumulator.alpha
 
     @property
     def equal_after_exchange(self) -> bool:
-        """Whether the parameters it covers are equal on all replicas after an exchange of this channel; fragments are not, all at once."""
-        return self.equal_at_end and self.fragments is None and not (self.applier.mix > 0.0 or self.corrects or self.queues)
+        """Whether the parameters it covers are equal on all replicas after an exchange of this
+        channel; fragments are not, all at once.
+        """
+        return (
+            self.equal_at_end
+            and self.fragments is None
+            and not (self.applier.mix > 0.0 or self.corrects or self.queues)
+        )
 
     @property
     def equal_at_end(self) -> bool:

@@ -1,6 +1,8 @@
-"""From channels as configured to channels as they run on one model: fragments of layers, each with an offset of its own.
+"""From channels as configured to channels as they run on one model: fragments of layers, each with
+an offset of its own.
 
-A pure function of the configuration and the parameter names, so that it gives the same on all replicas.
+A pure function of the configuration and the parameter names, so that it gives the same on all
+replicas.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from .channel import Channel
 from .patterns import covers, literal
 from .schema import ExchangeConfig
 
-_NAMELESS = re.compile(r"optimizer\d+\.group\d+\.parameter\d+$")  # what attach calls a parameter that nobody has named
+# what attach calls a parameter that nobody has named
+_NAMELESS = re.compile(r"optimizer\d+\.group\d+\.parameter\d+$")
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def layer_of(name: str) -> int | None:
-    """The layer a parameter belongs to: the first number in its dotted name; None if there is none (embedding, head, last norm).
+    """The layer a parameter belongs to: the first number in its dotted name; None if there is none
+    (embedding, head, last norm).
 
     Example:
         >>> from fsdp_demo.config.fragments import layer_of
@@ -32,12 +36,15 @@ def layer_of(name: str) -> int | None:
 
 
 def expand(config: ExchangeConfig, names: Sequence[str]) -> list[Channel]:
-    """The channels to run on a model with these parameter names: each one with `fragments` becomes one channel per fragment.
+    """The channels to run on a model with these parameter names: each one with `fragments` becomes
+    one channel per fragment.
 
-    With n fragments, fragment p has the offset floor(p period / n). `after` a channel with fragments means after all of them.
+    With n fragments, fragment p has the offset floor(p period / n). `after` a channel with
+    fragments means after all of them.
 
     Raises:
-        ValueError: fragments of a model without layers; two channels that would act on one parameter without an order.
+        ValueError: fragments of a model without layers; two channels that would act on one
+            parameter without an order.
     """
     out: list[Channel] = []
     for channel in config.channels:
@@ -45,7 +52,11 @@ def expand(config: ExchangeConfig, names: Sequence[str]) -> list[Channel]:
     for i, c in enumerate(out):
         for other in out[:i]:
             reason = rules.conflict(_as_configured(other, config), _as_configured(c, config))
-            shared = next((n for n in names if covers(c, n) and covers(other, n)), None) if reason else None
+            shared = (
+                next((n for n in names if covers(c, n) and covers(other, n)), None)
+                if reason
+                else None
+            )
             if shared is not None:
                 raise ValueError(f"parameter {shared!r}: {reason}")
     return out
@@ -54,7 +65,9 @@ def expand(config: ExchangeConfig, names: Sequence[str]) -> list[Channel]:
 def _as_configured(channel: Channel, config: ExchangeConfig) -> Channel:
     """A fragment under its channel's name, which is what `after` speaks of."""
     names = [c.name for c in config.channels]
-    return channel if channel.name in names else replace(channel, name=channel.name.rpartition(".")[0])
+    return (
+        channel if channel.name in names else replace(channel, name=channel.name.rpartition(".")[0])
+    )
 
 
 def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
@@ -63,14 +76,22 @@ def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
     layers = sorted({layer for n in mine if (layer := layer_of(n)) is not None})
     if not layers:
         nameless = any(_NAMELESS.match(n) for n in mine)
-        cure = "pass model= to attach, which gives parameters their names, or" if nameless else "the model has none to cut between, so"
+        cure = (
+            "pass model= to attach, which gives parameters their names, or"
+            if nameless
+            else "the model has none to cut between, so"
+        )
         raise ValueError(
-            f"channel {channel.name!r} has fragments of {channel.fragments.layers} layers, but no parameter name holds a layer number "
+            f"channel {channel.name!r} has fragments of {channel.fragments.layers} layers, but no "
+            "parameter name holds a layer number "
             f"(names such as {', '.join(mine[:3])}): {cure} do without fragments: layers=0"
         )
     count = ceil(len(layers) / channel.fragments.layers)
     strided = channel.fragments.order == "strided"
-    place = {layer: i % count if strided else i // channel.fragments.layers for i, layer in enumerate(layers)}
+    place = {
+        layer: i % count if strided else i // channel.fragments.layers
+        for i, layer in enumerate(layers)
+    }
     parts: list[list[str]] = [[] for _ in range(count + 1)]
     for n in mine:
         layer = layer_of(n)
@@ -83,7 +104,9 @@ def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
             include=tuple(literal(n) for n in part),
             exclude=(),
             fragments=None,
-            schedule=replace(channel.schedule, offset=p * channel.schedule.sync_every // len(parts)),
+            schedule=replace(
+                channel.schedule, offset=p * channel.schedule.sync_every // len(parts)
+            ),
         )
         for p, part in enumerate(parts)
     ]

@@ -1,4 +1,6 @@
-"""From a name or a file, and changes, to a configuration: what `attach("diloco", period=50)`, `--exchange` and `--set` go through."""
+"""From a name or a file, and changes, to a configuration: what `attach("diloco", period=50)`,
+`--exchange` and `--set` go through.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from .parsing import nearest, one_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
 
-TOP = ("clip", "clip_scope", "inner_optimizers", "lr", "max_in_flight", "norm_limit", "offload_outer_state", "seed")
+TOP = (
+    "clip",
+    "clip_scope",
+    "inner_optimizers",
+    "lr",
+    "max_in_flight",
+    "norm_limit",
+    "offload_outer_state",
+    "seed",
+)
 
 
 def preset(name: str, **changes: Any) -> ExchangeConfig:
@@ -23,13 +34,14 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Args:
         name: one of `presets()`.
-        changes: keywords of the preset's function, where `sync_every` is the same as `period`; top-level fields (`clip`, `clip_scope`,
-            `inner_optimizers`, `max_in_flight`, `norm_limit`, `offload_outer_state`, `seed`, and `lr`, the inner rate, where the function
-            has no `lr` of its own); or dotted paths.
+        changes: keywords of the preset's function, where `sync_every` is the same as `period`;
+            top-level fields (`clip`, `clip_scope`, `inner_optimizers`, `max_in_flight`,
+            `norm_limit`, `offload_outer_state`, `seed`, and `lr`, the inner rate, where the
+            function has no `lr` of its own); or dotted paths.
 
     Raises:
-        ValueError: for an unknown name, key, or value; it says what is allowed and the nearest right name. For one that was renamed it
-            says the new name (`renamed.py`).
+        ValueError: for an unknown name, key, or value; it says what is allowed and the nearest
+            right name. For one that was renamed it says the new name (`renamed.py`).
 
     Example:
         >>> from fsdp_demo import preset
@@ -54,7 +66,10 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
         if "." not in key and key not in TOP:
             options = [*takes, *(name for name in TOP if name not in takes)]
             allowed = f"{', '.join(options)}, or a dotted path such as schedule.sync_every"
-            raise ValueError(f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: {allowed}){see('unknown-key')}")
+            raise ValueError(
+                f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: "
+                f"{allowed}){see('unknown-key')}"
+            )
     return known[name](**own).changed(rest)
 
 
@@ -62,12 +77,14 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     """Read what `--exchange` and `--set` say.
 
     Args:
-        source: a preset name, or the path of a yaml file: a whole configuration (`ExchangeConfig.to_yaml`), or `preset: NAME` with
-            keywords and dotted paths beside it.
-        overrides: texts `path=value`, values read as yaml, or a mapping of changes as `preset` takes them.
+        source: a preset name, or the path of a yaml file: a whole configuration
+            (`ExchangeConfig.to_yaml`), or `preset: NAME` with keywords and dotted paths beside it.
+        overrides: texts `path=value`, values read as yaml, or a mapping of changes as `preset`
+            takes them.
 
     Raises:
-        ValueError: for unknown names, keys or values; FileNotFoundError for a yaml path that is not there.
+        ValueError: for unknown names, keys or values; FileNotFoundError for a yaml path that is not
+            there.
 
     Example:
         >>> from fsdp_demo import load_config
@@ -78,14 +95,19 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     for text in () if isinstance(overrides, Mapping) else overrides:
         path, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"override {text!r} must read path=value, as in schedule.sync_every=50")
+            raise ValueError(
+                f"override {text!r} must read path=value, as in schedule.sync_every=50"
+            )
         changes[path.strip()] = yaml.safe_load(value)
     if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
         return preset(source, **changes)
     with open(source, encoding="utf-8") as file:
         data = yaml.safe_load(file)
     if not isinstance(data, dict) or "preset" not in data:
-        raise ValueError(f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` prints one to start from")
+        raise ValueError(
+            f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` "
+            "prints one to start from"
+        )
     if "channels" in data:
         return ExchangeConfig.from_dict(data).changed(changes)
     name = data.pop("preset")
@@ -98,5 +120,9 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
 def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in node.items():
-        out.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + str(key): value})
+        out.update(
+            _flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {prefix + str(key): value}
+        )
     return out

@@ -1,9 +1,11 @@
-"""What a configuration may name, with the facts about it that need no tensor: number formats, transforms, selections, appliers.
+"""What a configuration may name, with the facts about it that need no tensor: number formats,
+transforms, selections, appliers.
 
-Each table is the one list of its names. What a name does is registered under it further up, and `tests/test_registries.py` keeps both
-sides equal:
+Each table is the one list of its names. What a name does is registered under it further up, and
+`tests/test_registries.py` keeps both sides equal:
 
-* FORMATS, TRANSFORMS, SELECTIONS: `compression/formats.py`, `compression/transform.py`, `compression/selection.py`.
+* FORMATS, TRANSFORMS, SELECTIONS: `compression/formats.py`, `compression/transform.py`,
+  `compression/selection.py`.
 * APPLIERS: `channels/apply.py`.
 """
 
@@ -18,7 +20,8 @@ class Format:
 
     Attributes:
         bits: of one value: 2, 4 or 8, or those of a dtype where there are no scales.
-        group: consecutive values that share scales; 0: there are none, each value stands for itself.
+        group: consecutive values that share scales; 0: there are none, each value stands for
+            itself.
         scales: of one group, each bf16.
     """
 
@@ -28,7 +31,9 @@ class Format:
 
     @property
     def exact(self) -> bool:
-        """A float of its own for each value: fit for parameters and for what has no error feedback; a vector may be cut anywhere."""
+        """A float of its own for each value: fit for parameters and for what has no error feedback;
+        a vector may be cut anywhere.
+        """
         return not self.group
 
     @property
@@ -50,8 +55,9 @@ class Selection:
     """Who chooses the elements of a block that are sent (`codec.select`).
 
     Attributes:
-        by: "nobody", everything is sent; "data", the values themselves, so that positions travel with them and payloads cannot be summed
-            on the way; "step", the number of the exchange, so that all replicas know the positions.
+        by: "nobody", everything is sent; "data", the values themselves, so that positions travel
+            with them and payloads cannot be summed on the way; "step", the number of the exchange,
+            so that all replicas know the positions.
         alike: the same positions in every block.
     """
 

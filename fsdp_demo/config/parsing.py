@@ -1,5 +1,5 @@
-"""Plain data (dicts, lists, scalars, texts of a command line) into checked dataclasses: every error names the field, the value found and
-what is allowed, with the nearest right name."""
+"""Plain data (dicts, lists, scalars, texts of a command line) into checked dataclasses: every error
+names the field, the value found and what is allowed, with the nearest right name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ def nearest(found: Any, known: Sequence[str], cutoff: float = 0.4) -> str:
 
 
 def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest right name."""
+    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest right
+    name.
+    """
     if value not in allowed:
-        raise ValueError(f"{where}={value!r} is not known: allowed are {', '.join(allowed)}{nearest(value, allowed, 0.6)}")
+        raise ValueError(
+            f"{where}={value!r} is not known: allowed are "
+            f"{', '.join(allowed)}{nearest(value, allowed, 0.6)}"
+        )
 
 
 def in_range(where: str, value: float, low: float, high: float = float("inf")) -> None:
@@ -34,14 +39,17 @@ def in_range(where: str, value: float, low: float, high: float = float("inf")) -
 
 
 def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) -> None:
-    """Set one dotted path in the dict form: a field named in `top`, or one of a channel if the path starts with its name, else of all.
+    """Set one dotted path in the dict form: a field named in `top`, or one of a channel if the path
+    starts with its name, else of all.
 
     Raises:
         ValueError: there is no such key; offers the nearest.
     """
     head, _, rest = path.partition(".")
     by_name = {c["name"]: c for c in data["channels"]}
-    targets, within = ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
+    targets, within = (
+        ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
+    )
     renamed.refuse(within, value)
     if head in top and not rest:
         data[head] = [value] if head == "inner_optimizers" and isinstance(value, str) else value
@@ -50,10 +58,13 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
         *parents, leaf = within.split(".")
         node: Any = target
         for key in parents:
-            if isinstance(node, dict) and key in node and node[key] is None:  # an optional part that was absent: start it with its defaults
+            # an optional part that was absent: start it with its defaults
+            if isinstance(node, dict) and key in node and node[key] is None:
                 node[key] = {}
             node = node.get(key) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or (leaf not in node and parents not in (["accumulator"], ["fragments"])):
+        if not isinstance(node, dict) or (
+            leaf not in node and parents not in (["accumulator"], ["fragments"])
+        ):
             known = [*top] + sorted(_paths(target))
             found = f"{path!r} is no key of the configuration{nearest(path, known)}"
             raise ValueError(f"{found} (known: {', '.join(known)}){see('unknown-key')}")
@@ -74,31 +85,54 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
-    """Build dataclass `cls` from plain data, checking keys and types and naming the field in every error."""
+    """Build dataclass `cls` from plain data, checking keys and types and naming the field in every
+    error.
+    """
     if not isinstance(data, Mapping):
-        raise ValueError(f"{where or 'the configuration'}={data!r} must be a mapping with keys {', '.join(f.name for f in fields(cls))}")
+        raise ValueError(
+            f"{where or 'the configuration'}={data!r} must be a mapping with keys "
+            f"{', '.join(f.name for f in fields(cls))}"
+        )
     known, hints = [f.name for f in fields(cls)], _hints(cls)
     for key, value in data.items():
         renamed.refuse(f"{where}.{key}" if where else str(key), value)
         if key not in known:
             found = f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)}"
             raise ValueError(f"{found} (allowed: {', '.join(known)}){see('unknown-key')}")
-    required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    required = [
+        f.name
+        for f in fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     missing = [name for name in required if name not in data]
     if missing:
         raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
-    return cls(**{key: typed(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
+    return cls(
+        **{
+            key: typed(hints[key], value, f"{where}.{key}" if where else key)
+            for key, value in data.items()
+        }
+    )
 
 
 def typed(hint: Any, value: Any, where: str) -> Any:
-    """Convert one plain value to the type a field declares, or raise ValueError that names the field."""
+    """Convert one plain value to the type a field declares, or raise ValueError that names the
+    field.
+    """
     args = get_args(hint)
     if type(None) in args:
-        return None if value is None else typed(next(a for a in args if a is not type(None)), value, where)
+        return (
+            None
+            if value is None
+            else typed(next(a for a in args if a is not type(None)), value, where)
+        )
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}={value!r} must be a mapping, as in {{exp_avg: 3}}")
-        return {typed(args[0], k, f"{where} key"): typed(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return {
+            typed(args[0], k, f"{where} key"): typed(args[1], v, f"{where}.{k}")
+            for k, v in value.items()
+        }
     if is_dataclass(hint):
         return build(hint, value, where)
     if get_origin(hint) is tuple:
@@ -113,5 +147,7 @@ def typed(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ValueError(f"{where}={value!r} must be of type {hint.__name__}, found {type(value).__name__}")
+        raise ValueError(
+            f"{where}={value!r} must be of type {hint.__name__}, found {type(value).__name__}"
+        )
     return value

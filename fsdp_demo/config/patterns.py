@@ -9,11 +9,14 @@ from .channel import Channel
 
 EMBEDDINGS = (
     *("*embed*", "*wte*", "*wpe*", "*lm_head*"),
-    *("output.weight", "*.output.weight", "head.weight", "*.head.weight"),  # torchtitan's Llama, ViT: the module that holds the weight
-    *("score.weight", "*.score.weight", "classifier.*", "*.classifier.weight"),  # models that classify
+    # torchtitan's Llama, ViT: the module that holds the weight
+    *("output.weight", "*.output.weight", "head.weight", "*.head.weight"),
+    # models that classify
+    *("score.weight", "*.score.weight", "classifier.*", "*.classifier.weight"),
 )
-"""Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k wants concentrated. A head is told by
-the last module of its name, so that BERT's `attention.output.dense.weight` is none."""
+"""Embeddings and heads: rows of unseen tokens are zero and a transform over them spreads what top-k
+wants concentrated. A head is told by the last module of its name, so that BERT's
+`attention.output.dense.weight` is none."""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -27,10 +30,16 @@ def covers(channel: Channel, name: str) -> bool:
 
 
 def kind(channel: Channel, name: str) -> str:
-    """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks, not transformed) or "transform"."""
+    """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks,
+    not transformed) or "transform".
+    """
     if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
-    return "plain" if channel.codec.transform == "none" or matches(name, channel.no_transform) else "transform"
+    return (
+        "plain"
+        if channel.codec.transform == "none" or matches(name, channel.no_transform)
+        else "transform"
+    )
 
 
 def literal(name: str) -> str:

@@ -1,7 +1,9 @@
-"""Every key of a configuration as a page: `python -m fsdp_demo.config.reference > docs/configuration.md`.
+"""Every key of a configuration as a page: `python -m fsdp_demo.config.reference >
+docs/configuration.md`.
 
-Keys, types and defaults are read from the dataclasses. What is allowed is asked of them: each refuses a wrong value with a sentence that
-says so. What a key does stands in the docstring of its class (`Args:`, `Attributes:`), or in `TEXTS` here.
+Keys, types and defaults are read from the dataclasses. What is allowed is asked of them: each
+refuses a wrong value with a sentence that says so. What a key does stands in the docstring of its
+class (`Args:`, `Attributes:`), or in `TEXTS` here.
 """
 
 from __future__ import annotations
@@ -22,23 +24,39 @@ TEXTS = {
     "Accumulator.beta": "decay of what is kept, at every step of the source",
     "Accumulator.gain": "factor of the source when it is added",
     "Accumulator.alpha": "share of what was sent that leaves the accumulator",
-    "Accumulator.rate": "the gain is multiplied by the learning rate that the parameter has at that step; gradients only",
-    "Applier.acts_as": "`gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a step of SGD on the anchor; `replace`: "
+    "Accumulator.rate": "the gain is multiplied by the learning rate that the parameter has at "
+    "that "
+    "step; "
+    "gradients only",
+    "Applier.acts_as": "`gradient`: the mean becomes the gradient of your optimizer; `outer_step`: "
+    "a "
+    "step "
+    "of "
+    "SGD on the anchor; `replace`: "
     "parameters or state become the mean",
     "Applier.lr": "rate of the outer step",
     "Applier.dense_lr": "the same for tensors that a sparse channel sends whole",
     "Applier.momentum": "momentum of the outer step",
     "Applier.nesterov": "the momentum is Nesterov's",
-    "Applier.local_delta": "each island applies its own delta in full, and the mean through the momentum (released rule of 2510.03371)",
-    "Applier.mix": "share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's `fragment_update_alpha`)",
+    "Applier.local_delta": "each island applies its own delta in full, and the mean through the "
+    "momentum "
+    "(released rule of 2510.03371)",
+    "Applier.mix": "share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's "
+    "`fragment_update_alpha`)",
     "Applier.sign": "the sign of the mean is the gradient",
     "Applier.momentum_warmup": "rounds over which the momentum rises from 0; 0: constant",
     "Channel.name": "name of the channel; begins dotted paths such as `NAME.codec.topk`",
-    "Channel.source": "what is sent: the gradient, the delta (anchor minus parameters), the parameters, or a state of the optimizer",
+    "Channel.source": "what is sent: the gradient, the delta (anchor minus parameters), the "
+    "parameters, "
+    "or "
+    "a "
+    "state of the optimizer",
     "Channel.schedule": "when it acts",
     "Channel.accumulator": "what it keeps between exchanges; null: nothing",
     "Channel.codec": "how the source becomes bytes",
-    "Channel.feedback": "what leaves the accumulator: `none`: nothing; `subtract`: what was sent; `put_back`: what was sent, and the mean "
+    "Channel.feedback": "what leaves the accumulator: `none`: nothing; `subtract`: what was sent; "
+    "`put_back`: "
+    "what was sent, and the mean "
     "is added",
     "Channel.reducer": "how the messages of all islands become one mean",
     "Channel.applier": "how the mean acts",
@@ -49,18 +67,37 @@ TEXTS = {
     "Channel.fragments": "cuts the channel into fragments of layers; null: one piece",
     "Channel.after": "name of a channel that is applied first on the steps where both act",
     "Codec.transform": "orthonormal transform of each block",
-    "Codec.select": "`dense`: everything; `topk`: the largest of each block, whose positions travel along; `random`, `stride`: positions "
+    "Codec.select": "`dense`: everything; `topk`: the largest of each block, whose positions "
+    "travel "
+    "along; "
+    "`random`, `stride`: positions "
     "that all islands compute from the step",
     "Codec.topk": "values of each block of 4096 that are sent; without effect where everything is",
     "Codec.value_dtype": "number format of the values ([below](#number-formats))",
-    "Codec.transform_precision": "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, nearly the same choice",
-    "ExchangeConfig.clip_scope": "`replica`: each island's own norm is clipped; `islands`: one norm, the root mean square of the islands' "
+    "Codec.transform_precision": "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, "
+    "nearly "
+    "the "
+    "same "
+    "choice",
+    "ExchangeConfig.clip_scope": "`replica`: each island's own norm is clipped; `islands`: one "
+    "norm, "
+    "the "
+    "root "
+    "mean "
+    "square of the islands' "
     "norms, at the cost of a message of 8 bytes and a round trip at every step",
     "Fragments.layers": "layers of a fragment, found by the first number in a parameter's name",
-    "Fragments.order": "with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, ...; `sequential`: consecutive ones",
-    "Reducer.mean_over": "the mean goes over all islands, or over those that sent a value at that position",
-    "Reducer.weight": "`equal`, or by the tokens that an island saw since its last exchange (`exchange.report(tokens=...)`)",
-    "Reducer.clip": "`median_norm`: what an island sent for a block is scaled down to the median of the islands' norms",
+    "Fragments.order": "with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, "
+    "...; "
+    "`sequential`: consecutive ones",
+    "Reducer.mean_over": "the mean goes over all islands, or over those that sent a value at that "
+    "position",
+    "Reducer.weight": "`equal`, or by the tokens that an island saw since its last exchange "
+    "(`exchange.report(tokens=...)`)",
+    "Reducer.clip": "`median_norm`: what an island sent for a block is scaled down to the median "
+    "of "
+    "the "
+    "islands' norms",
 }
 """What a key does, where the docstring of its class does not say it."""
 
@@ -89,23 +126,26 @@ text = config.to_yaml()                                         # the whole conf
 A yaml file has `preset: NAME` with keywords and paths beside it, or everything that `fsdp-demo presets NAME --yaml` prints.
 An unknown key or value is an error, which says what is allowed and the nearest right name. Settings that have no meaning together are
 refused, too.
-"""
+"""  # noqa: E501
 
-CHANNEL = "Keys of each entry of `channels`. As a dotted path a key stands alone (all channels) or after the channel's name."
+CHANNEL = (
+    "Keys of each entry of `channels`. As a dotted path a key stands alone (all channels) or after "
+    "the channel's name."
+)
 FORMAT_HEAD = """## Number formats
 
 Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](results.md#number-formats) has errors and
 times.
 
 | format | bits of a value | values of a group | scales of a group |
-|---|---:|---:|---:|"""
+|---|---:|---:|---:|"""  # noqa: E501
 PRESET_HEAD = """## Keywords of the presets
 
 `preset(NAME, keyword=value)`, `--set keyword=value`, or a key of a yaml file with `preset: NAME`. Keywords are the numbers of the paper.
 `period` is `schedule.sync_every`. [Methods](methods.md) says what the others mean.
 
 | preset | keywords and defaults |
-|---|---|"""
+|---|---|"""  # noqa: E501
 PATHS = {"Channel": "channels"}
 
 
@@ -118,17 +158,28 @@ def page() -> str:
 def missing() -> list[str]:
     """Keys without a text, as CLASS.FIELD, and texts without a key."""
     keys = [f"{cls.__name__}.{f.name}" for cls, _ in _classes() for f in dataclasses.fields(cls)]
-    silent = [f"{cls.__name__}.{f.name}" for cls, _ in _classes() for f in dataclasses.fields(cls) if not _text(cls, f.name)]
+    silent = [
+        f"{cls.__name__}.{f.name}"
+        for cls, _ in _classes()
+        for f in dataclasses.fields(cls)
+        if not _text(cls, f.name)
+    ]
     return silent + [key for key in TEXTS if key not in keys]
 
 
 def _classes() -> Iterator[tuple[Any, str]]:
-    """Each dataclass of a configuration with the path under which it stands there, the outer ones first."""
+    """Each dataclass of a configuration with the path under which it stands there, the outer ones
+    first.
+    """
     queue: list[tuple[Any, str]] = [(ExchangeConfig, "")]
     while queue:
         cls, path = queue.pop(0)
         yield cls, path
-        queue += [(_part(hint), PATHS.get(_part(hint).__name__, name)) for name, hint in get_type_hints(cls).items() if _part(hint)]
+        queue += [
+            (_part(hint), PATHS.get(_part(hint).__name__, name))
+            for name, hint in get_type_hints(cls).items()
+            if _part(hint)
+        ]
 
 
 def _part(hint: Any) -> Any:
@@ -138,10 +189,25 @@ def _part(hint: Any) -> Any:
 
 def _section(cls: Any, path: str) -> str:
     title = f"## `{path}`" if path else "## Top level"
-    about = CHANNEL if cls is Channel else (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
+    about = (
+        CHANNEL
+        if cls is Channel
+        else (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
+    )
     hints, prefix = get_type_hints(cls), f"{path}." if path and cls is not Channel else ""
     rows = [_row(cls, f, hints[f.name], prefix) for f in dataclasses.fields(cls)]
-    return "\n".join([title, "", about, "", "| key | type | default | allowed | what it does |", "|---|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            title,
+            "",
+            about,
+            "",
+            "| key | type | default | allowed | what it does |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def _row(cls: Any, f: dataclasses.Field[Any], hint: Any, prefix: str) -> str:
@@ -174,11 +240,17 @@ def _yaml(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) and (not value or not value[0].isalnum()) else f"{value}"
+    return (
+        f'"{value}"'
+        if isinstance(value, str) and (not value or not value[0].isalnum())
+        else f"{value}"
+    )
 
 
 def _allowed(cls: Any, name: str, hint: Any) -> str:
-    """What the class says of a value that nobody would allow; empty where it takes all of the type."""
+    """What the class says of a value that nobody would allow; empty where it takes all of the
+    type.
+    """
     if f"{cls.__name__}.{name}" in ALLOWED:
         return ALLOWED[f"{cls.__name__}.{name}"]
     wrong: Any = {bool: None, str: "?", int: -(10**9), float: float("nan")}.get(_plain(hint))
@@ -195,7 +267,11 @@ def _allowed(cls: Any, name: str, hint: Any) -> str:
 
 
 def _plain(hint: Any) -> Any:
-    return next((h for h in get_args(hint) if h is not type(None)), hint) if type(None) in get_args(hint) else hint
+    return (
+        next((h for h in get_args(hint) if h is not type(None)), hint)
+        if type(None) in get_args(hint)
+        else hint
+    )
 
 
 def _plainly(text: str, name: str) -> str:
@@ -228,14 +304,19 @@ def _documented(cls: Any) -> dict[str, str]:
 
 
 def _formats() -> str:
-    rows = [f"| `{name}` | {f.bits} | {f.group or ''} | {f.scales if f.group else ''} |" for name, f in FORMATS.items()]
+    rows = [
+        f"| `{name}` | {f.bits} | {f.group or ''} | {f.scales if f.group else ''} |"
+        for name, f in FORMATS.items()
+    ]
     return "\n".join([FORMAT_HEAD, *rows, ""])
 
 
 def _keywords() -> str:
     rows = []
     for name, make in presets().items():
-        takes = [f"`{key}={_yaml(p.default)}`" for key, p in inspect.signature(make).parameters.items()]
+        takes = [
+            f"`{key}={_yaml(p.default)}`" for key, p in inspect.signature(make).parameters.items()
+        ]
         rows.append(f"| `{name}` | {', '.join(takes)} |")
     return "\n".join([PRESET_HEAD, *rows, ""])
 

@@ -1,4 +1,5 @@
-"""Names of keys and values that a configuration had before 0.2: who writes one is told the new name, a saved configuration is translated.
+"""Names of keys and values that a configuration had before 0.2: who writes one is told the new
+name, a saved configuration is translated.
 
 Paths are those of `ExchangeConfig.changed`, without the name of a channel.
 """
@@ -44,7 +45,9 @@ KEYWORDS = {"code": "value_dtype", "inner": "inner_optimizer"}
 
 
 def refuse(path: str, value: Any = None) -> None:
-    """Raise ValueError if `path` (`clock.period`, `channels[0].clock.period`) or `value` is an old name; it says the new one."""
+    """Raise ValueError if `path` (`clock.period`, `channels[0].clock.period`) or `value` is an old
+    name; it says the new one.
+    """
     bare = re.sub(r"^channels\[\d+\]\.", "", path)
     before = path[: len(path) - len(bare)]
     new = KEYS.get(bare)
@@ -57,7 +60,9 @@ def refuse(path: str, value: Any = None) -> None:
 
 
 def refuse_keyword(name: str, value: Any, takes: Collection[str]) -> None:
-    """Raise ValueError if `name` is an old keyword of a preset's function, which `takes` these, or an old top-level key."""
+    """Raise ValueError if `name` is an old keyword of a preset's function, which `takes` these, or
+    an old top-level key.
+    """
     new = KEYWORDS.get(name)
     if new in takes and value != "as_is" and isinstance(value, str):
         raise ValueError(f"{name} is called {new} since fsdp_demo {SINCE}")
@@ -65,10 +70,15 @@ def refuse_keyword(name: str, value: Any, takes: Collection[str]) -> None:
 
 
 def translated(node: Any, path: str = "") -> Any:
-    """The dict form of a configuration that an earlier release has saved, in the names of this one."""
+    """The dict form of a configuration that an earlier release has saved, in the names of this
+    one.
+    """
     if isinstance(node, Mapping):
         below = {f"{path}.{key}" if path else str(key): value for key, value in node.items()}
-        return {KEYS.get(old, old).rpartition(".")[2]: translated(value, old) for old, value in below.items()}
+        return {
+            KEYS.get(old, old).rpartition(".")[2]: translated(value, old)
+            for old, value in below.items()
+        }
     if isinstance(node, list):
         return [translated(value, "" if path == "channels" else path) for value in node]
     return VALUES.get(KEYS.get(path, path), {}).get(node, node) if isinstance(node, str) else node

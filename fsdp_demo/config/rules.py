@@ -1,4 +1,6 @@
-"""What has no meaning in a configuration: one channel's settings, and two channels' together. Each finding says why and what to do."""
+"""What has no meaning in a configuration: one channel's settings, and two channels' together. Each
+finding says why and what to do.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +18,53 @@ def problems(c: Channel) -> list[str]:
 
 
 def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
-    select, whole = c.codec.select, not c.codec.sparse and c.codec.format.exact and c.accumulator is None
+    select, whole = (
+        c.codec.select,
+        not c.codec.sparse and c.codec.format.exact and c.accumulator is None,
+    )
     exact = " or ".join(name for name, form in FORMATS.items() if form.exact)
     return [
         (
             c.applier.acts.whole and not whole,
-            f"source {c.source!r} is replaced by the mean, so it travels whole: select='dense', value_dtype {exact}, no accumulator",
+            f"source {c.source!r} is replaced by the mean, so it travels whole: select='dense', "
+            f"value_dtype {exact}, no accumulator",
         ),
         (
             c.feedback != "none" and c.accumulator is None,
-            f"feedback={c.feedback!r} needs an accumulator to act on, found none: add accumulator.beta, or feedback='none'",
+            f"feedback={c.feedback!r} needs an accumulator to act on, found none: add "
+            "accumulator.beta, or feedback='none'",
         ),
         (
             c.accumulator is not None and c.accumulator.rate and not c.before_step,
-            f"accumulator.rate=True multiplies gradients by the learning rate, found source {c.source!r}: leave it False; a constant is "
+            "accumulator.rate=True multiplies gradients by the learning rate, found source "
+            f"{c.source!r}: leave it False; a constant is "
             "accumulator.gain",
         ),
         (
             c.feedback == "put_back" and not c.codec.sparse,
-            "feedback='put_back' on a channel that sends everything (codec.select='dense') would count the mean twice: use 'none'",
+            "feedback='put_back' on a channel that sends everything (codec.select='dense') would "
+            "count the mean twice: use 'none'",
         ),
         (
             c.feedback == "put_back" and c.source != "delta",
-            f"feedback='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: use 'subtract'",
+            f"feedback='put_back' is defined for source 'delta' (2510.03371), found {c.source!r}: "
+            "use 'subtract'",
         ),
         (
             c.reducer.mean_over == "senders" and not c.codec.indexed,
-            f"reducer.mean_over='senders' needs a selection by the data (codec.select='topk'), with select={select!r} everybody sends: "
+            "reducer.mean_over='senders' needs a selection by the data (codec.select='topk'), "
+            f"with select={select!r} everybody sends: "
             "use 'replicas'",
         ),
         (
             c.reducer.clip == "median_norm" and not c.codec.indexed,
-            f"reducer.clip='median_norm' is for what replicas choose to send (codec.select='topk'), found select={select!r}: use 'none'",
+            "reducer.clip='median_norm' is for what replicas choose to send "
+            f"(codec.select='topk'), found select={select!r}: use 'none'",
         ),
         (
             c.before_step and c.schedule.sync_every > 1 and c.accumulator is None,
-            f"schedule.sync_every={c.schedule.sync_every} on a gradient channel needs an accumulator, else the gradients between exchanges "
+            f"schedule.sync_every={c.schedule.sync_every} on a gradient channel needs an "
+            "accumulator, else the gradients between exchanges "
             "are lost: set accumulator.beta, or schedule.sync_every=1",
         ),
     ]
@@ -61,14 +74,20 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
     a, source = c.applier, "state" if c.state_name else c.source
     wanted = " or ".join(repr(name) for name, acts in APPLIERS.items() if source in acts.sources)
     return [
-        (source not in a.acts.sources, f"applier.acts_as={a.acts_as!r} cannot apply source {c.source!r}: use applier.acts_as={wanted}"),
+        (
+            source not in a.acts.sources,
+            f"applier.acts_as={a.acts_as!r} cannot apply source {c.source!r}: use "
+            f"applier.acts_as={wanted}",
+        ),
         (
             a.sign and not c.before_step,
-            f"applier.sign=True is for gradient channels, found source {c.source!r}: a sign is no parameter; leave it False",
+            f"applier.sign=True is for gradient channels, found source {c.source!r}: a sign is no "
+            "parameter; leave it False",
         ),
         (
             a.local_delta and c.feedback != "put_back",
-            f"applier.local_delta=True is the released rule and needs feedback='put_back', found {c.feedback!r}",
+            "applier.local_delta=True is the released rule and needs feedback='put_back', found "
+            f"{c.feedback!r}",
         ),
         (
             a.mix > 0 and not c.writes_parameters,
@@ -85,40 +104,69 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
     found = []
     if first.after:
         found.append(
-            f"after={c.after!r}, which itself comes after {first.after!r}: an order has two places, let both come after {first.after!r}"
+            f"after={c.after!r}, which itself comes after {first.after!r}: an order has two "
+            f"places, let both come after {first.after!r}"
         )
     if c.before_step or first.before_step:
-        found.append(f"after={c.after!r}: gradient channels act before the base step and need no order, leave after empty")
+        found.append(
+            f"after={c.after!r}: gradient channels act before the base step and need no order, "
+            "leave after empty"
+        )
     if c.schedule.delay:
         found.append(
-            f"after={c.after!r} with schedule.delay={c.schedule.delay}: what it brings would be older than what came first; use delay=0"
+            f"after={c.after!r} with schedule.delay={c.schedule.delay}: what it brings would be "
+            "older than what came first; use delay=0"
         )
     return found
 
 
 def overlap(a: Channel, b: Channel) -> str | None:
-    """A pattern that both channels surely cover, as far as patterns alone can tell (`attach` compares names)."""
+    """A pattern that both channels surely cover, as far as patterns alone can tell (`attach`
+    compares names).
+    """
     for p in a.include:
         for q in b.include:
-            if not matches(p, b.exclude) and not matches(q, a.exclude) and (fnmatchcase(p, q) or fnmatchcase(q, p)):
+            if (
+                not matches(p, b.exclude)
+                and not matches(q, a.exclude)
+                and (fnmatchcase(p, q) or fnmatchcase(q, p))
+            ):
                 return p if fnmatchcase(p, q) else q
     return None
 
 
 def conflict(a: Channel, b: Channel) -> str | None:
-    """Why two channels that cover a common parameter cannot both act on it, or None if they can: two that write the same need an order."""
+    """Why two channels that cover a common parameter cannot both act on it, or None if they can:
+    two that write the same need an order.
+    """
     if a.target != b.target:
         return None
     if a.source == b.source:
-        return f"channels {a.name!r} and {b.name!r} both exchange {a.source!r} of it: each would undo the other; use include and exclude"
+        return (
+            f"channels {a.name!r} and {b.name!r} both exchange {a.source!r} of it: each would undo "
+            "the other; use include and exclude"
+        )
     apart = math.gcd(a.schedule.sync_every, b.schedule.sync_every)
-    delayed = next((x for x in (a, b) if x.source == "delta" and x.schedule.delay and x.name in (a.after, b.after)), None)
+    delayed = next(
+        (
+            x
+            for x in (a, b)
+            if x.source == "delta" and x.schedule.delay and x.name in (a.after, b.after)
+        ),
+        None,
+    )
     if delayed is not None:
-        return f"channel {delayed.name!r} has a delay, so no anchor can be set after it while it is in flight: set its schedule.delay=0"
-    meet = (a.schedule.offset + a.schedule.delay - b.schedule.offset - b.schedule.delay) % apart == 0
+        return (
+            f"channel {delayed.name!r} has a delay, so no anchor can be set after it while it is "
+            "in flight: set its schedule.delay=0"
+        )
+    meet = (
+        a.schedule.offset + a.schedule.delay - b.schedule.offset - b.schedule.delay
+    ) % apart == 0
     if meet and a.name != b.after and b.name != a.after:
         return (
-            f"channels {a.name!r} and {b.name!r} both write it on the same step: say which is first (after={a.name!r} in {b.name!r}), or "
+            f"channels {a.name!r} and {b.name!r} both write it on the same step: say which is "
+            f"first (after={a.name!r} in {b.name!r}), or "
             "give one schedule.offset so that they never meet"
         )
     return None

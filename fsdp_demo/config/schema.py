@@ -1,7 +1,8 @@
-"""What is exchanged, when, how compressed and how applied: the configuration of a method, its checks and its yaml form.
+"""What is exchanged, when, how compressed and how applied: the configuration of a method, its
+checks and its yaml form.
 
-Every published method is a list of `Channel`s (see `presets.py`); nothing here touches tensors. What has no meaning together is refused
-when the configuration is made (`rules.py`).
+Every published method is a list of `Channel`s (see `presets.py`); nothing here touches tensors.
+What has no meaning together is refused when the configuration is made (`rules.py`).
 """
 
 from __future__ import annotations
@@ -22,28 +23,34 @@ from .parsing import build, in_range, nearest, one_of, set_path
 CLIP_SCOPES = ("replica", "islands")
 
 NORM_LIMIT = 100.0
-"""By default. In healthy training no island is so far from the others; a wrong gradient or a flipped bit is."""
+"""By default. In healthy training no island is so far from the others; a wrong gradient or a
+flipped bit is.
+"""
 
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """A method: its channels, the inner optimizers it is defined for and its published learning rate.
+    """A method: its channels, the inner optimizers it is defined for and its published learning
+    rate.
 
     Args:
         preset: name of the preset this came from, for logs.
         channels: what is exchanged.
-        inner_optimizers: names of the inner optimizers the preset is defined for (lower-case class names such as "adamw");
-            "any" allows all, "as_is" switches the check off.
+        inner_optimizers: names of the inner optimizers the preset is defined for (lower-case class
+            names such as "adamw"); "any" allows all, "as_is" switches the check off.
         lr: published learning rate of the inner optimizer, None if there is none.
-        clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the mean is clipped;
-            otherwise each replica clips its own gradient before the step.
+        clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the
+            mean is clipped; otherwise each replica clips its own gradient before the step.
         max_in_flight: most payloads of one channel that may be under way at once.
-        clip_scope: "replica": each replica's own norm is clipped; "islands": one norm, the root mean square of the replicas' norms, at
-            the cost of a message of 8 bytes and a round trip at every step, behind what is in flight.
-        offload_outer_state: keep anchors and outer momentum in (pinned) host memory, from which the channel that is due fetches its own.
+        clip_scope: "replica": each replica's own norm is clipped; "islands": one norm, the root
+            mean square of the replicas' norms, at the cost of a message of 8 bytes and a round trip
+            at every step, behind what is in flight.
+        offload_outer_state: keep anchors and outer momentum in (pinned) host memory, from which the
+            channel that is due fetches its own.
         seed: of the positions of seeded selections.
-        norm_limit: a contribution whose norm is more than so many times that of the others is left out of its message (`exchange/norms.py`
-            says which norms; to about a fifth); null: none is.
+        norm_limit: a contribution whose norm is more than so many times that of the others is left
+            out of its message (`exchange/norms.py` says which norms; to about a fifth); null: none
+            is.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -71,21 +78,34 @@ class ExchangeConfig:
         in_range("seed", self.seed, 0)
         one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping")
+            raise ValueError(
+                f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping"
+            )
         if self.norm_limit is not None and not self.norm_limit >= 2:
-            raise ValueError(f"norm_limit={self.norm_limit} is out of range: allowed is norm_limit >= 2, or null for no limit")
+            raise ValueError(
+                f"norm_limit={self.norm_limit} is out of range: allowed is norm_limit >= 2, or "
+                "null for no limit"
+            )
         if not self.inner_optimizers:
-            raise ValueError("inner_optimizers=() names no optimizer: name those the method is defined for, or 'any'")
+            raise ValueError(
+                "inner_optimizers=() names no optimizer: name those the method is defined for, or "
+                "'any'"
+            )
         names = [c.name for c in self.channels]
         if any("." in name for name in names):
-            raise ValueError(f"channel names are {names}: a name may hold no dot, which would end it in NAME.codec.value_dtype")
+            raise ValueError(
+                f"channel names are {names}: a name may hold no dot, which would end it in "
+                "NAME.codec.value_dtype"
+            )
         if not names or len(set(names)) != len(names):
             raise ValueError(f"channels must be at least one, with distinct names; found {names}")
         for i, c in enumerate(self.channels):
             if c.after and c.after not in names:
                 known = f"{nearest(c.after, names)} (channels: {', '.join(names)})"
                 raise ValueError(f"channel {c.name!r}: after={c.after!r} is no channel{known}")
-            for problem in rules.order_problems(c, next((o for o in self.channels if o.name == c.after), None)):
+            for problem in rules.order_problems(
+                c, next((o for o in self.channels if o.name == c.after), None)
+            ):
                 raise ValueError(f"channel {c.name!r}: {problem}")
             for other in self.channels[:i]:
                 pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
@@ -93,14 +113,18 @@ class ExchangeConfig:
                     raise ValueError(f"parameters like {pattern!r}: {reason}")
             if c.schedule.in_flight > self.max_in_flight:
                 raise ValueError(
-                    f"channel {c.name!r}: schedule.delay={c.schedule.delay} with schedule.sync_every={c.schedule.sync_every} keeps "
-                    f"{c.schedule.in_flight} payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten the delay or "
+                    f"channel {c.name!r}: schedule.delay={c.schedule.delay} with "
+                    f"schedule.sync_every={c.schedule.sync_every} keeps "
+                    f"{c.schedule.in_flight} payloads in flight, allowed are "
+                    f"max_in_flight={self.max_in_flight}: shorten the delay or "
                     "exchange less often"
                 )
 
     @property
     def equal_after_exchange(self) -> bool:
-        """Whether all replicas hold equal parameters right after an exchange of the slowest parameter channel."""
+        """Whether all replicas hold equal parameters right after an exchange of the slowest
+        parameter channel.
+        """
         return bool(self._training) and all(c.equal_after_exchange for c in self._training)
 
     @property
@@ -110,12 +134,15 @@ class ExchangeConfig:
 
     @property
     def _training(self) -> list[Channel]:
-        """The channels that carry what training changes in the parameters: all but those of optimizer states."""
+        """The channels that carry what training changes in the parameters: all but those of
+        optimizer states.
+        """
         return [c for c in self.channels if not c.state_name]
 
     def result(self, islands: int) -> str:
-        """What the method calls its model on so many islands, on the way: each replica's own "parameters" (gradient channels keep them
-        equal), the "anchor" that all replicas share, or the "mean" of the replicas' parameters."""
+        """What the method calls its model on so many islands, on the way: each replica's own
+        "parameters" (gradient channels keep them equal), the "anchor" that all replicas share,
+        or the "mean" of the replicas' parameters."""
         moving = [c for c in self.channels if c.writes_parameters]
         if not moving or (islands == 1 and not any(c.source == "delta" for c in moving)):
             return "parameters"
@@ -123,8 +150,12 @@ class ExchangeConfig:
 
     @property
     def clips_mean(self) -> bool:
-        """Whether `clip` acts on the mean gradient over the islands; else, and always before an accumulator, on each replica's own."""
-        return any(c.before_step and c.accumulator is None and not c.applier.sign for c in self.channels)
+        """Whether `clip` acts on the mean gradient over the islands; else, and always before an
+        accumulator, on each replica's own.
+        """
+        return any(
+            c.before_step and c.accumulator is None and not c.applier.sign for c in self.channels
+        )
 
     @property
     def needs_gradients(self) -> bool:
@@ -146,13 +177,18 @@ class ExchangeConfig:
 
     @classmethod
     def from_yaml(cls, text: str) -> ExchangeConfig:
-        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes: see `load_config`."""
+        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes:
+        see `load_config`.
+        """
         return cls.from_dict(yaml.safe_load(text))
 
     def digest(self) -> int:
-        """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on another configuration are refused."""
+        """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on
+        another configuration are refused.
+        """
         data = self.to_dict()
-        if self.norm_limit == NORM_LIMIT:  # runs of earlier releases, which knew no limit, keep their digest
+        # runs of earlier releases, which knew no limit, keep their digest
+        if self.norm_limit == NORM_LIMIT:
             del data["norm_limit"]
         text = json.dumps(data, sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
@@ -161,11 +197,20 @@ class ExchangeConfig:
         """A phrase for each channel."""
         parts = []
         for c in self.channels:
-            select = f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
-            how = f"{c.codec.transform}+{select}/{BLOCK} {c.codec.value_dtype}" if c.codec.sparse else c.codec.value_dtype
+            select = (
+                f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
+            )
+            how = (
+                f"{c.codec.transform}+{select}/{BLOCK} {c.codec.value_dtype}"
+                if c.codec.sparse
+                else c.codec.value_dtype
+            )
             late = f", applied {c.schedule.delay} steps later" if c.schedule.delay else ""
             cut = f", in fragments of {c.fragments.layers} layers" if c.fragments else ""
-            parts.append(f"{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over {c.reducer.mean_over}{late})")
+            parts.append(
+                f"{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over "
+                f"{c.reducer.mean_over}{late})"
+            )
         return parts
 
     def describe(self) -> str:
@@ -173,7 +218,8 @@ class ExchangeConfig:
         return f"preset {self.preset}: " + "; ".join(self.parts())
 
     def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
-        """A copy with dotted paths set: `clip`, `codec.topk` (all channels) or `NAME.codec.topk` (one channel).
+        """A copy with dotted paths set: `clip`, `codec.topk` (all channels) or `NAME.codec.topk`
+        (one channel).
 
         Example:
             >>> from fsdp_demo import preset

@@ -1,5 +1,5 @@
-"""The connections of one rank: the peer group to the other islands with its worker, and the control group inside its own. Opened and closed
-together."""
+"""The connections of one rank: the peer group to the other islands with its worker, and the control
+group inside its own. Opened and closed together."""
 
 from __future__ import annotations
 
@@ -41,15 +41,26 @@ class Connections:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """To the ranks with the same shard on the other islands; None on a copy that is not active, and when closed."""
+        """To the ranks with the same shard on the other islands; None on a copy that is not active,
+        and when closed.
+        """
         return None if self.worker is None else self.worker.peers
 
     def placement(self, shards: TrainingHost, home: str | None) -> Placement:
         """Where channels over `shards` stand; `home`: see there."""
-        return Placement(shards, self.island.position, self.active_copies, self.island.copies, self._topology.islands, home)
+        return Placement(
+            shards,
+            self.island.position,
+            self.active_copies,
+            self.island.copies,
+            self._topology.islands,
+            home,
+        )
 
     def close(self) -> bool:
-        """Let go of everything; False if a silent peer still holds the worker, which is left behind."""
+        """Let go of everything; False if a silent peer still holds the worker, which is left
+        behind.
+        """
         self.closed = True
         ended = self._close_peers()
         self.island.release()

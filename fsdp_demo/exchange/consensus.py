@@ -1,7 +1,9 @@
-"""Small questions that the islands settle among themselves at one step: a mean, whether all or any two say the same.
+"""Small questions that the islands settle among themselves at one step: a mean, whether all or any
+two say the same.
 
-Every rank of every island asks the same question at the same step; each peer group talks for itself, then the ranks of an island take one
-answer. JSON and numbers only: nothing a peer sends is executed.
+Every rank of every island asks the same question at the same step; each peer group talks for
+itself, then the ranks of an island take one answer. JSON and numbers only: nothing a peer sends is
+executed.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ class IslandConsensus:
         >>> exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
         >>> exchange.across_islands.mean([1.0, 2.0]), exchange.across_islands.all_equal({"eval_steps": 100})
         ([1.0, 2.0], True)
-    """
+    """  # noqa: E501
 
     def __init__(self, queue: InFlightQueue, island: IslandGroup, step: Callable[[], int]):
         self._queue, self._island, self._step = queue, island, step
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Means over the islands, number by number; an island's number that is not finite makes the mean NaN.
+        """Means over the islands, number by number; an island's number that is not finite makes the
+        mean NaN.
 
         Raises:
             ValueError: on every replica, if islands bring different numbers of values.
@@ -39,14 +42,23 @@ class IslandConsensus:
         everyone = self._ask([float(v) for v in values])
         found = [len(theirs) for theirs in everyone]
         if self._island.any(any(n != len(values) for n in found)):
-            raise ValueError(f"a mean over the islands of {found} values: all must bring the same ones, in the same order")
-        means = [sum(column) / len(everyone) for column in zip(*everyone, strict=True)] if everyone else [-math.inf] * len(values)
+            raise ValueError(
+                f"a mean over the islands of {found} values: all must bring the same ones, in the "
+                "same order"
+            )
+        means = (
+            [sum(column) / len(everyone) for column in zip(*everyone, strict=True)]
+            if everyone
+            else [-math.inf] * len(values)
+        )
         lost = self._island.max(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
         shared = self._island.max(*(m if math.isfinite(m) else -math.inf for m in means))
         return [math.nan if gone else m for gone, m in zip(lost, shared, strict=True)]
 
     def all_equal(self, value: Any) -> bool:
-        """Whether all islands say the same (compared as JSON, rank by rank along the peer groups)."""
+        """Whether all islands say the same (compared as JSON, rank by rank along the peer
+        groups).
+        """
         texts = {json.dumps(v, sort_keys=True) for v in self._ask(value)}
         return not self._island.any(len(texts) > 1)
 
@@ -58,4 +70,6 @@ class IslandConsensus:
     def _ask(self, value: Any) -> list[Any]:
         """What every island says; nothing on a copy without peers, which follows its island."""
         step = self._step()
-        return self._queue.ask(lambda peers: agreement.gather_json(peers, value, QUESTION, step)) or []
+        return (
+            self._queue.ask(lambda peers: agreement.gather_json(peers, value, QUESTION, step)) or []
+        )

@@ -1,8 +1,9 @@
 """The object users hold: the door to all that an exchange does. No step passes through it.
 
-One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`, how a run begins in `startup.py` and
-`first_step.py`, how it ends in `finish.py`, what it keeps in `resume.py`, and what a method calls its model in `result.py`. This file
-checks that what is asked for can be done.
+One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`,
+how a run begins in `startup.py` and `first_step.py`, how it ends in `finish.py`, what it keeps in
+`resume.py`, and what a method calls its model in `result.py`. This file checks that what is asked
+for can be done.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ from .startup import OwnCheckpoint, Start, StateSource
 
 log = logging.getLogger("fsdp_demo")
 
-_SHOWN = "a step inside outer_parameters() would be lost when the replica's own parameters come back: leave the context, then train"
+_SHOWN = (
+    "a step inside outer_parameters() would be lost when the replica's own parameters come back: "
+    "leave the context, then train"
+)
 
 
 class Exchange(Readings):
@@ -54,13 +58,16 @@ class Exchange(Readings):
         config, topology, shards: what was agreed, and what the engine offers.
         step: optimizer steps of the job done so far (ticks).
         channels: the channels at work (`channel.ChannelRunner`).
-        drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or by the full average of the released
-            rule); None where replicas are equal by construction.
-        stopped: all ranks of this island (and, where they could agree, all islands) stop after this step. Raised as `Stopped` unless
-            `raises_stopped` is False, for a host that ends its loop by itself. stopped_alone: the others do not. leaving: since an island
-            was told to end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
-        newcomer: this island has joined a run under way: what `attach` was given of parameters, state and step was replaced by what the
-            others hold, and `step` is where they were; they answer no question that is asked between `attach` and the first step.
+        drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at
+            `finish()`, or by the full average of the released rule); None where replicas are equal
+            by construction.
+        stopped: all ranks of this island (and, where they could agree, all islands) stop after this
+            step. Raised as `Stopped` unless `raises_stopped` is False, for a host that ends its
+            loop by itself. stopped_alone: the others do not. leaving: since an island was told to
+            end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
+        newcomer: this island has joined a run under way: what `attach` was given of parameters,
+            state and step was replaced by what the others hold, and `step` is where they were; they
+            answer no question that is asked between `attach` and the first step.
         showing: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -76,7 +83,12 @@ class Exchange(Readings):
     """
 
     def __init__(
-        self, shards: TrainingHost, config: ExchangeConfig, model: torch.nn.Module | None, topology: Topology, start: Start | None = None
+        self,
+        shards: TrainingHost,
+        config: ExchangeConfig,
+        model: torch.nn.Module | None,
+        topology: Topology,
+        start: Start | None = None,
     ):
         self.config, self.topology, self.shards, start = config, topology, shards, start or Start()
         refuse(shards, config.needs_gradients)
@@ -86,14 +98,28 @@ class Exchange(Readings):
         self.showing = self.newcomer = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self._follow)
-        self._connections = Connections(topology, shards.position(topology.rank, topology.world), shards.device)
+        self._connections = Connections(
+            topology, shards.position(topology.rank, topology.world), shards.device
+        )
         self._island, self._meter = self._connections.island, self._connections.meter
         try:
-            bound = bind(channels, config, self._connections.placement(shards, "cpu" if config.offload_outer_state else None), model)
+            bound = bind(
+                channels,
+                config,
+                self._connections.placement(shards, "cpu" if config.offload_outer_state else None),
+                model,
+            )
             self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
-            # The hooks hold the runtime, the runtime this queue, and that, by `_gone`, the exchange: so `attach` finds it on the optimizer.
+            # The hooks hold the runtime, the runtime this queue, and that, by `_gone`, the
+            # exchange: so `attach` finds it on the optimizer.
             self._queue = InFlightQueue(
-                every, self._connections, shards.device, topology.rank == 0, self._gone, config.norm_limit, topology.islands
+                every,
+                self._connections,
+                shards.device,
+                topology.rank == 0,
+                self._gone,
+                config.norm_limit,
+                topology.islands,
             )
             self._runtime = StepRuntime(config, topology, shards, bound, self._queue, start.step)
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
@@ -113,15 +139,23 @@ class Exchange(Readings):
         self._presence.start()
         if topology.elastic and topology.rank == 0 and (peers := self._peers) is not None:
             self._presence.fence(lambda: len(peers.alive) < topology.count, peers.expel)
-        atexit.register(self._at_exit)  # a script that forgets finish() must not end with a live process group
+        # a script that forgets finish() must not end with a live process group
+        atexit.register(self._at_exit)
         self._hooks.start()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
-        """Agree on the run, bring parameters and state together, make the channels' state. Where the run is under way, take it over."""
+        """Agree on the run, bring parameters and state together, make the channels' state. Where
+        the run is under way, take it over.
+        """
         self.newcomer = replay.newcomer(self._runtime)
         if self.newcomer:
             own = start.state if isinstance(start.state, OwnCheckpoint) else None
-            replay.join(self._runtime, model, start.facts, None if own is None else (own.mark, partial(own.load, self)))
+            replay.join(
+                self._runtime,
+                model,
+                start.facts,
+                None if own is None else (own.mark, partial(own.load, self)),
+            )
             self._first.joined(later=True)
             return
         donor, goes_on = startup.come_together(self._runtime, start, model)
@@ -133,14 +167,21 @@ class Exchange(Readings):
         self._first.joined()
 
     @torch.no_grad()
-    def rejoin(self, state: dict[str, Any] | StateSource | None, step: int, model: torch.nn.Module | None = None) -> None:
-        """What `attach` does when it joins, once more: for an engine that loads a checkpoint after it was attached.
+    def rejoin(
+        self,
+        state: dict[str, Any] | StateSource | None,
+        step: int,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """What `attach` does when it joins, once more: for an engine that loads a checkpoint after
+        it was attached.
 
-        All ranks of all replicas call it together, each with its parameters and inner optimizer states loaded. What is under way is
-        forgotten.
+        All ranks of all replicas call it together, each with its parameters and inner optimizer
+        states loaded. What is under way is forgotten.
 
         Args:
-            state, model: as for `attach`. Without a state channels start anew, and all replicas take over from the one that is furthest.
+            state, model: as for `attach`. Without a state channels start anew, and all replicas
+                take over from the one that is furthest.
             step: the job's step, where there is no state.
 
         Raises:
@@ -155,47 +196,57 @@ class Exchange(Readings):
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Send once more what was under way in the state from which this replica resumes; and where a loss has cut off the exchange of its
-        last step, wait for the others to come so far, and apply it. Does nothing when called again.
+        """Send once more what was under way in the state from which this replica resumes; and where
+        a loss has cut off the exchange of its last step, wait for the others to come so far, and
+        apply it. Does nothing when called again.
 
-        `attach(..., catch_up=False)` leaves it to its caller, who asks the islands something before, and calls this ahead of the first
-        forward pass.
+        `attach(..., catch_up=False)` leaves it to its caller, who asks the islands something
+        before, and calls this ahead of the first forward pass.
         """
         self._first.catch_up()
 
     def accept_parameters(self) -> None:
-        """The parameters as they are now are right: for a host that has put this replica's own back after attach, as its saved state has
-        them. Elsewhere parameters that were changed between attach and the first step are refused there."""
+        """The parameters as they are now are right: for a host that has put this replica's own back
+        after attach, as its saved state has them. Elsewhere parameters that were changed between
+        attach and the first step are refused there."""
         self._first.accept_parameters()
 
     def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
-        """Tell the exchange this rank's tokens since the last call (the island's weight) and its loss: the mean of those since the last
-        message travels in the next header (a tensor is read only then), NaN left out."""
+        """Tell the exchange this rank's tokens since the last call (the island's weight) and its
+        loss: the mean of those since the last message travels in the next header (a tensor is
+        read only then), NaN left out."""
         self._runtime.status.add(tokens, loss)
 
     def rows_compared(self) -> None:
-        """A host that has compared the islands' rows by itself says so: their first payloads need not be compared as well."""
+        """A host that has compared the islands' rows by itself says so: their first payloads need
+        not be compared as well.
+        """
         self._queue.watch.compares = False
 
     def request_stop(self, together: bool = False) -> None:
         """Ask to stop. Safe in a signal handler.
 
-        The wish travels in the next payload, and all islands stop after the step in which that is applied.
+        The wish travels in the next payload, and all islands stop after the step in which that is
+        applied.
 
         Args:
-            together: wait for that, however long the period. False: where no payload leaves in the next step, this island stops after
-                it, and the others find it gone at their next exchange.
+            together: wait for that, however long the period. False: where no payload leaves in the
+                next step, this island stops after it, and the others find it gone at their next
+                exchange.
         """
         self._runtime.status.request_stop(together)
 
     def leave(self, stopped: bool) -> None:
-        """Tell the other islands that this one goes on no more, before it saves (`guard` and the Trainer call it). Nothing is applied.
+        """Tell the other islands that this one goes on no more, before it saves (`guard` and the
+        Trainer call it). Nothing is applied.
 
         Where islands come and go the others train on, and this one may join them again.
 
         Args:
-            stopped: it was told to stop: wait for the others to say where they stop, for at most ISLAND_STOP seconds. Where islands come
-                and go all ranks of the island call it together, and for as long try to send ahead what it has done since its last exchange.
+            stopped: it was told to stop: wait for the others to say where they stop, for at most
+                ISLAND_STOP seconds. Where islands come and go all ranks of the island call it
+                together, and for as long try to send ahead what it has done since its last
+                exchange.
         """
         peers = self._peers
         if stopped and self.topology.elastic and self.stopped_alone:
@@ -218,7 +269,9 @@ class Exchange(Readings):
             self.request_stop()
 
     def _gone(self, step: float) -> str:
-        """Why the messages of a step will not come, as far as other islands have told; empty if they will."""
+        """Why the messages of a step will not come, as far as other islands have told; empty if
+        they will.
+        """
         if self._peers is not None and self._peers.elastic:
             return ""
         told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
@@ -226,15 +279,19 @@ class Exchange(Readings):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this context the attached optimizers' steps do not count and nothing is exchanged."""
+        """Within this context the attached optimizers' steps do not count and nothing is
+        exchanged.
+        """
         with self._hooks.paused():
             yield
 
     def skip(self) -> None:
-        """Count a step that this replica does not take (its loss was NaN): the tick goes on, a due exchange is joined.
+        """Count a step that this replica does not take (its loss was NaN): the tick goes on, a due
+        exchange is joined.
 
-        All ranks of the island call it together instead of `optimizer.step()`. A plain gradient channel leaves this replica out of the
-        mean and still applies the mean of the others; with an accumulator nothing is added to it.
+        All ranks of the island call it together instead of `optimizer.step()`. A plain gradient
+        channel leaves this replica out of the mean and still applies the mean of the others; with
+        an accumulator nothing is added to it.
         """
         self._runtime.skip()
 
@@ -247,14 +304,17 @@ class Exchange(Readings):
 
     @torch.no_grad()
     def finish(self, close: bool = True) -> None:
-        """End the exchange: apply what is in flight, exchange once more what changed since, leave all replicas with equal parameters.
+        """End the exchange: apply what is in flight, exchange once more what changed since, leave
+        all replicas with equal parameters.
 
-        Inside a round that is the plain mean of the replicas (of what they send), without an outer step: see `finish.conclude`. Where the
-        preset has no consensus, the parameters become their mean over the replicas and `drift` says how far this one was.
-        Afterwards the connections are closed; calling it again does nothing. All replicas call it at the same step.
+        Inside a round that is the plain mean of the replicas (of what they send), without an outer
+        step: see `finish.conclude`. Where the preset has no consensus, the parameters become their
+        mean over the replicas and `drift` says how far this one was. Afterwards the connections are
+        closed; calling it again does nothing. All replicas call it at the same step.
 
         Args:
-            close: False keeps the connections for questions to the `across_islands`, until `finish()` is called again.
+            close: False keeps the connections for questions to the `across_islands`, until
+                `finish()` is called again.
         """
         if self.closed:
             return
@@ -275,14 +335,22 @@ class Exchange(Readings):
 
     @property
     def across_islands(self) -> IslandConsensus:
-        """Small questions to all islands at one step (`consensus.IslandConsensus`), while they are connected."""
+        """Small questions to all islands at one step (`consensus.IslandConsensus`), while they are
+        connected.
+        """
         if self._queue.broken or self.closed:
             raise RuntimeError("the islands are connected no more: ask before finish()")
-        # islands that resume at unlike steps between the same exchanges ask each other before they go on
-        return IslandConsensus(self._queue, self._island, lambda: 0 if self.step == self._first.joined_at else self.step)
+        # islands that resume at unlike steps between the same exchanges ask each other before they
+        # go on
+        return IslandConsensus(
+            self._queue,
+            self._island,
+            lambda: 0 if self.step == self._first.joined_at else self.step,
+        )
 
     def digests_equal(self) -> bool | None:
-        """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a preset without consensus.
+        """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a
+        preset without consensus.
 
         All ranks of all islands call it at the same step."""
         if self.finished and self._equal is not None or self.closed:
@@ -291,10 +359,12 @@ class Exchange(Readings):
 
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within this context `model` holds the parameters that the method calls its result: the anchor, or the mean over the replicas.
+        """Within this context `model` holds the parameters that the method calls its result: the
+        anchor, or the mean over the replicas.
 
-        Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step, since they communicate here. Gradient
-        presets hold them anyway. Local parameters come back at the end; a step taken here is a RuntimeError.
+        Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step,
+        since they communicate here. Gradient presets hold them anyway. Local parameters come back
+        at the end; a step taken here is a RuntimeError.
         """
         shows = "parameters" if self.finished or self._queue.broken else self.shows
         with self._hooks.paused(_SHOWN), result.shown(self._runtime, model, shows):
@@ -305,35 +375,56 @@ class Exchange(Readings):
                 self.showing = before
 
     def timeline(self) -> list[ExchangeRecord]:
-        """The exchanges that have ended (the last 10 000): step of launch, step of application, when they were on the wire."""
+        """The exchanges that have ended (the last 10 000): step of launch, step of application,
+        when they were on the wire.
+        """
         return list(self._queue.flown)
 
     def metrics(self) -> dict[str, Any]:
-        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the last headers, the drift at the end."""
+        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the
+        last headers, the drift at the end.
+        """
         seen = self._queue.watch
         loss = None if math.isnan(seen.loss) else seen.loss
-        found = {"step": self.step, **vars(self._meter), "loss": loss, "drift": self.drift, "not_finite": seen.left_out}
+        found = {
+            "step": self.step,
+            **vars(self._meter),
+            "loss": loss,
+            "drift": self.drift,
+            "not_finite": seen.left_out,
+        }
         found["far"] = seen.far
         return found | self._members()
 
     def _members(self) -> dict[str, int]:
-        """Where islands come and go: how many are members, how many took part in the last message, how often members have changed."""
+        """Where islands come and go: how many are members, how many took part in the last message,
+        how often members have changed.
+        """
         peers = self._peers
         if peers is None or not peers.elastic:
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 
     def totals(self) -> dict[str, float]:
-        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the mean loss over all ranks of all islands
-        at the last exchange, contributions of any island that were not finite or far from the others' (where there were any), and where
-        islands come and go how many there are.
+        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the
+        mean loss over all ranks of all islands at the last exchange, contributions of any island
+        that were not finite or far from the others' (where there were any), and where islands
+        come and go how many there are.
 
         All ranks of the island call it together."""
         meter, seen = self._meter, self._queue.watch
         known = not math.isnan(seen.loss)
-        sent, received, losses, ranks = self._island.sum(meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known)
-        waited, count, left_out, far = self._island.max(meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far)
-        out: dict[str, float] = {"bytes_sent": int(sent), "bytes_received": int(received), "exchanges": int(count)}
+        sent, received, losses, ranks = self._island.sum(
+            meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known
+        )
+        waited, count, left_out, far = self._island.max(
+            meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
+        )
+        out: dict[str, float] = {
+            "bytes_sent": int(sent),
+            "bytes_received": int(received),
+            "exchanges": int(count),
+        }
         out["seconds_waiting"] = waited
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
@@ -341,25 +432,31 @@ class Exchange(Readings):
         return out | self._members()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that must survive a restart, as tensors and numbers: step and the channels' state of this rank.
+        """Everything that must survive a restart, as tensors and numbers: step and the channels'
+        state of this rank.
 
-        What is in flight is waited for and saved with it. Where islands come and go it waits until all of them have what this one has: a
-        checkpoint must not hold what the others may settle otherwise. Belongs to this shard of this replica: save one per rank. Tensors
-        are references to the live state: save them before the next step.
+        What is in flight is waited for and saved with it. Where islands come and go it waits until
+        all of them have what this one has: a checkpoint must not hold what the others may settle
+        otherwise. Belongs to this shard of this replica: save one per rank. Tensors are references
+        to the live state: save them before the next step.
 
         Raises:
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
         state = resume.state(self._runtime).to_tree()
         if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
-            raise PeerLost(f"not all islands have what this one would save at step {self.step}, after {peers.timeout:g} s: not saved")
+            raise PeerLost(
+                f"not all islands have what this one would save at step {self.step}, after "
+                f"{peers.timeout:g} s: not saved"
+            )
         return state
 
     def keep_since(self, folder: Path) -> str:
-        """A checkpoint of this step is being saved: where islands come and go, keep on the disk of `folder` what comes from here on.
+        """A checkpoint of this step is being saved: where islands come and go, keep on the disk of
+        `folder` what comes from here on.
 
-        At most as many bytes as a snapshot has. An island that comes back with the same checkpoint then fetches that and no snapshot. No
-        collective; after `state_dict()`, in the same step.
+        At most as many bytes as a snapshot has. An island that comes back with the same checkpoint
+        then fetches that and no snapshot. No collective; after `state_dict()`, in the same step.
 
         Returns:
             The mark that the checkpoint is to hold (`returning.py`); empty where nothing is kept.
@@ -370,12 +467,15 @@ class Exchange(Readings):
         """Restore `state_dict()` of the same rank, bit for bit.
 
         Raises:
-            ValueError: it was saved with other channels, or with another number of islands or ranks.
+            ValueError: it was saved with other channels, or with another number of islands or
+                ranks.
         """
         resume.load(self._runtime, ExchangeState.from_tree(state))
 
     def detach(self) -> None:
-        """Remove the hooks and close the connections at once, without a last exchange. The optimizer goes on alone."""
+        """Remove the hooks and close the connections at once, without a last exchange. The
+        optimizer goes on alone.
+        """
         self._hooks.stop()
         self._close()
 
@@ -386,5 +486,7 @@ class Exchange(Readings):
 
     def _at_exit(self) -> None:
         if not self._close():
-            log.error("%s: an exchange was still waiting for a silent peer at exit", self.topology.name)
+            log.error(
+                "%s: an exchange was still waiting for a silent peer at exit", self.topology.name
+            )
             leave(1)  # the interpreter would end threads that wait in gloo by aborting the process

@@ -1,4 +1,6 @@
-"""What islands compare of themselves before the first step, beside the configuration: tensors, optimizers, and the machine they run on."""
+"""What islands compare of themselves before the first step, beside the configuration: tensors,
+optimizers, and the machine they run on.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from ..comm.peers import PeerGroup
 from ..hosts.base import LocalParam, TrainingHost
 
 NUMBERS = (
-    "initial_lr weight_decay decoupled_weight_decay betas momentum dampening nesterov eps amsgrad maximize alpha centered rho lambd t0 "
-    "etas step_sizes lr_decay momentum_decay beta2_decay d ns_steps ns_coefficients adjust_lr_fn use_muon"
+    "initial_lr weight_decay decoupled_weight_decay betas momentum dampening nesterov eps amsgrad "
+    "maximize alpha centered rho lambd t0 "
+    "etas step_sizes lr_decay momentum_decay beta2_decay d ns_steps ns_coefficients adjust_lr_fn "
+    "use_muon"
 ).split()
-"""Settings of a parameter group that say what a step does; how it is computed (foreach, fused ...) may differ."""
+"""Settings of a parameter group that say what a step does; how it is computed (foreach, fused ...)
+may differ.
+"""
 
 MOVED = ("betas", "momentum")
 """Those that torch's cyclic schedules move with the step, as they do the learning rate."""
@@ -28,10 +34,14 @@ MOVED = ("betas", "momentum")
 def optimizers(shards: TrainingHost) -> dict[str, Any]:
     """Kind, number of groups and numbers of each group, whatever the step."""
     out: dict[str, Any] = {}
-    for i, (name, optimizer) in enumerate(zip(shards.optimizer_names, shards.optimizers, strict=True)):
+    for i, (name, optimizer) in enumerate(
+        zip(shards.optimizer_names, shards.optimizers, strict=True)
+    ):
         out |= {f"optimizer{i}": name, f"optimizer{i}.groups": len(optimizer.param_groups)}
         for g, group in enumerate(optimizer.param_groups):
-            fixed = [k for k in NUMBERS if k in group and not (k in MOVED and "max_momentum" in group)]
+            fixed = [
+                k for k in NUMBERS if k in group and not (k in MOVED and "max_momentum" in group)
+            ]
             out |= {f"optimizer{i}.group{g}.{k}": _plain(group[k]) for k in fixed}
     return out
 
@@ -48,7 +58,9 @@ def rates(shards: TrainingHost) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON: tensors as numbers, numbers to 7 digits, since fp32 tensors hold no more."""
+    """A setting as JSON: tensors as numbers, numbers to 7 digits, since fp32 tensors hold no
+    more.
+    """
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -59,14 +71,22 @@ def _plain(value: Any) -> Any:
 
 
 def marks(shards: Sequence[LocalParam]) -> list[str]:
-    """8 hexadecimal digits of each tensor's name, shape, local shape, dtype, and whether it is frozen."""
+    """8 hexadecimal digits of each tensor's name, shape, local shape, dtype, and whether it is
+    frozen.
+    """
     return [hashlib.sha256(json.dumps(described(s)).encode()).hexdigest()[:8] for s in shards]
 
 
 def described(shard: LocalParam) -> list[Any]:
     """What must be equal of a tensor, as JSON."""
     dtype = str(shard.dtype).removeprefix("torch.")
-    return [shard.name, list(shard.global_shape), list(shard.shape), dtype, "frozen" if shard.frozen else "trained"]
+    return [
+        shard.name,
+        list(shard.global_shape),
+        list(shard.shape),
+        dtype,
+        "frozen" if shard.frozen else "trained",
+    ]
 
 
 def sentence(described: Sequence[Any] | None) -> str:
@@ -74,11 +94,15 @@ def sentence(described: Sequence[Any] | None) -> str:
     if described is None:
         return "none"
     name, shape, local, dtype, state = described
-    return f"{name} {shape} {dtype}{'' if shape == local else f' (here in shards of {local})'}, {state}"
+    return (
+        f"{name} {shape} {dtype}{'' if shape == local else f' (here in shards of {local})'}, "
+        f"{state}"
+    )
 
 
 def agree_on_tensors(peers: PeerGroup, shards: Sequence[LocalParam]) -> None:
-    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those of all replicas.
+    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those
+    of all replicas.
 
     Raises:
         ValueError: on every replica, naming the first one that differs.
@@ -87,16 +111,25 @@ def agree_on_tensors(peers: PeerGroup, shards: Sequence[LocalParam]) -> None:
     if agreement.all_equal(peers, hashlib.sha256(json.dumps(mine).encode()).digest()):
         return
     everyone = agreement.gather_json(peers, mine)
-    # The first place where each island parts from island 0; two that part at one place from it may part from each other there as well.
+    # The first place where each island parts from island 0; two that part at one place from it may
+    # part from each other there as well.
     places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
-    tensors = agreement.gather_json(peers, [described(shards[i]) if i < len(shards) else None for i in places])
+    tensors = agreement.gather_json(
+        peers, [described(shards[i]) if i < len(shards) else None for i in places]
+    )
     j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
     at = next((n for n in range(len(places)) if tensors[j][n] != tensors[peers.rank][n]), 0)
-    raise ValueError(agreement.unequal(peers, j, _apart(mine, everyone[j], places[at], tensors[peers.rank][at], tensors[j][at])))
+    raise ValueError(
+        agreement.unequal(
+            peers, j, _apart(mine, everyone[j], places[at], tensors[peers.rank][at], tensors[j][at])
+        )
+    )
 
 
 def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
-    """How the parameters here differ from those that are `described` by another island; empty where they do not."""
+    """How the parameters here differ from those that are `described` by another island; empty where
+    they do not.
+    """
     mine = [described(s) for s in shards]
     if mine == (there := [list(t) for t in theirs]):
         return ""
@@ -105,26 +138,41 @@ def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Sequence[Any]])
     return _apart(list(map(json.dumps, mine)), list(map(json.dumps, there)), at, a, b)
 
 
-def _apart(mine: Sequence[str], theirs: Sequence[str], at: int, here: Sequence[Any] | None, there: Sequence[Any] | None) -> str:
+def _apart(
+    mine: Sequence[str],
+    theirs: Sequence[str],
+    at: int,
+    here: Sequence[Any] | None,
+    there: Sequence[Any] | None,
+) -> str:
     """The sentence for parameters that first differ at place `at`. mine, theirs: a mark of each."""
     text = f"parameter {at} is {sentence(here)} here, {sentence(there)} there"
     if len(mine) != len(theirs):
         return f"{len(mine)} parameters here, {len(theirs)} there; {text}"
     if sorted(mine) == sorted(theirs):
-        return f"the same parameters in another order: {text}; give the optimizer its parameters in one order on all islands"
+        return (
+            f"the same parameters in another order: {text}; give the optimizer its parameters in "
+            "one order on all islands"
+        )
     return text
 
 
 def _parting(a: Sequence[Any], b: Sequence[Any]) -> int:
     """The first index where two lists differ."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def machine(device: torch.device) -> dict[str, str]:
     """What may differ between islands, and explains differences in the last bit."""
     if device.type == "cpu":
         kernels = torch.backends.cpu.get_cpu_capability()
-        return {"torch": torch.__version__, "device": "cpu", "processor": f"{_processor()}, {kernels}"}
+        return {
+            "torch": torch.__version__,
+            "device": "cpu",
+            "processor": f"{_processor()}, {kernels}",
+        }
     module = torch.get_device_module(device)
     name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
     return {"torch": torch.__version__, "device": device.type, "processor": name}
@@ -134,6 +182,8 @@ def machine(device: torch.device) -> dict[str, str]:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next(peers.split(":", 1)[1].strip() for peers in file if peers.startswith("model name"))
+            return next(
+                peers.split(":", 1)[1].strip() for peers in file if peers.startswith("model name")
+            )
     except (OSError, StopIteration):  # not Linux, or a processor that gives no name there
         return platform.processor() or platform.machine()

@@ -1,10 +1,14 @@
-"""What an island that leaves sends ahead: its part of the coming payload, with the share of the steps that it has taken.
+"""What an island that leaves sends ahead: its part of the coming payload, with the share of the
+steps that it has taken.
 
-The others' next exchange may be hundreds of steps away, and the scheduler kills this island before. So it sends now what it has done since
-its last exchange. The others keep it, and count it in the message for which it is, if they hold it on every peer group when this island is
-gone. Nothing changes here: what is saved afterwards is what there was before, to go on from where the others have never used it.
+The others' next exchange may be hundreds of steps away, and the scheduler kills this island before.
+So it sends now what it has done since its last exchange. The others keep it, and count it in the
+message for which it is, if they hold it on every peer group when this island is gone. Nothing
+changes here: what is saved afterwards is what there was before, to go on from where the others have
+never used it.
 
-Payloads of gradients are not sent early: the gradients of the coming step are not there, and those before have left in their own step.
+Payloads of gradients are not sent early: the gradients of the coming step are not there, and those
+before have left in their own step.
 """
 
 from __future__ import annotations
@@ -35,35 +39,56 @@ def allow(runtime: StepRuntime) -> None:
 
 
 def say(runtime: StepRuntime, seconds: float) -> bool:
-    """Send the coming payload early, and wait until the others have it, and all that was sent before, for at most so many seconds.
+    """Send the coming payload early, and wait until the others have it, and all that was sent
+    before, for at most so many seconds.
 
-    All ranks of the island call it together, at the end of a step; none goes on before all have done. Returns whether it is held on all
-    peer groups; False, too, where there is nothing to send.
+    All ranks of the island call it together, at the end of a step; none goes on before all have
+    done. Returns whether it is held on all peer groups; False, too, where there is nothing to send.
     """
     end = time.monotonic() + seconds
     step, due = coming(runtime)
     weight, flags = _share(runtime, due) if due else (0.0, 0)
-    if due and runtime.island.not_finite([t for c in due for t in c.tensors(c.channel.target) if t is not None]):
+    if due and runtime.island.not_finite(
+        [t for c in due for t in c.tensors(c.channel.target) if t is not None]
+    ):
         weight = 0.0
     held = False
     try:
         held = _send(runtime, due if weight > 0 else [], step, weight, flags, end)
-    except Exception as error:  # the other ranks wait for this one below, and the island ends in any case
-        log.warning("%s: its part of the coming exchange could not be sent early: %r", runtime.topology.name, error)
+    except Exception as error:
+        # the other ranks wait for this one below, and the island ends in any case
+        log.warning(
+            "%s: its part of the coming exchange could not be sent early: %r",
+            runtime.topology.name,
+            error,
+        )
     held = not runtime.island.any(not held) and weight > 0
     if runtime.topology.rank == 0 and weight > 0:
-        what = "counts there if they settle it so" if held else "was not with them in time, and is lost"
+        what = (
+            "counts there if they settle it so"
+            if held
+            else "was not with them in time, and is lost"
+        )
         log.info(
-            "%s: what it has done since its last exchange, for that of step %d of the others, %s", runtime.topology.name, step + 1, what
+            "%s: what it has done since its last exchange, for that of step %d of the others, %s",
+            runtime.topology.name,
+            step + 1,
+            what,
         )
     return held
 
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
-    """The step in which the next payload leaves, from 0, and the channels in it that can be sent early: none beside gradients."""
+    """The step in which the next payload leaves, from 0, and the channels in it that can be sent
+    early: none beside gradients.
+    """
     channels = [*runtime.channels, *runtime.buffers]
     cycle = math.lcm(*(c.channel.schedule.sync_every for c in channels))
-    step = next(s for s in range(runtime.step, runtime.step + cycle + 1) if any(c.channel.schedule.due(s) for c in channels))
+    step = next(
+        s
+        for s in range(runtime.step, runtime.step + cycle + 1)
+        if any(c.channel.schedule.due(s) for c in channels)
+    )
     due = [c for c in channels if c.channel.schedule.due(step)]
     if any(c.channel.before_step for c in due):
         return step, []
@@ -71,13 +96,18 @@ def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
 
 
 def _share(runtime: StepRuntime, due: list[ChannelRunner]) -> tuple[float, int]:
-    """The weight of what is sent early, and flags: tokens where islands are weighed by them, else the part of a period that was taken."""
+    """The weight of what is sent early, and flags: tokens where islands are weighed by them, else
+    the part of a period that was taken.
+    """
     names = [c.channel.name for c in due]
     if any(c.channel.reducer.weight == "tokens" for c in runtime.channels):
         weight, tokens = runtime.status.weight(names, runtime.island)
         return weight, COUNTED * (tokens > 0)
     last = runtime.queue.last
-    return min(min((runtime.step - last.get(c.channel.name, 0)) / c.channel.schedule.sync_every, 1.0) for c in due), 0
+    return min(
+        min((runtime.step - last.get(c.channel.name, 0)) / c.channel.schedule.sync_every, 1.0)
+        for c in due
+    ), 0
 
 
 @dataclass(frozen=True)
@@ -89,17 +119,27 @@ class Payload:
     vectors: Vectors
 
 
-def _send(runtime: StepRuntime, due: list[ChannelRunner], step: int, weight: float, flags: int, end: float) -> bool:
+def _send(
+    runtime: StepRuntime, due: list[ChannelRunner], step: int, weight: float, flags: int, end: float
+) -> bool:
     """On a rank with peers; whether its peers have it."""
     peers, worker = runtime.peers, runtime.connections.worker
     if peers is None or worker is None:
         return True
-    payload = _payload(runtime, due, peers.header(PAYLOAD, step, weight=weight, flags=flags)) if due else None
+    payload = (
+        _payload(runtime, due, peers.header(PAYLOAD, step, weight=weight, flags=flags))
+        if due
+        else None
+    )
 
     def job() -> bool:
         """In the worker's thread, after what is under way."""
         left = end - time.monotonic()
-        sent = payload is not None and left > 0 and peers.send_early(payload.header, payload.body, payload.vectors, left)
+        sent = (
+            payload is not None
+            and left > 0
+            and peers.send_early(payload.header, payload.body, payload.vectors, left)
+        )
         return peers.wait_stable(max(end - time.monotonic(), 0.0)) and sent
 
     try:

@@ -1,6 +1,8 @@
-"""Between attach and the first step: what a loss has cut off is made up for, and parameters must still be what attach left.
+"""Between attach and the first step: what a loss has cut off is made up for, and parameters must
+still be what attach left.
 
-Weights that are loaded after attach would be pulled back: anchors, and what the islands agreed on, are those of before.
+Weights that are loaded after attach would be pulled back: anchors, and what the islands agreed on,
+are those of before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class FirstStep:
     """What is to be done once, ahead of the first step: `StepRuntime.ahead` until then.
 
     Attributes:
-        joined_at: the step from which this replica goes on with the others; -1 where it has joined them later.
+        joined_at: the step from which this replica goes on with the others; -1 where it has joined
+            them later.
     """
 
     def __init__(self, runtime: StepRuntime):
@@ -32,7 +35,9 @@ class FirstStep:
         self.joined_at = runtime.step
 
     def joined(self, later: bool = False) -> None:
-        """The islands have come together: all of it is to be done. later: this one has joined the others, who were under way."""
+        """The islands have come together: all of it is to be done. later: this one has joined the
+        others, who were under way.
+        """
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
         self._untouched.note()
         self._runtime.hooks.aside = False
@@ -69,7 +74,9 @@ class FirstStep:
             self.accept_parameters()
 
     def _send_again(self) -> None:
-        """Send what was under way once more; make up for the after-step exchange of the last step, if it was cut off by a loss."""
+        """Send what was under way once more; make up for the after-step exchange of the last step,
+        if it was cut off by a loss.
+        """
         runtime = self._runtime
         runtime.queue.send_again()
         late = runtime.after_step
@@ -77,11 +84,16 @@ class FirstStep:
         if not cut:
             return
         log.info(
-            "%s: the exchange of step %d was cut off: made up for when all islands have come so far", runtime.topology.name, runtime.step
+            "%s: the exchange of step %d was cut off: made up for when all islands have come so "
+            "far",
+            runtime.topology.name,
+            runtime.step,
         )
         runtime.step -= 1
         try:
-            stages = [[c for c in late if bool(c.channel.after) == second] for second in (False, True)]
+            stages = [
+                [c for c in late if bool(c.channel.after) == second] for second in (False, True)
+            ]
             runtime.land(stages[0], runtime.step)
             if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
                 runtime.send([c for c in stages[1] if c.channel.schedule.due(runtime.step)])
@@ -91,7 +103,8 @@ class FirstStep:
 
 
 class Untouched:
-    """Remembers a sum of the bits of every local tensor: equal values give equal sums, whoever wrote them.
+    """Remembers a sum of the bits of every local tensor: equal values give equal sums, whoever
+    wrote them.
 
     Args:
         shards: the parameters. island: the ranks that look together.
@@ -110,7 +123,9 @@ class Untouched:
         return self._sums is not None
 
     def note(self) -> None:
-        """The parameters as they are now are right. One pass over them, one read from the device."""
+        """The parameters as they are now are right. One pass over them, one read from the
+        device.
+        """
         self._sums = self._now() if self._shards.device.type != "meta" else None
 
     def forget(self) -> None:
@@ -125,12 +140,22 @@ class Untouched:
         """
         if self._sums is None:
             return
-        other = [s.name for s, now, then in zip(self._shards.params, self._now(), self._sums, strict=True) if now != then]
+        other = [
+            s.name
+            for s, now, then in zip(self._shards.params, self._now(), self._sums, strict=True)
+            if now != then
+        ]
         if self._island.any(bool(other)):
-            what = f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}" if other else "those of another rank"
+            what = (
+                f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}"
+                if other
+                else "those of another rank"
+            )
             raise ValueError(
-                f"parameters were changed since attach ({what}): the exchange would pull them back. Load first, then attach, or "
-                f"attach(state=...) to go on with a saved run; detach() and attach again helps now{see('changed-since-attach')}"
+                f"parameters were changed since attach ({what}): the exchange would pull them "
+                "back. Load first, then attach, or "
+                "attach(state=...) to go on with a saved run; detach() and attach again helps "
+                f"now{see('changed-since-attach')}"
             )
         self._sums = None
 
@@ -140,4 +165,6 @@ class Untouched:
         if not tensors:
             return []
         device = self._shards.device
-        return list(torch.stack([total([] if t is None else [t], device) for t in tensors]).cpu().tolist())
+        return list(
+            torch.stack([total([] if t is None else [t], device) for t in tensors]).cpu().tolist()
+        )

@@ -1,4 +1,6 @@
-"""The way out when a peer is lost or the job is told to stop: save, say how to go on, end with status 75."""
+"""The way out when a peer is lost or the job is told to stop: save, say how to go on, end with
+status 75.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ STUCK = 5.0
 
 
 def undecided(error: NeedsDecision, rank: int) -> NoReturn:
-    """End the process with status 78 and the sentence, without a traceback: another start would change nothing.
+    """End the process with status 78 and the sentence, without a traceback: another start would
+    change nothing.
 
     Args:
         rank: inside the island; the first one speaks, and tells the launcher.
@@ -46,15 +49,20 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
 
 
 @contextmanager
-def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str = "") -> Iterator[None]:
+def guard(
+    exchange: Exchange, save: Callable[[], Any] | None = None, resume: str = ""
+) -> Iterator[None]:
     """Run a training loop so that a lost peer or SIGTERM ends it in order.
 
-    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island, step, cause and how to resume, and the
-    process ends with status 75 at once (a regular interpreter exit could wait for peers that are gone); with 78 where the islands do not do
-    the same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an island that stops tells the others,
-    which stop after their current steps, and waits for them for at most ISLAND_STOP seconds before it saves. Where islands come and go
-    (ISLAND_TRANSPORT=zeromq) the others train on, no loss of another island ends this one, and who is started again joins them; who is told
-    to end sends the others what it has done since its last exchange first, for at most ISLAND_STOP seconds.
+    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island,
+    step, cause and how to resume, and the process ends with status 75 at once (a regular
+    interpreter exit could wait for peers that are gone); with 78 where the islands do not do the
+    same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an
+    island that stops tells the others, which stop after their current steps, and waits for them for
+    at most ISLAND_STOP seconds before it saves. Where islands come and go (ISLAND_TRANSPORT=zeromq)
+    the others train on, no loss of another island ends this one, and who is started again joins
+    them; who is told to end sends the others what it has done since its last exchange first, for at
+    most ISLAND_STOP seconds.
 
     Args:
         save: saves what this rank has; must not use collectives.
@@ -77,8 +85,8 @@ def guard(exchange: Exchange, save: Callable[[], Any] | None = None, resume: str
 
 
 def _told(exchange: Exchange) -> None:
-    """SIGTERM. Where islands come and go, a rank that stands in an exchange does not come to the end of its step: it ends without saving,
-    before its launcher kills it, and may join again."""
+    """SIGTERM. Where islands come and go, a rank that stands in an exchange does not come to the
+    end of its step: it ends without saving, before its launcher kills it, and may join again."""
     exchange.request_stop()
     if exchange.topology.elastic:
         threading.Thread(target=_end_if_stuck, args=(exchange,), name="stop", daemon=True).start()
@@ -92,25 +100,38 @@ def _end_if_stuck(exchange: Exchange) -> None:
         if exchange.step != step or exchange.waiting < STUCK:
             step, since = exchange.step, now
         elif now - since > STUCK:
-            log.error("%s: told to end, but step %d waits for the others: ends, and nothing is saved", exchange.topology.name, step)
+            log.error(
+                "%s: told to end, but step %d waits for the others: ends, and nothing is saved",
+                exchange.topology.name,
+                step,
+            )
             tell_launcher(exchange.topology.rank, SAVED)
             leave(SAVED)
 
 
-def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str) -> None:
+def _leave(
+    exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str
+) -> None:
     status = DECIDE if isinstance(error, Mismatch) else SAVED
-    where = f"{exchange.topology.name} (island {exchange.topology.island}, rank {exchange.topology.rank}), step {exchange.step}"
+    where = (
+        f"{exchange.topology.name} (island {exchange.topology.island}, rank "
+        f"{exchange.topology.rank}), step {exchange.step}"
+    )
     log.error("%s: %s", where, error)
     exchange.leave(stopped=isinstance(error, Stopped))
     try:
         if save is not None:
             _save(save)
         if exchange.topology.rank == 0:
-            done, command = "saved" if save is not None else "nothing was saved", resume or "the same command"
+            done, command = (
+                "saved" if save is not None else "nothing was saved",
+                resume or "the same command",
+            )
             when = "to resume" if status == SAVED else "once that is mended"
             who = "this island" if status == SAVED and exchange.topology.elastic else "all islands"
             log.error("%s: %s; %s, start %s again with: %s", where, done, when, who, command)
-    except PeerLost as lost:  # what the others have is not known: it must not be saved, and is not needed to start again
+    except PeerLost as lost:
+        # what the others have is not known: it must not be saved, and is not needed to start again
         log.error("%s: nothing was saved: %s", where, lost)
         status = SAVED if exchange.topology.elastic else 1
     except Exception:
@@ -121,7 +142,9 @@ def _leave(exchange: Exchange, error: Exception, save: Callable[[], Any] | None,
 
 
 def _save(save: Callable[[], Any]) -> None:
-    """Save; once more if only now a peer is found lost, since what was under way is then saved as it was sent."""
+    """Save; once more if only now a peer is found lost, since what was under way is then saved as
+    it was sent.
+    """
     try:
         save()
     except PeerLost:

@@ -1,7 +1,9 @@
-"""Whose contributions the exchanges had that brought this replica where it is: one digest, which goes into every checkpoint (K9).
+"""Whose contributions the exchanges had that brought this replica where it is: one digest, which
+goes into every checkpoint (K9).
 
-Two checkpoints between the same exchanges are of one state only if it is equal. It stays what it is from one exchange to the next, and
-changes where other islands take part than before. So it costs a comparison.
+Two checkpoints between the same exchanges are of one state only if it is equal. It stays what it is
+from one exchange to the next, and changes where other islands take part than before. So it costs a
+comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class History:
 
     Attributes:
         islands: of the run.
-        digest: 16 hexadecimal digits; empty where it is not known: the state is of a release that did not keep it, or was converted.
+        digest: 16 hexadecimal digits; empty where it is not known: the state is of a release that
+            did not keep it, or was converted.
         slots: the islands that take part now. at: the step of the exchange from which on they do.
 
     Example:
@@ -41,7 +44,9 @@ class History:
         self.slots = self.slots or tuple(range(self.islands))
 
     def hear(self, step: int, slots: Sequence[int]) -> None:
-        """An exchange of `step` is about to be applied; nothing happens when that is said again. No slots: they are not known any more."""
+        """An exchange of `step` is about to be applied; nothing happens when that is said again. No
+        slots: they are not known any more.
+        """
         if slots and step >= self.at and tuple(slots) != self.slots:
             self.digest = extended(self.digest, step, [Member(s) for s in slots])
             self.slots, self.at = tuple(slots), step
@@ -51,6 +56,8 @@ class History:
         return {"digest": self.digest, "slots": list(self.slots), "at": self.at}
 
     def load(self, note: Mapping[str, Any]) -> None:
-        """Go on from what `note` gave, here or on another island; from nothing known where it is empty."""
+        """Go on from what `note` gave, here or on another island; from nothing known where it is
+        empty.
+        """
         self.digest, self.at = str(note.get("digest", "")), int(note.get("at", -1))
         self.slots = tuple(int(s) for s in note.get("slots", ())) or tuple(range(self.islands))

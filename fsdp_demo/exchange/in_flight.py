@@ -1,7 +1,9 @@
-"""The messages of one rank that are under way: what several channels send at one step becomes one message, and waits here until it is due.
+"""The messages of one rank that are under way: what several channels send at one step becomes one
+message, and waits here until it is due.
 
-What lies where in a message is said by `message.py`. What has arrived is handed out, channel by channel, only after all ranks of the island
-have voted that it is here; the step (`runtime.py`) lets the channels apply it. What islands that resume agree on is in `resume.py`.
+What lies where in a message is said by `message.py`. What has arrived is handed out, channel by
+channel, only after all ranks of the island have voted that it is here; the step (`runtime.py`) lets
+the channels apply it. What islands that resume agree on is in `resume.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
 from ..comm.collectives import ReceivedMessage
-from ..comm.header import FAR, LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header, norm_code, norm_of
+from ..comm.header import (
+    FAR,
+    LEAVING,
+    NOT_FINITE,
+    PAYLOAD,
+    STOP,
+    SUMMED,
+    Header,
+    norm_code,
+    norm_of,
+)
 from ..comm.peers import PeerGroup
 from ..compression.staging import Staging
 from ..errors import PeerLost
@@ -39,11 +51,11 @@ log = logging.getLogger("fsdp_demo")
 
 @dataclass
 class PendingExchange:
-    """One message under way: the channels that share it, what each sent that is not applied yet, and the future of what comes back
-    (None on a copy without peers).
+    """One message under way: the channels that share it, what each sent that is not applied yet,
+    and the future of what comes back (None on a copy without peers).
 
-    `layout` says what lies where in it; `header` is what was said with it, once that is known on the host: a message whose answer was lost
-    is sent again as it was."""
+    `layout` says what lies where in it; `header` is what was said with it, once that is known on
+    the host: a message whose answer was lost is sent again as it was."""
 
     step: int
     members: list[str]
@@ -63,8 +75,9 @@ class PendingExchange:
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """One exchange that has ended: launched in step `step` and applied in step `applied`, the channels in it, and the seconds
-    (`time.perf_counter`) between which it was on the wire; None for a copy without peers, and for what a resumed run had in flight."""
+    """One exchange that has ended: launched in step `step` and applied in step `applied`, the
+    channels in it, and the seconds (`time.perf_counter`) between which it was on the wire; None
+    for a copy without peers, and for what a resumed run had in flight."""
 
     step: int
     applied: int
@@ -78,7 +91,8 @@ class InFlightQueue:
 
     Args:
         channels: all channels, in the order of the configuration.
-        connections: whose worker sends, and whose island votes; a copy that is not active has no worker.
+        connections: whose worker sends, and whose island votes; a copy that is not active has no
+            worker.
         device: of what is sent.
         speaks: this rank logs what it sees in the messages of its peer group.
         gone: why what others send at a step will not come, empty if it will.
@@ -91,9 +105,10 @@ class InFlightQueue:
         applied: the step of each channel's last message that was applied here.
         broken: a message was lost.
         unsent: of `flights`, what a resumed run has to send once more.
-        replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not mixed into what arrives.
-        watch: what this rank sees in the messages of its peer group. norms: what it remembers of them. history: whose contributions those
-            had that were applied here.
+        replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not
+            mixed into what arrives.
+        watch: what this rank sees in the messages of its peer group. norms: what it remembers of
+            them. history: whose contributions those had that were applied here.
     """
 
     def __init__(
@@ -106,9 +121,16 @@ class InFlightQueue:
         norm_limit: float | None = None,
         islands: int = 1,
     ):
-        self.channels, self.device, self.connections, self._gone = list(channels), device, connections, gone
+        self.channels, self.device, self.connections, self._gone = (
+            list(channels),
+            device,
+            connections,
+            gone,
+        )
         self.watch, self.history = Watch(connections.peers, speaks), History(islands)
-        self.norms = Norms(norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0))
+        self.norms = Norms(
+            norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0)
+        )
         self._staging = Staging(device)
         self.flights: list[PendingExchange] = []
         self.flown: deque[ExchangeRecord] = deque(maxlen=10_000)
@@ -117,10 +139,12 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.unsent: list[PendingExchange] = []
 
-    # ---- sending ---------------------------------------------------------------------------------------------------
+    # ---- sending -------------------------------------------------------------------------------
 
     def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
-        """Put what the channels send at this step into one message per transport and hand it to the worker."""
+        """Put what the channels send at this step into one message per transport and hand it to the
+        worker.
+        """
         flight = PendingExchange(step, list(outgoing), outgoing, None, layout=self.layout(outgoing))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
@@ -139,56 +163,91 @@ class InFlightQueue:
         flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
         self._submit(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
 
-    def _job(self, peers: PeerGroup, flight: PendingExchange, said: Said) -> Callable[[], ReceivedMessage]:
-        """Start copying a message to the host; returns what sends it and brings back the others', in the worker's thread, where the copy
-        is waited for and numbers are read.
+    def _job(
+        self, peers: PeerGroup, flight: PendingExchange, said: Said
+    ) -> Callable[[], ReceivedMessage]:
+        """Start copying a message to the host; returns what sends it and brings back the others',
+        in the worker's thread, where the copy is waited for and numbers are read.
 
-        What is refused is refused there, before the island votes: a refusal after the vote would leave its other ranks waiting."""
+        What is refused is refused there, before the island votes: a refusal after the vote would
+        leave its other ranks waiting."""
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self.device)
         header = peers.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
-        staged, at = self._staging.to_host([*numbers, *bodies, *vectors]), (len(numbers), len(numbers) + len(bodies))
+        staged, at = (
+            self._staging.to_host([*numbers, *bodies, *vectors]),
+            (len(numbers), len(numbers) + len(bodies)),
+        )
 
         def job() -> ReceivedMessage:
             flight.seconds.append(time.perf_counter())
             found = staged()
-            sections, sent = found[at[0] : at[1]], list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
+            sections, sent = (
+                found[at[0] : at[1]],
+                list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True)),
+            )
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]), peers)
             with record_function("fsdp_demo::send"):
-                arrived = peers.exchange(head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares)
-            self.watch.compare(peers, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent))
+                arrived = peers.exchange(
+                    head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares
+                )
+            self.watch.compare(
+                peers, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent)
+            )
             flight.seconds.append(time.perf_counter())
             return self.pinned(flight, lambda: arrived)
 
         def weigh(headers: Sequence[Header]) -> list[list[float]]:
             self.watch.check(peers, headers, message.before_step)
-            return message.weights(self.norms.judged(flight.members, headers)) if message.vectors else []
+            return (
+                message.weights(self.norms.judged(flight.members, headers))
+                if message.vectors
+                else []
+            )
 
         return job
 
-    def packed(self, parts: dict[str, ChannelPayload]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, str]]]:
-        """Presence bits, sections and vectors of what channels would send, on the host; nothing is launched."""
+    def packed(
+        self, parts: dict[str, ChannelPayload]
+    ) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, str]]]:
+        """Presence bits, sections and vectors of what channels would send, on the host; nothing is
+        launched.
+        """
         layout = self.layout(parts)
         presence, bodies, vectors = layout.pack(parts)
         found = self._staging.to_host([*bodies, *vectors])()
-        return presence, found[: len(bodies)], list(zip(found[len(bodies) :], [code for _, code in layout.vectors], strict=True))
+        return (
+            presence,
+            found[: len(bodies)],
+            list(zip(found[len(bodies) :], [code for _, code in layout.vectors], strict=True)),
+        )
 
-    def pinned(self, flight: PendingExchange, get: Callable[[], ReceivedMessage]) -> ReceivedMessage:
-        """What `get` brings for a flight, where the device can fetch it by itself, with what is far from the others marked.
+    def pinned(
+        self, flight: PendingExchange, get: Callable[[], ReceivedMessage]
+    ) -> ReceivedMessage:
+        """What `get` brings for a flight, where the device can fetch it by itself, with what is far
+        from the others marked.
 
         In the worker's thread, message by message in the order of the peer group."""
         arrived = get()
         headers = self.norms.judged(flight.members, arrived.headers)
         self.norms.note(flight.members, flight.step, headers)
-        return replace(arrived, headers=headers, bodies=self._staging.pin(arrived.bodies), means=self._staging.pin(arrived.means))
+        return replace(
+            arrived,
+            headers=headers,
+            bodies=self._staging.pin(arrived.bodies),
+            means=self._staging.pin(arrived.means),
+        )
 
-    # ---- what is under way -----------------------------------------------------------------------------------------
+    # ---- what is under way ---------------------------------------------------------------------
 
     def under_way(self, channel: ChannelRunner) -> list[ChannelPayload]:
         """What a channel has in flight, oldest first."""
-        return [f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts]
+        return [
+            f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts
+        ]
 
     def sent(self, step: int) -> bool:
         """Whether a message of this step is under way."""
@@ -196,11 +255,13 @@ class InFlightQueue:
 
     def overdue(self, channel: ChannelRunner, step: int) -> bool:
         """Whether something of a channel should have been applied before `step`."""
-        return any(out.step + channel.channel.schedule.delay < step for out in self.under_way(channel))
+        return any(
+            out.step + channel.channel.schedule.delay < step for out in self.under_way(channel)
+        )
 
     def oldest(self) -> tuple[list[ChannelRunner], int] | None:
-        """The channels that have not applied the oldest message yet, and the step in which the last of them would; None where there is no
-        message."""
+        """The channels that have not applied the oldest message yet, and the step in which the last
+        of them would; None where there is no message."""
         if not self.flights:
             return None
         first = self.flights[0]
@@ -209,21 +270,33 @@ class InFlightQueue:
 
     @property
     def converted(self) -> bool:
-        """Whether something under way came back under another layout (`checkpoint/reshard.py`): it cannot be handed on."""
+        """Whether something under way came back under another layout (`checkpoint/reshard.py`): it
+        cannot be handed on.
+        """
         return any(f.arrived is not None and f.arrived.decoded for f in self.flights)
 
-    # ---- receiving -------------------------------------------------------------------------------------------------
+    # ---- receiving -----------------------------------------------------------------------------
 
     def receive(
-        self, channels: Sequence[ChannelRunner], step: float, now: int | None = None, last: bool = False
+        self,
+        channels: Sequence[ChannelRunner],
+        step: float,
+        now: int | None = None,
+        last: bool = False,
     ) -> Iterator[tuple[ChannelRunner, Incoming]]:
-        """Wait, in order, for what `channels` launched `delay` or more steps before `step`: each with what has come back to it, which it is
-        to apply before the next is asked for. A collective of the island.
+        """Wait, in order, for what `channels` launched `delay` or more steps before `step`: each
+        with what has come back to it, which it is to apply before the next is asked for. A
+        collective of the island.
 
-        now: the step after which this really happens, where it is earlier than `step` (a flush); last: see `Incoming`.
+        now: the step after which this really happens, where it is earlier than `step` (a flush);
+        last: see `Incoming`.
         """
         for flight in list(self.flights):
-            ready = [c for c in channels if c.channel.name in flight.parts and flight.step + c.channel.schedule.delay <= step]
+            ready = [
+                c
+                for c in channels
+                if c.channel.name in flight.parts and flight.step + c.channel.schedule.delay <= step
+            ]
             if not ready:
                 continue
             arrived = self._wait(flight)
@@ -232,28 +305,54 @@ class InFlightQueue:
             for c in ready:
                 if told & FAR:
                     c.drop(flight.parts[c.channel.name])
-                yield c, self._incoming(flight, c, arrived, last or alone or (self.replays and c.channel.source == "delta"))
+                yield (
+                    c,
+                    self._incoming(
+                        flight,
+                        c,
+                        arrived,
+                        last or alone or (self.replays and c.channel.source == "delta"),
+                    ),
+                )
                 self.applied[c.channel.name] = flight.step
             if not flight.parts:
                 self.flights.remove(flight)
                 began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
-                self.flown.append(ExchangeRecord(flight.step, int(step) if now is None else now, tuple(flight.members), began, ended))
+                self.flown.append(
+                    ExchangeRecord(
+                        flight.step,
+                        int(step) if now is None else now,
+                        tuple(flight.members),
+                        began,
+                        ended,
+                    )
+                )
 
     def _told(self, arrived: ReceivedMessage) -> int:
-        """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out. Of a message from a run with other islands
-        nobody's is known."""
+        """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out. Of
+        a message from a run with other islands nobody's is known."""
         peers = self.connections.peers
-        own = (h.flags for slot, h in zip(arrived.slots, arrived.headers, strict=False) if peers is not None and slot == peers.slot)
+        own = (
+            h.flags
+            for slot, h in zip(arrived.slots, arrived.headers, strict=False)
+            if peers is not None and slot == peers.slot
+        )
         return next(own, 0)
 
-    def _incoming(self, flight: PendingExchange, c: ChannelRunner, arrived: ReceivedMessage | None, last: bool) -> Incoming:
+    def _incoming(
+        self, flight: PendingExchange, c: ChannelRunner, arrived: ReceivedMessage | None, last: bool
+    ) -> Incoming:
         """What one channel is to apply, which leaves the flight."""
         name, sent = c.channel.name, flight.parts[c.channel.name]
-        sent.body, sent.vectors = None, []  # a copy of the model where all is sent; nobody undoes what has arrived
+        # a copy of the model where all is sent; nobody undoes what has arrived
+        sent.body, sent.vectors = None, []
         if arrived is None:
             received, present = None, sent.present
         elif name in arrived.decoded:
-            received, present = Received([], [], [], workspace=arrived.decoded.pop(name)), sent.present
+            received, present = (
+                Received([], [], [], workspace=arrived.decoded.pop(name)),
+                sent.present,
+            )
         else:
             received = flight.layout.split(name, arrived)
             present = received.present
@@ -262,22 +361,41 @@ class InFlightQueue:
         return Incoming(sent, received, present, self.under_way(c), last)
 
     def _share(self, present: list[bool] | None) -> list[bool] | None:
-        """A copy that is not active has not heard the other islands: where there are such copies, take the island's union."""
-        if present is None or self.connections.island.position.copies == self.connections.active_copies:
+        """A copy that is not active has not heard the other islands: where there are such copies,
+        take the island's union.
+        """
+        if (
+            present is None
+            or self.connections.island.position.copies == self.connections.active_copies
+        ):
             return present
         return [bool(v) for v in self.connections.island.max(*map(float, present))]
 
     def ask(self, job: Callable[[PeerGroup], Any]) -> Any:
-        """Run `job` on the peer group after what is in flight, with the island's vote. None on a copy without peers."""
+        """Run `job` on the peer group after what is in flight, with the island's vote. None on a
+        copy without peers.
+        """
         worker = self.connections.worker
-        return self._wait(PendingExchange(-1, [], {}, None if worker is None else worker.submit(partial(job, worker.peers))))
+        return self._wait(
+            PendingExchange(
+                -1, [], {}, None if worker is None else worker.submit(partial(job, worker.peers))
+            )
+        )
 
     def layout(self, members: Collection[str]) -> MessageLayout:
         """Of a message of the channels with these names."""
-        return MessageLayout([c.section for c in self.channels if c.channel.name in members and c.section is not None])
+        return MessageLayout(
+            [
+                c.section
+                for c in self.channels
+                if c.channel.name in members and c.section is not None
+            ]
+        )
 
     def _wait(self, flight: PendingExchange) -> Any:
-        """What arrived, after the island's vote; on failure an error on every rank. What is under way stays, to be saved and sent again."""
+        """What arrived, after the island's vote; on failure an error on every rank. What is under
+        way stays, to be saved and sent again.
+        """
         error: Exception | None = None
         arrived: Any = None
         if flight.future is not None:
@@ -285,23 +403,35 @@ class InFlightQueue:
                 step = flight.step if flight.step >= 0 else math.inf
                 worker = self.connections.worker
                 with record_function("fsdp_demo::wait"):
-                    arrived = worker.wait(flight.future, lambda: self._gone(step)) if worker else flight.future.result()
-            except Exception as e:  # whatever it is, the other ranks of the island must hear of it in the vote
+                    arrived = (
+                        worker.wait(flight.future, lambda: self._gone(step))
+                        if worker
+                        else flight.future.result()
+                    )
+            except Exception as e:
+                # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
         headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
         if headers and not flight.counted:
-            flight.counted, error = True, self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
+            flight.counted, error = (
+                True,
+                self.watch.count(self.connections.peers, headers, arrived.slots, flight.step),
+            )
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop = self.connections.island.max(float(error is not None), float(asked))
         if failed:
             self.broken = True
-            raise error if error is not None else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
+            raise (
+                error
+                if error is not None
+                else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
+            )
         self.watch.hear(headers, int(stop))
         if headers and flight.step >= 0 and arrived.slots != self.history.slots:
             self.history.hear(flight.step, arrived.slots)
         return arrived
 
-    # ---- a run that goes on ----------------------------------------------------------------------------------------
+    # ---- a run that goes on --------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Nothing is to be sent of what lies before `step`."""
@@ -318,17 +448,21 @@ class InFlightQueue:
         """Send what is `unsent`. The peer group is the worker's from here on."""
         while self.unsent:
             flight = self.unsent.pop(0)
-            log.info("the payload of step %d was under way when the state was saved: sent once more", flight.step)
+            log.info(
+                "the payload of step %d was under way when the state was saved: sent once more",
+                flight.step,
+            )
             self._again(flight)
 
-    # ---- what is kept ----------------------------------------------------------------------------------------------
+    # ---- what is kept --------------------------------------------------------------------------
 
     def state(self) -> list[InFlightState]:
-        """What is in flight, waited for. After a loss with what was sent but not what should have come back: a resumed run sends it once
-        more.
+        """What is in flight, waited for. After a loss with what was sent but not what should have
+        come back: a resumed run sends it once more.
 
         Raises:
-            PeerLost (or what else has failed): if the loss is found only here; called again it gives the state.
+            PeerLost (or what else has failed): if the loss is found only here; called again it
+            gives the state.
         """
         if not self.broken:
             try:
@@ -340,22 +474,30 @@ class InFlightQueue:
                 raise
         return [_saved(f) for f in self.flights]
 
-    def load(self, saved: Sequence[InFlightState], last: dict[str, int], applied: dict[str, int]) -> None:
+    def load(
+        self, saved: Sequence[InFlightState], last: dict[str, int], applied: dict[str, int]
+    ) -> None:
         """Restore `state()` and what it was saved with."""
-        self.last = dict.fromkeys(self.last, -1) | last  # it says nothing of buffers: they are averaged at the end
+        # it says nothing of buffers: they are averaged at the end
+        self.last = dict.fromkeys(self.last, -1) | last
         self.applied = dict(applied)
-        self.flights, known = [], {c.channel.name for c in self.channels}  # a model without its buffers has no channel for them
+        # a model without its buffers has no channel for them
+        self.flights, known = [], {c.channel.name for c in self.channels}
         for s in saved:
             parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
             if not parts:  # nobody here is to apply any of it
                 continue
-            flight = PendingExchange(s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members))
+            flight = PendingExchange(
+                s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members)
+            )
             if s.arrived is not None:
-                headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]  # that stop has happened
+                # that stop has happened
+                headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]
                 flight.future = Future()
-                flight.future.set_result(replace(s.arrived, headers=headers, slots=self._same_slots(headers)))
+                flight.future.set_result(
+                    replace(s.arrived, headers=headers, slots=self._same_slots(headers))
+                )
             self.flights.append(flight)
-
 
     def _same_slots(self, headers: Sequence[Header]) -> tuple[int, ...]:
         """Whose saved headers these are, where as many islands go on."""
@@ -364,10 +506,15 @@ class InFlightQueue:
 
 
 def _saved(f: PendingExchange) -> InFlightState:
-    """As it is saved: bodies are views of larger buffers, and the peer group whose messages were numbered will not be there any more."""
+    """As it is saved: bodies are views of larger buffers, and the peer group whose messages were
+    numbered will not be there any more.
+    """
     got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
     if got is not None:
-        headers, bodies = [replace(h, number=0) for h in got.headers], [b.clone() for b in got.bodies]
+        headers, bodies = (
+            [replace(h, number=0) for h in got.headers],
+            [b.clone() for b in got.bodies],
+        )
         got = ReceivedMessage(headers, bodies, got.means, dict(got.decoded))
     return InFlightState(f.step, f.members, f.parts, got, said)
 

@@ -1,4 +1,6 @@
-"""What a replica says of itself in the header of its messages: tokens, loss, a wish to stop, and whether its contribution is finite."""
+"""What a replica says of itself in the header of its messages: tokens, loss, a wish to stop, and
+whether its contribution is finite.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from ..comm.peers import PeerGroup
 from ..errors import NotFinite, see
 
 LIMIT = 10
-"""Steps or contributions in a row that may be left out because they are not finite, or far from the others'. A replica that has as many
-does not come back by itself. Where islands come and go it ends with status 75, and joins again with the others' state; else it stops with
-an error, while its last checkpoint is still whole."""
+"""Steps or contributions in a row that may be left out because they are not finite, or far from the
+others'. A replica that has as many does not come back by itself. Where islands come and go it
+ends with status 75, and joins again with the others' state; else it stops with an error, while
+its last checkpoint is still whole."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Said:
     Attributes:
         weight, flags: as in `header.Header`.
         loss: a scalar, None where unknown.
-        bad: 1 where the contribution is not finite, else 0; `run`: steps in a row whose gradients were not.
+        bad: 1 where the contribution is not finite, else 0; `run`: steps in a row whose gradients
+            were not.
         norm: of the contribution, of the whole island; 0 where it is not looked at.
         total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
     """
@@ -42,12 +46,19 @@ class Said:
     def numbers(self, device: torch.device) -> list[Tensor]:
         """(loss, bad, run, norm) as fp32 [4] on `device`, and the total if there is one."""
         loss = self.loss if self.loss is not None else float("nan")
-        parts = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (loss, self.bad, self.run, self.norm)]
-        return [torch.stack([p.float() for p in parts]), *([] if self.total is None else [self.total.view(1)])]
+        parts = [
+            v if isinstance(v, Tensor) else torch.full((), v, device=device)
+            for v in (loss, self.bad, self.run, self.norm)
+        ]
+        return [
+            torch.stack([p.float() for p in parts]),
+            *([] if self.total is None else [self.total.view(1)]),
+        ]
 
 
 class LocalStatus:
-    """What one rank says of itself, from `Exchange.report` and `Exchange.request_stop` to the next message.
+    """What one rank says of itself, from `Exchange.report` and `Exchange.request_stop` to the next
+    message.
 
     Args:
         alone: an island that is told to end leaves the others, who train on.
@@ -55,7 +66,8 @@ class LocalStatus:
     Attributes:
         tokens: that this rank has counted since the start of the job.
         skipping: this replica does not take the step under way.
-        bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar on the device that nobody has read.
+        bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar
+            on the device that nobody has read.
         run: such steps in a row.
     """
 
@@ -65,7 +77,8 @@ class LocalStatus:
         self.skipping = False
         self.bad: float | Tensor = 0.0
         self.run: float | Tensor = 0.0
-        self._weighed: dict[str, float] = {}  # tokens of this island up to the last exchange of each channel
+        # tokens of this island up to the last exchange of each channel
+        self._weighed: dict[str, float] = {}
         self._losses: list[Tensor] = []  # noted since the last message
         self._wanted = self._sent = self._together = False
 
@@ -73,10 +86,14 @@ class LocalStatus:
         """Count tokens; keep a loss for the next header, unread."""
         self.tokens += tokens
         if loss is not None:
-            self._losses.append((loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)).reshape(()))
+            self._losses.append(
+                (loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)).reshape(())
+            )
 
     def request_stop(self, together: bool) -> None:
-        """Wish to stop: with the other islands however long it takes (`together`), else as soon as nothing is under way."""
+        """Wish to stop: with the other islands however long it takes (`together`), else as soon as
+        nothing is under way.
+        """
         self._together = together and (self._together or not self._wanted)
         self._wanted = True
 
@@ -88,14 +105,17 @@ class LocalStatus:
         """Whether this step's gradients are not finite on any rank of the island (1 or 0).
 
         Raises:
-            NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the thread that sends finds out).
+            NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the
+                thread that sends finds out).
         """
         self.bad, self.run = bad, (self.run + 1.0) * bad
         if not isinstance(self.run, Tensor):
             give_up(self.run, peers)
 
     def leaves(self, islands: int) -> bool:
-        """Whether this island stops, though the others may not, if nothing is under way after this tick."""
+        """Whether this island stops, though the others may not, if nothing is under way after this
+        tick.
+        """
         return self._sent and (not self._together or islands == 1)
 
     @property
@@ -108,23 +128,34 @@ class LocalStatus:
         """Whether this rank was asked to stop soon, not with the others however long that takes."""
         return self._wanted and not self._together
 
-    def header(self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device) -> Said:
-        """What the header of a message of the channels `names` says. Losses are used up; their mean leaves out NaN.
+    def header(
+        self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device
+    ) -> Said:
+        """What the header of a message of the channels `names` says. Losses are used up; their mean
+        leaves out NaN.
 
-        With weights `by_tokens`, which are those since the channels' last exchange, a collective inside the island."""
+        With weights `by_tokens`, which are those since the channels' last exchange, a collective
+        inside the island."""
         stop = 0 if self.goes else STOP * self._sent | LEAVING * (self._sent and self.told)
         weight, flags = 1.0, stop | SKIPPED * self.skipping
         if by_tokens:
             weight, tokens = self.weight(names, island)
             self._weighed.update(dict.fromkeys(names, tokens))
             flags |= COUNTED * (tokens > 0)
-        there = device.type != "cpu"  # to the host a copy that nobody waits for would be read too early
-        loss = torch.stack([v.float().to(device, non_blocking=there) for v in self._losses]).nanmean() if self._losses else None
+        # to the host a copy that nobody waits for would be read too early
+        there = device.type != "cpu"
+        loss = (
+            torch.stack([v.float().to(device, non_blocking=there) for v in self._losses]).nanmean()
+            if self._losses
+            else None
+        )
         self._losses.clear()
         return Said(weight, flags, loss, self.bad, self.run)
 
     def weight(self, names: Collection[str], island: IslandGroup) -> tuple[float, float]:
-        """Tokens of the island since the last exchange of the channels `names`, and in all. A collective inside the island."""
+        """Tokens of the island since the last exchange of the channels `names`, and in all. A
+        collective inside the island.
+        """
         tokens = island.sum(self.tokens)[0]
         return tokens - min(self._weighed.get(name, 0.0) for name in names), tokens
 
@@ -135,21 +166,27 @@ class LocalStatus:
         self._losses.clear()
 
     def state(self) -> tuple[tuple[int, dict[str, float]], list[float]]:
-        """Tokens, and those up to the last exchange of each channel; losses noted since the last message."""
+        """Tokens, and those up to the last exchange of each channel; losses noted since the last
+        message.
+        """
         return (self.tokens, dict(self._weighed)), [float(v) for v in self._losses]
 
-    def load(self, tokens: int, weighed: dict[str, float], losses: Iterable[float], device: torch.device) -> None:
+    def load(
+        self, tokens: int, weighed: dict[str, float], losses: Iterable[float], device: torch.device
+    ) -> None:
         """Restore `state()`."""
         self.tokens, self._weighed = tokens, dict(weighed)
         self._losses = [torch.tensor(v, device=device) for v in losses]
 
 
-def give_up(run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)") -> None:
+def give_up(
+    run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)"
+) -> None:
     """End this island if `run` contributions in a row were left out, and LIMIT are allowed.
 
     Args:
-        peers: of this rank. Where islands come and go and others train, the process ends with status 75 and saves nothing: it comes back
-            with their state.
+        peers: of this rank. Where islands come and go and others train, the process ends with
+            status 75 and saves nothing: it comes back with their state.
 
     Raises:
         NotFinite: on a peer group of fixed members, or with nobody else.
@@ -160,6 +197,7 @@ def give_up(run: float, peers: PeerGroup | None = None, what: str = "were not fi
     if peers is not None and peers.elastic and peers.following is None and len(peers.alive) > 1:
         peers.expel(text)
     raise NotFinite(
-        f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. The other islands have taken nothing of "
+        f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. "
+        "The other islands have taken nothing of "
         f"it{see('not-finite')}"
     )

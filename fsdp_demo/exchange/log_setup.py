@@ -1,4 +1,6 @@
-"""A voice for scripts that have set up no logging: without one all that the library says at INFO would be lost."""
+"""A voice for scripts that have set up no logging: without one all that the library says at INFO
+would be lost.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Voice(logging.StreamHandler):
-    """Writes to stderr, each record under the island's name. Falls silent for good as soon as somebody else listens.
+    """Writes to stderr, each record under the island's name. Falls silent for good as soon as
+    somebody else listens.
 
     Args:
         name: of the island.
@@ -37,8 +40,9 @@ class Voice(logging.StreamHandler):
 
 
 def speak(topology: Topology) -> None:
-    """If neither this package's logger nor the root logger has a handler, let it write to stderr: information on the first rank of an
-    island, warnings on all. Once per process; a level that was set stays."""
+    """If neither this package's logger nor the root logger has a handler, let it write to stderr:
+    information on the first rank of an island, warnings on all. Once per process; a level that
+    was set stays."""
     if log.hasHandlers():
         return
     level = logging.WARNING if topology.rank else logging.INFO

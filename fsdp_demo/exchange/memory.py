@@ -1,15 +1,18 @@
 """Memory before the first step: what an exchange keeps and needs on one rank, from shapes alone.
 
-Three parts, each on the device of the shards and on the host (the recipes' table: `recipes/benchmarks/memory.py`):
+Three parts, each on the device of the shards and on the host (the recipes' table:
+`recipes/benchmarks/memory.py`):
 
-* state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with `offload_outer_state`, in pinned memory.
+* state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
+  `offload_outer_state`, in pinned memory.
 * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
-* workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse or gathered one is small; a vector
-  that is reduced is a copy of what is sent, 4 bytes per element.
+* workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse
+  or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes per element.
 
-What is worked on in windows (packing, transform, selection, decoding, the outer step: under 64 MB) and copies of single shards come on top
-of the workspace; a test compares all figures with a training. Where copies of a shard share the work (active copies), one more workspace
-holds what they gather. The inner optimizer's own state is apart (`inner_state`).
+What is worked on in windows (packing, transform, selection, decoding, the outer step: under 64 MB)
+and copies of single shards come on top of the workspace; a test compares all figures with a
+training. Where copies of a shard share the work (active copies), one more workspace holds what they
+gather. The inner optimizer's own state is apart (`inner_state`).
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where things are: whether anchors and momenta are on the host, whether payloads are copied there, low-precision parameters."""
+    """Where things are: whether anchors and momenta are on the host, whether payloads are copied
+    there, low-precision parameters.
+    """
 
     host_home: bool
     staged: bool
@@ -101,15 +106,17 @@ def plan_memory(
     staged: bool = True,
     low_precision: bool = False,
 ) -> Memory:
-    """What the exchange takes on one rank of an island whose ranks hold each shard once (no copies).
+    """What the exchange takes on one rank of an island whose ranks hold each shard once (no
+    copies).
 
     Args:
         tensors: names and whole shapes of the trained parameters, ties once.
         islands: number of replicas.
         shards, shard: FSDP2 shards of the first dim, and which of them (the first is the largest).
-        staged: shards are on an accelerator, payloads are copied to the host; False: training on the CPU, where `offload_outer_state`
-            changes nothing and both columns are of one memory.
-        low_precision: parameters are not fp32 (delta channels then keep what was written into them).
+        staged: shards are on an accelerator, payloads are copied to the host; False: training on
+            the CPU, where `offload_outer_state` changes nothing and both columns are of one memory.
+        low_precision: parameters are not fp32 (delta channels then keep what was written into
+            them).
     """
     plan = plan_model(config, tensors, islands, shards)[shard]
     place = _Place(staged and config.offload_outer_state, staged, low_precision, islands)
@@ -121,10 +128,18 @@ def plan_memory(
     return Memory(parameters, device, host, idle.device.most, idle.host.most, *spaces)
 
 
-def inner_state(config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[int]]], shards: int = 1, shard: int = 0) -> int:
-    """Bytes of state on one rank of the inner optimizer that the preset is defined for: AdamW 8 per parameter, Muon 4 per element of
-    a matrix, SGD none."""
-    named = [(n, torch.nn.Parameter(torch.empty(local_shape(shape, shards, shard), device="meta"))) for n, shape in tensors]
+def inner_state(
+    config: ExchangeConfig,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    shards: int = 1,
+    shard: int = 0,
+) -> int:
+    """Bytes of state on one rank of the inner optimizer that the preset is defined for: AdamW 8 per
+    parameter, Muon 4 per element of a matrix, SGD none."""
+    named = [
+        (n, torch.nn.Parameter(torch.empty(local_shape(shape, shards, shard), device="meta")))
+        for n, shape in tensors
+    ]
     optimizer = base_optimizer(config, named, lr=1.0)
     materialise(optimizer)
     return sum(
@@ -135,7 +150,7 @@ def inner_state(config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[in
     )
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------------
+# ---- what is kept ------------------------------------------------------------------------------
 
 
 def _state(section: ChannelCodec, place: _Place) -> tuple[int, int]:
@@ -155,12 +170,14 @@ def _own(section: ChannelCodec) -> int:
     return 4 * section.layout.numel if section.channel.needs_own else 0
 
 
-# ---- a cycle of steps --------------------------------------------------------------------------------------------------
+# ---- a cycle of steps --------------------------------------------------------------------------
 
 
 @dataclass
 class _Flight:
-    """A message under way: who is in it, what it holds on the device per channel, and on the host."""
+    """A message under way: who is in it, what it holds on the device per channel, and on the
+    host.
+    """
 
     step: int
     members: list[int]
@@ -170,7 +187,9 @@ class _Flight:
 
 
 class _Cycle:
-    """Plays the steps of a plan: what `Exchange`, `InFlightQueue` and `ChannelRunner` hold, in their order."""
+    """Plays the steps of a plan: what `Exchange`, `InFlightQueue` and `ChannelRunner` hold, in
+    their order.
+    """
 
     def __init__(self, plan: Plan, place: _Place):
         self.sections, self.place = plan.sections, place
@@ -181,7 +200,11 @@ class _Cycle:
         """One step in which the channels `due` send."""
         numbers = range(len(self.sections))
         for before, first in ((True, True), (False, True), (False, False)):
-            stage = [i for i in numbers if self._channel(i).before_step == before and bool(self._channel(i).after) != first]
+            stage = [
+                i
+                for i in numbers
+                if self._channel(i).before_step == before and bool(self._channel(i).after) != first
+            ]
             self._launch(step, [i for i in due if i in stage])
             self._land(step, stage)
         self.idle.device.take(self.levels.device.now - self.idle.device.now)
@@ -193,7 +216,11 @@ class _Cycle:
     def _launch(self, step: int, due: Sequence[int]) -> None:
         if not due:
             return
-        device, host, flight = self.levels.device, self.levels.host, _Flight(step, list(due), {}, {})
+        device, host, flight = (
+            self.levels.device,
+            self.levels.host,
+            _Flight(step, list(due), {}, {}),
+        )
         for i in due:
             section = self.sections[i]
             device.touch(_encoding(section))
@@ -209,7 +236,11 @@ class _Cycle:
     def _land(self, step: int, stage: Sequence[int]) -> None:
         device = self.levels.device
         for flight in list(self.flights):
-            for i in [i for i in stage if i in flight.own and flight.step + self._channel(i).schedule.delay <= step]:
+            for i in [
+                i
+                for i in stage
+                if i in flight.own and flight.step + self._channel(i).schedule.delay <= step
+            ]:
                 device.take(-flight.payload[i])
                 device.touch(_landing(self.sections[i], self.place))
                 device.take(-flight.own.pop(i))
@@ -219,7 +250,9 @@ class _Cycle:
 
 
 def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
-    """What is held between steps and within them, over a cycle of steps; where that is long, of a step with all channels at once."""
+    """What is held between steps and within them, over a cycle of steps; where that is long, of a
+    step with all channels at once.
+    """
     cycle, numbers = _Cycle(plan, place), range(len(plan.sections))
     if plan.cycle > 10_000:
         cycle.step(0, numbers)
@@ -232,7 +265,7 @@ def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
     return cycle.idle, cycle.levels
 
 
-# ---- on the device -----------------------------------------------------------------------------------------------------
+# ---- on the device -----------------------------------------------------------------------------
 
 
 def _payload(section: ChannelCodec) -> int:
@@ -242,22 +275,38 @@ def _payload(section: ChannelCodec) -> int:
 
 def _encoding(section: ChannelCodec) -> int:
     """The most that `accumulate` and `encode` hold at once, with what they hand out."""
-    channel, work, own, payload = section.channel, 4 * section.layout.numel, _own(section), _payload(section)
-    if channel.accumulator is None:  # the source is a workspace: that is the vector, or the body is made of it
-        return work + (payload if section.gathered or section.codec.seeded else 0) + (own if section.codec.sparse else 0)
+    channel, work, own, payload = (
+        section.channel,
+        4 * section.layout.numel,
+        _own(section),
+        _payload(section),
+    )
+    # the source is a workspace: that is the vector, or the body is made of it
+    if channel.accumulator is None:
+        return (
+            work
+            + (payload if section.gathered or section.codec.seeded else 0)
+            + (own if section.codec.sparse else 0)
+        )
     rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
     return own + payload + rounded
 
 
 def _landing(section: ChannelCodec, place: _Place) -> int:
-    """The most that decoding and applying a mean hold: windows, but for the bodies on an accelerator and what is sent whole."""
+    """The most that decoding and applying a mean hold: windows, but for the bodies on an
+    accelerator and what is sent whole.
+    """
     if not section.gathered:
         return 0
     bodies = place.islands * section.num_bytes * place.staged
-    return bodies + (4 * section.layout.num_dense if section.codec.indexed else sum(4 * n for n, _ in section.spans) * section.codec.seeded)
+    return bodies + (
+        4 * section.layout.num_dense
+        if section.codec.indexed
+        else sum(4 * n for n, _ in section.spans) * section.codec.seeded
+    )
 
 
-# ---- on the host -------------------------------------------------------------------------------------------------------
+# ---- on the host -------------------------------------------------------------------------------
 
 
 def _rooms(size: int) -> int:
@@ -274,7 +323,9 @@ def _arrived(message: MessageLayout, place: _Place) -> int:
 
 
 def _job(message: MessageLayout, place: _Place) -> Iterator[int]:
-    """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce (as `collectives.reduce`)."""
+    """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce
+    (as `collectives.reduce`).
+    """
     sizes, size = [4 * n for n, _ in message.vectors], place.islands
     pinned = sum(_payload(s) for s in message.sections.values()) if place.staged else 0
     rooms = (size - 1) * _rooms(message.num_bytes)

@@ -1,11 +1,12 @@
-"""The layout of a message: where the presence bits, the sections and the vectors of its channels lie.
+"""The layout of a message: where the presence bits, the sections and the vectors of its channels
+lie.
 
-    header | presence bits | section of each gathered channel, one after the other
-    vectors of the reduced channels, one after the other, in the two legs of a reduce (`comm/collectives.py`)
+    header | presence bits | section of each gathered channel, one after the other vectors of the
+    reduced channels, one after the other, in the two legs of a reduce (`comm/collectives.py`)
 
-Channels come in the order of the configuration. Presence is one bit per tensor of each gradient channel: whether this replica has a
-gradient for it. The queue writes and reads messages by this layout, the checkpoint reader reads saved ones, the planner and the memory
-model count what it says.
+Channels come in the order of the configuration. Presence is one bit per tensor of each gradient
+channel: whether this replica has a gradient for it. The queue writes and reads messages by this
+layout, the checkpoint reader reads saved ones, the planner and the memory model count what it says.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ class MessageLayout:
         >>> message = MessageLayout([ChannelCodec(Layout([(3,), (5,)], ["dense", "dense"]), Channel("gradient", "gradient"), size=2)])
         >>> message.num_bytes, message.body_bytes, message.vectors
         (57, 1, [(8, 'fp32')])
-    """
+    """  # noqa: E501
 
     def __init__(self, sections: Sequence[ChannelCodec]):
         self.sections = {s.channel.name: s for s in sections}
-        self._bits = _spans([s.layout.num_tensors if s.channel.before_step else 0 for s in sections])
+        self._bits = _spans(
+            [s.layout.num_tensors if s.channel.before_step else 0 for s in sections]
+        )
         self._presence_bytes = (self._bits[-1].stop + 7) // 8 if sections else 0
         self._bytes = _spans([s.num_bytes for s in sections], self._presence_bytes)
         self._vectors = _spans([0 if s.gathered else len(s.spans) for s in sections])
@@ -61,13 +64,21 @@ class MessageLayout:
         """Whether it is a message of gradients: those share none with other channels."""
         return any(s.channel.before_step for s in self.sections.values())
 
-    # ---- what is sent ----------------------------------------------------------------------------------------------
+    # ---- what is sent --------------------------------------------------------------------------
 
-    def pack(self, parts: Mapping[str, ChannelPayload]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What the channels send, by name, in its order: presence bits (uint8, on the CPU), sections of the body, vectors to be reduced."""
+    def pack(
+        self, parts: Mapping[str, ChannelPayload]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """What the channels send, by name, in its order: presence bits (uint8, on the CPU),
+        sections of the body, vectors to be reduced.
+        """
         mine = [parts[name] for name in self.sections]
         bits = pack_bits([p for part in mine for p in part.present or []])
-        return bits, [p.body for p in mine if p.body is not None], [v for p in mine for v in p.vectors]
+        return (
+            bits,
+            [p.body for p in mine if p.body is not None],
+            [v for p in mine for v in p.vectors],
+        )
 
     def blank(self, bodies: Sequence[Tensor]) -> bool:
         """Whether the sections, as `pack` gives them, hold nothing but zeros."""
@@ -79,24 +90,37 @@ class MessageLayout:
         return [replica_weights(channel, headers) for channel, _, _ in self._reduced]
 
     def legs(self, size: int) -> tuple[list[int], list[int]]:
-        """Bytes, with the header, of what each of `size` ranks is sent in a reduce of `vectors`, and of what it sends back."""
-        there, back = ([HEADER.size + dense.total_bytes(part) for part in leg] for leg in legs(self.vectors, size))
+        """Bytes, with the header, of what each of `size` ranks is sent in a reduce of `vectors`,
+        and of what it sends back.
+        """
+        there, back = (
+            [HEADER.size + dense.total_bytes(part) for part in leg]
+            for leg in legs(self.vectors, size)
+        )
         return there, back
 
-    # ---- what comes back -------------------------------------------------------------------------------------------
+    # ---- what comes back -----------------------------------------------------------------------
 
     def split(self, name: str, arrived: ReceivedMessage) -> Received:
         """What has arrived for one channel. Raises as `replica_weights`."""
         i, section = list(self.sections).index(name), self.sections[name]
         bodies = [body[self._bytes[i]] for body in arrived.bodies] if section.gathered else []
         weights = replica_weights(section.channel, arrived.headers)
-        return Received(bodies, arrived.means[self._vectors[i]], weights, self._present(i, section.channel, arrived.bodies))
+        return Received(
+            bodies,
+            arrived.means[self._vectors[i]],
+            weights,
+            self._present(i, section.channel, arrived.bodies),
+        )
 
     def _present(self, i: int, channel: Channel, bodies: Sequence[Tensor]) -> list[bool] | None:
         """The union over the replicas of the bits of channel number `i`."""
         if not channel.before_step:
             return None
-        sets = [unpack_bits(body[: self._presence_bytes], self._bits[-1].stop)[self._bits[i]] for body in bodies]
+        sets = [
+            unpack_bits(body[: self._presence_bytes], self._bits[-1].stop)[self._bits[i]]
+            for body in bodies
+        ]
         return [any(bits) for bits in zip(*sets, strict=True)]
 
 
@@ -107,29 +131,46 @@ def _spans(lengths: Sequence[int], start: int = 0) -> list[slice]:
 
 
 def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
-    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient of a skipped step, for what is not
-    finite, for a norm that is far from the others', and for a newcomer's part of a round, unless all are newcomers. Of one that has left it
-    is the weight in any case: it has sent a part of a round.
+    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient
+    of a skipped step, for what is not finite, for a norm that is far from the others', and for a
+    newcomer's part of a round, unless all are newcomers. Of one that has left it is the weight
+    in any case: it has sent a part of a round.
 
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
     """
     tokens = channel.reducer.weight == "tokens"
     if tokens and not any(h.weight for h in headers):
-        if any(h.flags & COUNTED for h in headers):  # an exchange right after another one, at the end: nobody has seen a token since
+        # an exchange right after another one, at the end: nobody has seen a token since
+        if any(h.flags & COUNTED for h in headers):
             return [1.0] * len(headers)
-        raise RuntimeError(f"channel {channel.name!r} weighs islands by tokens, but none called report(tokens=...) since the last one")
-    plain = channel.before_step and channel.accumulator is None  # with an accumulator what was not finite has not come into it
+        raise RuntimeError(
+            f"channel {channel.name!r} weighs islands by tokens, but none called "
+            "report(tokens=...) since the last one"
+        )
+    # with an accumulator what was not finite has not come into it
+    plain = channel.before_step and channel.accumulator is None
     out = FAR | NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
     alone = all(h.weight < 0 for h in headers)
-    return [0.0 if h.flags & out else h.weight if tokens or h.flags & EARLY else float(alone or h.weight >= 0) for h in headers]
+    return [
+        0.0
+        if h.flags & out
+        else h.weight
+        if tokens or h.flags & EARLY
+        else float(alone or h.weight >= 0)
+        for h in headers
+    ]
 
 
 def pack_bits(bits: Sequence[bool]) -> Tensor:
     """uint8 [ceil(n / 8)], bit i of the little-endian number is bits[i]."""
     n = (len(bits) + 7) // 8
     number = sum(int(b) << i for i, b in enumerate(bits))
-    return torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8)
+        if n
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def unpack_bits(data: Tensor, n: int) -> list[bool]:

@@ -1,12 +1,16 @@
-"""Which contributions are far from the others': a decision that every island makes alike, from what headers say.
+"""Which contributions are far from the others': a decision that every island makes alike, from what
+headers say.
 
-A header says how large what its sender contributes is (`Header.norm`, one number of a whole island). A contribution is left out of a
-message when its norm is more than `limit` times both medians: that of the last MESSAGES messages of the same channels, and that of this
-message. The first knows what is usual where only one is there to compare with; the second lets all change together. Both are the lower
-median, so somebody is always left. Norms that are too small are not looked at: they do no harm.
+A header says how large what its sender contributes is (`Header.norm`, one number of a whole
+island). A contribution is left out of a message when its norm is more than `limit` times both
+medians: that of the last MESSAGES messages of the same channels, and that of this message. The
+first knows what is usual where only one is there to compare with; the second lets all change
+together. Both are the lower median, so somebody is always left. Norms that are too small are not
+looked at: they do no harm.
 
-What is remembered is the same on all islands: it follows from the headers of delivered messages, in their order. It is saved with a
-checkpoint, taken over by who starts beside others that resume, and handed to a newcomer.
+What is remembered is the same on all islands: it follows from the headers of delivered messages, in
+their order. It is saved with a checkpoint, taken over by who starts beside others that resume, and
+handed to a newcomer.
 """
 
 from __future__ import annotations
@@ -48,38 +52,53 @@ class Norms:
             return known
         usual = max(median([code for _, codes in before for code in codes]), median(now))
         most = self._limit * norm_of(usual)
-        return [replace(h, flags=h.flags | FAR) if _counts(h) and norm_of(h.norm) > most else h for h in known]
+        return [
+            replace(h, flags=h.flags | FAR) if _counts(h) and norm_of(h.norm) > most else h
+            for h in known
+        ]
 
     def note(self, members: Collection[str], step: int, headers: Sequence[Header]) -> None:
         """Remember the headers of a message, as they were judged."""
         codes = [h.norm for h in headers if _counts(h) and not h.flags & FAR]
         if codes and self._limit is not None:
-            before = [entry for entry in self._kept.get(_key(members), []) if entry[0] != step]  # it was sent once more
+            # it was sent once more
+            before = [entry for entry in self._kept.get(_key(members), []) if entry[0] != step]
             self._kept[_key(members)] = sorted([*before, (step, codes)])[-self._room :]
 
     def state(self, without: Collection[tuple[Sequence[str], int]] = ()) -> dict[str, Any]:
-        """What is remembered, as JSON. without: channels and step of messages that somebody is still to hear of."""
+        """What is remembered, as JSON. without: channels and step of messages that somebody is
+        still to hear of.
+        """
         left = {(_key(members), step) for members, step in without}
-        found = {key: [[step, list(codes)] for step, codes in kept if (key, step) not in left] for key, kept in list(self._kept.items())}
+        found = {
+            key: [[step, list(codes)] for step, codes in kept if (key, step) not in left]
+            for key, kept in list(self._kept.items())
+        }
         return {key: entries for key, entries in found.items() if entries}
 
     def load(self, kept: Kept) -> None:
         """The inverse of `state`."""
-        self._kept = {key: [(step, list(codes)) for step, codes in entries] for key, entries in kept.items()}
+        self._kept = {
+            key: [(step, list(codes)) for step, codes in entries] for key, entries in kept.items()
+        }
 
 
 def read(tree: Any, channels: Collection[str], most: int) -> dict[str, list[tuple[int, list[int]]]]:
     """What `Norms.state` gave, from somebody else. Raises ValueError or TypeError for another form.
 
     Args:
-        channels: that are known here. most: messages of the same channels that there may be, and norms in each.
+        channels: that are known here. most: messages of the same channels that there may be, and
+            norms in each.
     """
     found = {}
     for key, entries in dict(tree).items():
         if not set(key.split(",")) <= set(channels) or len(entries) > most:
             raise ValueError(f"norms of channels {key!r:.80}")
         found[key] = [(int(step), [int(code) for code in codes]) for step, codes in entries]
-        if not all(0 < len(codes) <= most and all(0 < code < 256 for code in codes) for _, codes in found[key]):
+        if not all(
+            0 < len(codes) <= most and all(0 < code < 256 for code in codes)
+            for _, codes in found[key]
+        ):
             raise ValueError(f"norms of channels {key!r:.80} of another form")
     return found
 

@@ -1,6 +1,8 @@
-"""Bytes before the first step: what one rank sends and receives at each step, from shapes alone, through the meter that training uses.
+"""Bytes before the first step: what one rank sends and receives at each step, from shapes alone,
+through the meter that training uses.
 
-A plan counts the same messages (`message.py`) as a run; a test compares the two to the byte for every preset.
+A plan counts the same messages (`message.py`) as a run; a test compares the two to the byte for
+every preset.
 """
 
 from __future__ import annotations
@@ -31,8 +33,14 @@ class Plan:
 
     @property
     def cycle(self) -> int:
-        """Steps after which the pattern of exchanges repeats: the least common multiple of the periods."""
-        return math.lcm(*(s.channel.schedule.sync_every for s in self.sections)) if self.sections else 1
+        """Steps after which the pattern of exchanges repeats: the least common multiple of the
+        periods.
+        """
+        return (
+            math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
+            if self.sections
+            else 1
+        )
 
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
@@ -68,17 +76,24 @@ class Plan:
         return total
 
     def per_step(self) -> float:
-        """Mean bytes sent per step, exact over a cycle; where that is longer than 10 000 steps each channel's exchanges alone, each with a
-        header."""
+        """Mean bytes sent per step, exact over a cycle; where that is longer than 10 000 steps each
+        channel's exchanges alone, each with a header."""
         return self.average()[0]
 
     def average(self) -> tuple[float, float, float]:
-        """(bytes sent, bytes received, messages) per step, the means over a cycle as in `per_step`."""
+        """(bytes sent, bytes received, messages) per step, the means over a cycle as in
+        `per_step`.
+        """
         if self.cycle <= 10_000:
             alone = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            alone = [(Plan([s], self.size, self.rank)._alone(), s.channel.schedule.sync_every) for s in self.sections]
-        sent, received = (sum(getattr(m, name) / n for m, n in alone) for name in ("bytes_sent", "bytes_received"))
+            alone = [
+                (Plan([s], self.size, self.rank)._alone(), s.channel.schedule.sync_every)
+                for s in self.sections
+            ]
+        sent, received = (
+            sum(getattr(m, name) / n for m, n in alone) for name in ("bytes_sent", "bytes_received")
+        )
         return sent, received, sum(m.messages / n for m, n in alone)
 
     def _alone(self) -> Meter:
@@ -87,19 +102,31 @@ class Plan:
         return meter
 
     def most(self) -> Meter:
-        """The step that sends the most bytes, within a cycle (all channels at once where the cycle is long)."""
+        """The step that sends the most bytes, within a cycle (all channels at once where the cycle
+        is long).
+        """
         if self.cycle > 10_000:
             return self._alone()
-        return max((self.message(step) for step in range(self.cycle, 2 * self.cycle)), key=lambda m: m.bytes_sent, default=Meter())
+        return max(
+            (self.message(step) for step in range(self.cycle, 2 * self.cycle)),
+            key=lambda m: m.bytes_sent,
+            default=Meter(),
+        )
 
 
 def plan_model(
-    config: ExchangeConfig, tensors: Sequence[tuple[str, Sequence[int]]], islands: int, shards: int = 1, rank: int = 0
+    config: ExchangeConfig,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    islands: int,
+    shards: int = 1,
+    rank: int = 0,
 ) -> list[Plan]:
-    """The plans of the ranks of one island (one per shard) that train a model under a configuration.
+    """The plans of the ranks of one island (one per shard) that train a model under a
+    configuration.
 
     Args:
-        tensors: names and whole shapes of the trained parameters (of a model on the meta device, say), ties once.
+        tensors: names and whole shapes of the trained parameters (of a model on the meta device,
+            say), ties once.
         islands: number of replicas; rank: which of them.
         shards: FSDP2 shards of the first dim, ceil(rows / shards) rows each.
     """
@@ -107,7 +134,9 @@ def plan_model(
     for shard in range(shards):
         sections = []
         for channel in channels:
-            mine = [(n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)]
+            mine = [
+                (n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)
+            ]
             layout = Layout([shape for _, shape in mine], [kind(channel, n) for n, _ in mine])
             sections.append(ChannelCodec(layout, channel, islands, config.seed))
         plans.append(Plan(sections, islands, rank))

@@ -1,5 +1,5 @@
-"""What schedules move in the groups of the optimizers: learning rates, and the momenta of cyclic schedules. Read on one island, set on
-another that makes up for its steps."""
+"""What schedules move in the groups of the optimizers: learning rates, and the momenta of cyclic
+schedules. Read on one island, set on another that makes up for its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MOVED = ("lr", "betas", "momentum")
 
 def read(shards: TrainingHost) -> list[list[dict[str, Any]]]:
     """For each optimizer and each of its groups, name -> number or list of numbers (JSON)."""
-    return [[{k: _plain(g[k]) for k in MOVED if k in g} for g in o.param_groups] for o in shards.optimizers]
+    return [
+        [{k: _plain(g[k]) for k in MOVED if k in g} for g in o.param_groups]
+        for o in shards.optimizers
+    ]
 
 
 def write(shards: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
@@ -25,7 +28,10 @@ def write(shards: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
     """
     mine = [len(o.param_groups) for o in shards.optimizers]
     if [len(groups) for groups in rates] != mine:
-        raise ValueError(f"rates of {[len(groups) for groups in rates]} groups came, the optimizers here have {mine}")
+        raise ValueError(
+            f"rates of {[len(groups) for groups in rates]} groups came, the optimizers here have "
+            f"{mine}"
+        )
     for optimizer, groups in zip(shards.optimizers, rates, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for name, value in values.items():

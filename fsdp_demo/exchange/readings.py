@@ -1,4 +1,6 @@
-"""How an exchange stands, as its attributes: how far it is, whether it goes on, whether it stops. No communication."""
+"""How an exchange stands, as its attributes: how far it is, whether it goes on, whether it stops.
+No communication.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ OLD_NAMES = {"note": "report", "council": "across_islands", "consensus": "equal_
 
 
 class Readings:
-    """What can be read of an `Exchange` at any time (`step` and `raises_stopped` can be set, too)."""
+    """What can be read of an `Exchange` at any time (`step` and `raises_stopped` can be set,
+    too).
+    """
 
     config: ExchangeConfig
     topology: Topology
@@ -41,9 +45,15 @@ class Readings:
             raise renamed("Exchange", name, OLD_NAMES)
 
     def __repr__(self) -> str:
-        t, state = self.topology, "running" if self.running else "finished" if self.finished else "broken"
+        t, state = (
+            self.topology,
+            "running" if self.running else "finished" if self.finished else "broken",
+        )
         where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
-        return f"<Exchange {self.config.preset!r}, {where}, step {self.step}, {self._meter.bytes_sent} B sent by this rank, {state}>"
+        return (
+            f"<Exchange {self.config.preset!r}, {where}, step {self.step}, "
+            f"{self._meter.bytes_sent} B sent by this rank, {state}>"
+        )
 
     @property
     def step(self) -> int:
@@ -80,13 +90,15 @@ class Readings:
 
     @property
     def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied here, -1 where there was none."""
+        """For each channel the step of the last message that was applied here, -1 where there was
+        none.
+        """
         return self._runtime.applied
 
     @property
     def history(self) -> str:
-        """Whose contributions the exchanges had that were applied here: a digest; empty where that is not known, as on a copy that is
-        not active."""
+        """Whose contributions the exchanges had that were applied here: a digest; empty where that
+        is not known, as on a copy that is not active."""
         return "" if self._peers is None else self._queue.history.digest
 
     @property
@@ -96,8 +108,8 @@ class Readings:
 
     @property
     def tells(self) -> Callable[[], dict[str, Any]]:
-        """Gives what this island's host (a Trainer) tells the host of an island that joins later: JSON of at most a megabyte. Called at the
-        end of the step whose state is handed on."""
+        """Gives what this island's host (a Trainer) tells the host of an island that joins later:
+        JSON of at most a megabyte. Called at the end of the step whose state is handed on."""
         return self._runtime.tells
 
     @tells.setter
@@ -106,7 +118,9 @@ class Readings:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a donor's host has told this one, if this island has joined a run under way. As it came: not compared with anything."""
+        """What a donor's host has told this one, if this island has joined a run under way. As it
+        came: not compared with anything.
+        """
         return self._runtime.told
 
     @property
@@ -141,18 +155,27 @@ class Readings:
 
     @property
     def equal_after_exchange(self) -> bool:
-        """Whether all replicas hold equal parameters after every exchange (`config.equal_at_end`: after `finish()`)."""
+        """Whether all replicas hold equal parameters after every exchange (`config.equal_at_end`:
+        after `finish()`).
+        """
         return self.config.equal_after_exchange
 
     def next_exchange(self) -> int:
-        """The step (counted from 0, this one included) in which the next payload leaves: a pure function of the schedules."""
+        """The step (counted from 0, this one included) in which the next payload leaves: a pure
+        function of the schedules.
+        """
         cycle = math.lcm(*(c.channel.schedule.sync_every for c in self.channels))
-        return next(s for s in range(self.step, self.step + cycle + 1) if any(c.channel.schedule.due(s) for c in self.channels))
+        return next(
+            s
+            for s in range(self.step, self.step + cycle + 1)
+            if any(c.channel.schedule.due(s) for c in self.channels)
+        )
 
     @property
     def shows(self) -> str:
-        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep them equal), "anchor" (the outer
-        parameters, known to every replica) or "mean" (over the replicas: a round of communication)."""
+        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep
+        them equal), "anchor" (the outer parameters, known to every replica) or "mean" (over the
+        replicas: a round of communication)."""
         return self.config.result(self.topology.islands)
 
     @property

@@ -1,4 +1,6 @@
-"""What attach refuses or warns of before anything is sent: parameters and optimizers that an exchange could not serve."""
+"""What attach refuses or warns of before anything is sent: parameters and optimizers that an
+exchange could not serve.
+"""
 
 from __future__ import annotations
 
@@ -22,34 +24,40 @@ def refuse(shards: TrainingHost, gradients: bool) -> None:
     trained = [s for s in shards.params if not s.frozen]
     if not trained:
         raise ValueError(
-            "nothing to train: none of the optimizer's parameters has requires_grad; attach after what is trained has been switched on"
+            "nothing to train: none of the optimizer's parameters has requires_grad; attach after "
+            "what is trained has been switched on"
         )
     other = [s for s in trained if s.dtype not in DTYPES]
     if other:
         raise ValueError(
-            f"parameters that cannot be exchanged: {_first([f'{s.name} ({_name(s.dtype)})' for s in other])}; allowed are "
-            f"{', '.join(map(_name, DTYPES))}: load the model with dtype=torch.float32 (of a complex parameter train its view_as_real)"
+            "parameters that cannot be exchanged: "
+            f"{_first([f'{s.name} ({_name(s.dtype)})' for s in other])}; allowed are "
+            f"{', '.join(map(_name, DTYPES))}: load the model with dtype=torch.float32 (of a "
+            "complex parameter train its view_as_real)"
         )
     for optimizer in shards.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                "LBFGS calls its closure several times in a step, with gradients of one island alone: take an optimizer that calls it "
+                "LBFGS calls its closure several times in a step, with gradients of one island "
+                "alone: take an optimizer that calls it "
                 "once (torch.optim.AdamW), or train without an exchange"
             )
         if isinstance(optimizer, torch.optim.SparseAdam) and gradients:
             raise ValueError(
-                "SparseAdam takes sparse gradients, which are neither exchanged nor clipped: take torch.optim.Adam and "
+                "SparseAdam takes sparse gradients, which are neither exchanged nor clipped: take "
+                "torch.optim.Adam and "
                 "nn.Embedding(sparse=False), or clip=None with a preset that exchanges no gradients"
             )
 
 
 def warn_of_outside(shards: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
-    """Log the trainable parameters of the model that no attached optimizer steps. With several exchanges of one model (a GAN) each says so
-    of the others' parameters."""
+    """Log the trainable parameters of the model that no attached optimizer steps. With several
+    exchanges of one model (a GAN) each says so of the others' parameters."""
     outside = shards.outside(model) if model is not None else []
     if outside:
         log.warning(
-            "%s: %d trainable parameters of the model are in no attached optimizer, and so not exchanged: %s; attach all optimizers as one "
+            "%s: %d trainable parameters of the model are in no attached optimizer, and so not "
+            "exchanged: %s; attach all optimizers as one "
             "list, or set requires_grad=False, unless another exchange has them",
             name,
             len(outside),
@@ -59,10 +67,15 @@ def warn_of_outside(shards: TrainingHost, model: torch.nn.Module | None, name: s
 
 def refuse_sparse(shards: TrainingHost) -> None:
     """Raise ValueError if a gradient that is there now is sparse."""
-    sparse = [s.name for s, g in zip(shards.params, shards.read("gradient"), strict=True) if g is not None and g.layout != torch.strided]
+    sparse = [
+        s.name
+        for s, g in zip(shards.params, shards.read("gradient"), strict=True)
+        if g is not None and g.layout != torch.strided
+    ]
     if sparse:
         raise ValueError(
-            f"sparse gradients: {_first(sparse)}; they are neither exchanged nor clipped: take nn.Embedding(sparse=False), or clip=None "
+            f"sparse gradients: {_first(sparse)}; they are neither exchanged nor clipped: take "
+            "nn.Embedding(sparse=False), or clip=None "
             "with a preset that exchanges no gradients"
         )
 

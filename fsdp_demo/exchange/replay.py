@@ -1,8 +1,11 @@
-"""A newcomer joins a run under way: it takes a donor's snapshot, and the steps that the donor has taken since, until it has caught up.
+"""A newcomer joins a run under way: it takes a donor's snapshot, and the steps that the donor has
+taken since, until it has caught up.
 
-A step is made up for as `Exchange.skip` takes one: without a gradient of its own, with the learning rates that the donor had in it, and
-with the messages that the others have agreed on; what this replica would send goes nowhere (`joining.Following`). So parameters and
-optimizer states of gradient presets, anchors and outer momenta become those of the others, bit by bit, while these train on.
+A step is made up for as `Exchange.skip` takes one: without a gradient of its own, with the learning
+rates that the donor had in it, and with the messages that the others have agreed on; what this
+replica would send goes nowhere (`joining.Following`). So parameters and optimizer states of
+gradient presets, anchors and outer momenta become those of the others, bit by bit, while these
+train on.
 """
 
 from __future__ import annotations
@@ -32,23 +35,32 @@ NEVER = 1 << 62
 """The step from which an island trains by itself that still makes up for those of others."""
 
 SLICE = 5.0
-"""Seconds after which the ranks of an island say to each other that they still wait: their snapshots do not come at the same time."""
+"""Seconds after which the ranks of an island say to each other that they still wait: their
+snapshots do not come at the same time.
+"""
 
 
 def newcomer(runtime: StepRuntime) -> bool:
     """Whether this island joins a run under way. All of its ranks call it together."""
     mine = _following(runtime) is not None
     active_copies = runtime.parameters.active_copies
-    return runtime.island.any(mine) if runtime.island.position.copies > active_copies else mine  # copies that are not active have no peers
+    # copies that are not active have no peers
+    return runtime.island.any(mine) if runtime.island.position.copies > active_copies else mine
 
 
-def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], own: Own | None = None) -> None:
-    """Take a snapshot and make up for the steps since. All ranks of the island call it together, with the engine's step hooks paused.
+def join(
+    runtime: StepRuntime,
+    model: torch.nn.Module | None,
+    told: Mapping[str, Any],
+    own: Own | None = None,
+) -> None:
+    """Take a snapshot and make up for the steps since. All ranks of the island call it together,
+    with the engine's step hooks paused.
 
     Args:
         model: as for `attach`. told: further facts of the run (`Start.facts`).
-        own: the mark of a checkpoint on the disk of this island, and what loads it: instead of a snapshot, if the donor keeps what came
-            since. All ranks have one, or it counts for none.
+        own: the mark of a checkpoint on the disk of this island, and what loads it: instead of a
+            snapshot, if the donor keeps what came since. All ranks have one, or it counts for none.
 
     Raises:
         ValueError: the others run something else.
@@ -58,7 +70,10 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
     runtime.ahead, following = None, _following(runtime)
     if runtime.peers is not None:
         runtime.peers.digest = runtime.config.digest()
-    log.info("%s: the run is under way: what this island brings is replaced by the state of another", runtime.topology.name)
+    log.info(
+        "%s: the run is under way: what this island brings is replaced by the state of another",
+        runtime.topology.name,
+    )
     own = None if runtime.island.any(own is None) else own
     stand = _take_snapshot(runtime, model, told, following, own)
     runtime.since = NEVER
@@ -67,7 +82,14 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
     if following is not None:
         following.caught_up(runtime.step)
         mib, source = following.fetched / 2**20, "its own checkpoint" if stand.own else "a snapshot"
-        log.info("%s: step %d from %s, %d steps made up for, %.1f MiB fetched", runtime.topology.name, stand.step, source, taken, mib)
+        log.info(
+            "%s: step %d from %s, %d steps made up for, %.1f MiB fetched",
+            runtime.topology.name,
+            stand.step,
+            source,
+            taken,
+            mib,
+        )
     log.info("%s goes on from step %d", runtime.topology.name, runtime.step)
 
 
@@ -76,45 +98,79 @@ def _following(runtime: StepRuntime) -> Following | None:
 
 
 def _take_snapshot(
-    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], following: Following | None, own: Own | None
+    runtime: StepRuntime,
+    model: torch.nn.Module | None,
+    told: Mapping[str, Any],
+    following: Following | None,
+    own: Own | None,
 ) -> Stand:
     """Where the donor stood."""
     island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
     _materialise(runtime)
     brings = snapshot.brings(runtime, model) | ({} if own is None else {OWN: own[0]})
-    data = _poll(runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings))
-    stand, listed = island.together(lambda: _compared(runtime, model, told, data, brings.get(OWN, "")), what)
-    if island.position.copies > runtime.parameters.active_copies:  # copies that are not active hear where it stands from the first rank
+    data = _poll(
+        runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings)
+    )
+    stand, listed = island.together(
+        lambda: _compared(runtime, model, told, data, brings.get(OWN, "")), what
+    )
+    # copies that are not active hear where it stands from the first rank
+    if island.position.copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and stand.to_json())
         stand = stand or Stand.from_json(said)
     assert stand is not None, "a rank with a line has a snapshot, the others have heard of one"
     if not island.same(stand.step) or not island.same(bool(stand.own)):
-        raise RuntimeError(f"{what}: the ranks of this island got snapshots of different steps: start it again")
-    parts = _poll(runtime, what, None if following is None else _fetching(following, sizes(listed), runtime.topology.name))
+        raise RuntimeError(
+            f"{what}: the ranks of this island got snapshots of different steps: start it again"
+        )
+    parts = _poll(
+        runtime,
+        what,
+        None if following is None else _fetching(following, sizes(listed), runtime.topology.name),
+    )
     tensors = island.together(lambda: filled(parts or [], listed), what)
     if own is not None and stand.own:
         _stand_on(runtime, model, stand, own)
     else:
         if own is not None:
             log.info(
-                "%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it is another's", runtime.topology.name
+                "%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it "
+                "is another's",
+                runtime.topology.name,
             )
         snapshot.give(runtime, model, stand, tensors, following)
     return stand
 
 
-def _fetching(following: Following, wanted: Sequence[int], name: str) -> Callable[[], list[Tensor] | None]:
+def _fetching(
+    following: Following, wanted: Sequence[int], name: str
+) -> Callable[[], list[Tensor] | None]:
     """Asks for the bodies of a snapshot, and says now and then how long that will take."""
     began, before, whole = time.monotonic(), following.fetched, sum(wanted)
     says_at = SLICE / 2  # then twice as late each time
 
     def ask() -> list[Tensor] | None:
         nonlocal says_at
-        found, took, come = following.bodies(wanted, SLICE), time.monotonic() - began, following.fetched - before
+        found, took, come = (
+            following.bodies(wanted, SLICE),
+            time.monotonic() - began,
+            following.fetched - before,
+        )
         if found is None and took >= says_at:
             says_at = 2 * took
-            left = f"about {(whole - come) * took / come / 60:.1f} minutes are left" if come else "nothing comes"
-            log.info("%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s", name, come / 2**20, whole / 2**20, took, left)
+            left = (
+                f"about {(whole - come) * took / come / 60:.1f} minutes are left"
+                if come
+                else "nothing comes"
+            )
+            log.info(
+                "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s",
+                name,
+                come / 2**20,
+                whole / 2**20,
+                took,
+                left,
+            )
         return found
 
     return ask
@@ -126,31 +182,45 @@ def _stand_on(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand,
     Raises:
         ValueError: what was loaded is not what was saved.
     """
-    log.info("%s: the others keep what came since the checkpoint of step %d here: it is loaded", runtime.topology.name, stand.step)
+    log.info(
+        "%s: the others keep what came since the checkpoint of step %d here: it is loaded",
+        runtime.topology.name,
+        stand.step,
+    )
     tensors, arrived = returning.taken(runtime, own[1])
     snapshot.give(runtime, model, stand, tensors, None)
     returning.arrive(runtime, arrived)
     copy = runtime.peers is None
     if runtime.island.any(not copy and returning.mark(runtime, model) != stand.own):
         raise ValueError(
-            f"the checkpoint of step {stand.step} was loaded, and is not what was saved: remove its folder, and start this island again"
+            f"the checkpoint of step {stand.step} was loaded, and is not what was saved: remove "
+            "its folder, and start this island again"
         )
 
 
 def _compared(
-    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor | None, own: str
+    runtime: StepRuntime,
+    model: torch.nn.Module | None,
+    told: Mapping[str, Any],
+    data: Tensor | None,
+    own: str,
 ) -> tuple[Stand | None, Listed]:
     """Where the donor stands, and what is to come; nothing on a rank without peers."""
     if data is None:
         return None, ()
     stand, listed = snapshot.expected(runtime, model, told, opened(data))
     if stand.own not in ("", own):
-        raise ValueError(f"the donor goes by a checkpoint with mark {stand.own!r:.40}, here is {own or 'none'}: start this island again")
+        raise ValueError(
+            f"the donor goes by a checkpoint with mark {stand.own!r:.40}, here is {own or 'none'}: "
+            "start this island again"
+        )
     return stand, listed
 
 
 def _materialise(runtime: StepRuntime) -> None:
-    """Optimizers that make their state at their first step take one on gradients of zero: parameters and state are replaced after it."""
+    """Optimizers that make their state at their first step take one on gradients of zero:
+    parameters and state are replaced after it.
+    """
     if not runtime.before_step or snapshot.kept(runtime):
         return
     trained = [None if s.frozen else True for s in runtime.shards.params]
@@ -174,7 +244,9 @@ def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -
 
 
 def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
-    """How many steps were made up for. The first rank's peer group says which come; rates are those of before in the end."""
+    """How many steps were made up for. The first rank's peer group says which come; rates are those
+    of before in the end.
+    """
     before, taken = rates.read(runtime.shards), 0
     runtime.queue.replays = True
     try:
@@ -183,7 +255,8 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
             taken += 1
     except Stopped:
         raise Stopped(
-            f"the other islands stopped after step {runtime.step}, when this one was about to join them: nothing to join"
+            f"the other islands stopped after step {runtime.step}, when this one was about to join "
+            "them: nothing to join"
         ) from None
     finally:
         runtime.queue.replays = False
@@ -211,7 +284,10 @@ def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
 def _take(runtime: StepRuntime, tick: Tick) -> None:
     """One step without a gradient of this replica."""
     if tick.step != runtime.step:
-        raise WireError(f"step {tick.step} came to be made up for, here comes {runtime.step}: start this island again")
+        raise WireError(
+            f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "
+            "island again"
+        )
     rates.write(runtime.shards, tick.rates)
     runtime.status.skipping = True
     try:
@@ -219,7 +295,8 @@ def _take(runtime: StepRuntime, tick: Tick) -> None:
             runtime.shards.gradients([False] * len(runtime.shards.params))
         runtime.before()
         if runtime.before_step:
-            runtime.base_step()  # an engine that keeps buffers for its gradients has them back after it
+            # an engine that keeps buffers for its gradients has them back after it
+            runtime.base_step()
         runtime.after()
         snapshot.count_step(runtime)
     finally:

@@ -1,4 +1,6 @@
-"""What a method calls its model (`ExchangeConfig.result`), made on the ranks of a run: the anchors, or the mean of the parameters."""
+"""What a method calls its model (`ExchangeConfig.result`), made on the ranks of a run: the anchors,
+or the mean of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from .runtime import StepRuntime, drift
 
 @contextmanager
 def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[None]:
-    """Within this context `model` holds the replica's own "parameters", the "anchor" of its delta channels, or the "mean" over the
-    replicas; in the end it holds its own."""
+    """Within this context `model` holds the replica's own "parameters", the "anchor" of its delta
+    channels, or the "mean" over the replicas; in the end it holds its own."""
     parameters, shards = runtime.parameters, runtime.shards
     if what == "parameters":
         try:
@@ -40,14 +42,16 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
     finally:
         shards.commit(model)
         with torch.no_grad():
-            for t, old in zip([t for t in shards.read("parameter") if t is not None], kept, strict=True):
+            for t, old in zip(
+                [t for t in shards.read("parameter") if t is not None], kept, strict=True
+            ):
                 t.copy_(old)
         shards.commit(model)
 
 
 def mean_parameters(runtime: StepRuntime) -> Tensor | None:
-    """Mean of the parameters over the replicas as a workspace of this copy, fp32; all replicas call it at the same step. Replicas whose
-    parameters are not finite have no share in it.
+    """Mean of the parameters over the replicas as a workspace of this copy, fp32; all replicas call
+    it at the same step. Replicas whose parameters are not finite have no share in it.
 
     Raises:
         NotFinite: on all replicas, if no replica has finite parameters.
@@ -57,12 +61,18 @@ def mean_parameters(runtime: StepRuntime) -> Tensor | None:
     if peers is None or work is None:
         runtime.queue.ask(lambda peers: None)
         return work if peers is None and runtime.parameters.size == 1 else None
-    vector, header = work.cpu() if share else torch.zeros(work.numel()), peers.header(PARAMETERS, runtime.step)
+    vector, header = (
+        work.cpu() if share else torch.zeros(work.numel()),
+        peers.header(PARAMETERS, runtime.step),
+    )
 
     def job(peers: PeerGroup) -> Tensor:
         mean, part = peers.mean(header, [(vector, "fp32"), (torch.tensor([share]), "fp32")])
         if not float(part):
-            raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {runtime.step}: resume from a checkpoint")
+            raise NotFinite(
+                f"no island has finite parameters (NaN or Inf) at step {runtime.step}: resume from "
+                "a checkpoint"
+            )
         return mean if float(part) == 1.0 else mean.div_(part)
 
     mean: Tensor = runtime.queue.ask(job)
@@ -70,7 +80,9 @@ def mean_parameters(runtime: StepRuntime) -> Tensor | None:
 
 
 def set_mean(runtime: StepRuntime) -> float:
-    """Replace the parameters by their mean over the replicas; returns the drift of this one, |theta - mean| / |mean|."""
+    """Replace the parameters by their mean over the replicas; returns the drift of this one, |theta
+    - mean| / |mean|.
+    """
     own = runtime.parameters.tensors("parameter")
     before = [t.float().clone() for t in own if t is not None]
     runtime.parameters.write(mean_parameters(runtime), own)
@@ -80,7 +92,10 @@ def set_mean(runtime: StepRuntime) -> float:
 
 
 def equal(runtime: StepRuntime) -> bool:
-    """Whether the parameters of all replicas are bit-equal now. All ranks of all islands call it at the same step."""
-    mark = digest(runtime.shards.read("parameter")) if runtime.peers is not None else b""  # behind what this thread has queued on a device
+    """Whether the parameters of all replicas are bit-equal now. All ranks of all islands call it at
+    the same step.
+    """
+    # behind what this thread has queued on a device
+    mark = digest(runtime.shards.read("parameter")) if runtime.peers is not None else b""
     same = runtime.queue.ask(lambda peers: agreement.all_equal(peers, mark, DIGESTS, runtime.step))
     return not runtime.island.any(same is False)

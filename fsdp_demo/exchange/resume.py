@@ -1,4 +1,6 @@
-"""What an exchange keeps for a run that goes on with it, and what the islands of that run agree on: which messages are sent once more."""
+"""What an exchange keeps for a run that goes on with it, and what the islands of that run agree on:
+which messages are sent once more.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,15 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     names = [c.channel.name for c in runtime.channels]
     if set(saved.channels) != set(names):
         raise ValueError(
-            f"saved channels are {sorted(saved.channels)}, this configuration has {names}: resume with the preset that saved them"
+            f"saved channels are {sorted(saved.channels)}, this configuration has {names}: resume "
+            "with the preset that saved them"
         )
     if saved.digest != runtime.config.digest():
-        log.warning("the state was saved under another configuration (digest %016x, now %016x)", saved.digest, runtime.config.digest())
+        log.warning(
+            "the state was saved under another configuration (digest %016x, now %016x)",
+            saved.digest,
+            runtime.config.digest(),
+        )
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name])
     runtime.step, runtime.begun = max(runtime.step, saved.step), saved.begun
@@ -65,17 +72,24 @@ def forget(runtime: StepRuntime) -> None:
 
 
 def agree_on_norms(queue: InFlightQueue, donor: int) -> None:
-    """What the donor remembers of the norms in messages is what all do: they must leave out the same."""
+    """What the donor remembers of the norms in messages is what all do: they must leave out the
+    same.
+    """
     peers = queue.connections.peers
     if peers is not None and peers.size > 1:
-        queue.norms.load(gather_json(peers, queue.norms.state() if peers.rank == donor else {})[donor])
+        queue.norms.load(
+            gather_json(peers, queue.norms.state() if peers.rank == donor else {})[donor]
+        )
 
 
 def agree(queue: InFlightQueue, step: int, donor: int) -> None:
-    """What was under way when a state was saved is to be sent once more (`InFlightQueue.send_again`), where not all islands have received
-    it. What some have and others will not send is dropped. All count from one last exchange, and have the donor's history.
+    """What was under way when a state was saved is to be sent once more
+    (`InFlightQueue.send_again`), where not all islands have received it. What some have and
+    others will not send is dropped. All count from one last exchange, and have the donor's
+    history.
 
-    Islands may stand at unlike steps between the same exchanges: who is behind sends at its own time what the others send again now.
+    Islands may stand at unlike steps between the same exchanges: who is behind sends at its own
+    time what the others send again now.
 
     Raises:
         ValueError: something is dropped, and islands stand at unlike steps.
@@ -88,29 +102,50 @@ def agree(queue: InFlightQueue, step: int, donor: int) -> None:
         queue.history.load(everyone[donor]["history"])
     theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
     known = {key for held in theirs for key in held}
-    lost = any(key not in held and key[0] < each["step"] for each, held in zip(everyone, theirs, strict=True) for key in known)
-    again = [peers is not None and not all(held.get((f.step, *f.members)) for held in theirs) for f in flights]
-    lost |= any(f.members != list(f.parts) for f, wanted in zip(flights, again, strict=True) if wanted)  # a part has acted here
+    lost = any(
+        key not in held and key[0] < each["step"]
+        for each, held in zip(everyone, theirs, strict=True)
+        for key in known
+    )
+    again = [
+        peers is not None and not all(held.get((f.step, *f.members)) for held in theirs)
+        for f in flights
+    ]
+    # a part has acted here
+    lost |= any(
+        f.members != list(f.parts) for f, wanted in zip(flights, again, strict=True) if wanted
+    )
     dropped, *repeat = island.max(float(lost), *map(float, again))
     if dropped:
         _drop(queue, apart=island.any(len({each["step"] for each in everyone}) > 1))
     own = [queue.last[c.channel.name] for c in queue.channels]
-    first = [min(column) for column in zip(*gather_json(peers, own), strict=True)] if peers is not None else own
+    first = (
+        [min(column) for column in zip(*gather_json(peers, own), strict=True)]
+        if peers is not None
+        else own
+    )
     common = island.max(*(-v for v in first))  # the least of all ranks
     queue.last = {c.channel.name: -int(v) for c, v in zip(queue.channels, common, strict=True)}
     queue.unsent = [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted]
 
 
 def _drop(queue: InFlightQueue, apart: bool) -> None:
-    """Forget what is under way, as if it had not been sent. apart: islands stand at unlike steps, so nothing can be dropped."""
+    """Forget what is under way, as if it had not been sent. apart: islands stand at unlike steps,
+    so nothing can be dropped.
+    """
     if apart:
         raise ValueError(
-            "islands resume at unlike steps, and not all hold what was under way: resume all from a checkpoint of one step "
+            "islands resume at unlike steps, and not all hold what was under way: resume all from "
+            "a checkpoint of one step "
             "(fsdp-demo inspect shows them)"
         )
     if queue.flights:
         steps = [f.step for f in queue.flights]
-        log.warning("payloads of steps %s were under way when the state was saved, not all islands have them: dropped", steps)
+        log.warning(
+            "payloads of steps %s were under way when the state was saved, not all islands have "
+            "them: dropped",
+            steps,
+        )
     for flight in queue.flights:
         for c in [c for c in queue.channels if c.channel.name in flight.parts]:
             c.undo(flight.parts[c.channel.name])

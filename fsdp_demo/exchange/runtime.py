@@ -1,8 +1,10 @@
 """The order of one step: what an exchange does around the step of the base optimizers.
 
-    backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels] -> next forward
+    backward -> [gradient channels] -> base optimizer step -> [delta, parameter and state channels]
+    -> next forward
 
-A channel with a source g (a gradient, a delta, parameters) and an accumulator m, where it has one, does
+A channel with a source g (a gradient, a delta, parameters) and an accumulator m, where it has one,
+does
 
     m = beta m + g
     q = topk(DCT m)
@@ -10,9 +12,10 @@ A channel with a source g (a gradient, a delta, parameters) and an accumulator m
     exchange q
     g = sign(mean q)    or the mean itself, an outer step on the anchor, or new parameters
 
-The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is the queue's (`in_flight.py`). Then what
-has changed is settled with the model. When a tick begins and ends is said by the engine's step hooks (`TrainingHost.hooks`), which call
-`before` and `after` here: nothing stands between it and the step.
+The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is
+the queue's (`in_flight.py`). Then what has changed is settled with the model. When a tick begins
+and ends is said by the engine's step hooks (`TrainingHost.hooks`), which call `before` and `after`
+here: nothing stands between it and the step.
 """
 
 from __future__ import annotations
@@ -57,19 +60,25 @@ class StepRuntime:
         step: of the job, to start from.
 
     Attributes:
-        channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels and buffers that act there.
+        channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels
+            and buffers that act there.
         island: the other ranks of this replica.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         status: what this replica says of itself.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
-        begun: the step whose gradients are in the accumulators: one that was cut off in the middle does not add them twice when it is taken
-            again.
-        since: the step from which this replica has trained by itself; later than 0 where it has joined a run under way.
-        unlike: another island's torch, device or processor is unlike this one's: replicas may differ in the last bit.
-        ahead: called ahead of a step until it is None: what is to be done ahead of the first one (`first_step.py`).
-        tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was told.
-        handing: called at the end of a step in which an island that joins asks for this one's state (`snapshot.py`).
+        begun: the step whose gradients are in the accumulators: one that was cut off in the middle
+            does not add them twice when it is taken again.
+        since: the step from which this replica has trained by itself; later than 0 where it has
+            joined a run under way.
+        unlike: another island's torch, device or processor is unlike this one's: replicas may
+            differ in the last bit.
+        ahead: called ahead of a step until it is None: what is to be done ahead of the first one
+            (`first_step.py`).
+        tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was
+            told.
+        handing: called at the end of a step in which an island that joins asks for this one's state
+            (`snapshot.py`).
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
     """
@@ -83,12 +92,24 @@ class StepRuntime:
         queue: InFlightQueue,
         step: int,
     ):
-        self.config, self.topology, self.shards, self.queue, self.step = config, topology, shards, queue, step
+        self.config, self.topology, self.shards, self.queue, self.step = (
+            config,
+            topology,
+            shards,
+            queue,
+            step,
+        )
         self.connections, self.island = queue.connections, queue.connections.island
-        self.channels, self.buffers, self.parameters = bound.channels, bound.buffers, bound.parameters
+        self.channels, self.buffers, self.parameters = (
+            bound.channels,
+            bound.buffers,
+            bound.parameters,
+        )
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
-        self.hooks = shards.hooks(self.island, self.before, self.after, self.skip, gradients=config.needs_gradients)
+        self.hooks = shards.hooks(
+            self.island, self.before, self.after, self.skip, gradients=config.needs_gradients
+        )
         self.status = LocalStatus(topology.elastic)
         for c in bound.channels:
             c.measures = config.norm_limit is not None and topology.islands > 1
@@ -100,7 +121,8 @@ class StepRuntime:
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
         self.handing: Callable[[], None] | None = None
-        self._rates: list[list[dict[str, Any]]] | None = None  # of the step under way, where an island follows
+        # of the step under way, where an island follows
+        self._rates: list[list[dict[str, Any]]] | None = None
 
     @property
     def peers(self) -> PeerGroup | None:
@@ -114,8 +136,9 @@ class StepRuntime:
 
     @property
     def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied here, -1 where there was none. Replicas for which these are equal
-        stand between the same exchanges: what consensus presets share (anchors, outer momenta) is equal there."""
+        """For each channel the step of the last message that was applied here, -1 where there was
+        none. Replicas for which these are equal stand between the same exchanges: what consensus
+        presets share (anchors, outer momenta) is equal there."""
         return {c.channel.name: self.queue.applied.get(c.channel.name, -1) for c in self.channels}
 
     @property
@@ -128,11 +151,13 @@ class StepRuntime:
         """The channels that set parameters."""
         return [c for c in self.channels if c.channel.writes_parameters]
 
-    # ---- one tick --------------------------------------------------------------------------------------------------
+    # ---- one tick ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def before(self) -> None:
-        """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base step back where nothing is."""
+        """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base
+        step back where nothing is.
+        """
         self.check_usable()
         if self.ahead is not None:
             self.ahead()
@@ -144,7 +169,8 @@ class StepRuntime:
         mine = self.before_step
         self._look_at_gradients(bool(mine))
         outgoing, applied = {}, []
-        for c in mine if not self.queue.sent(self.step) else []:  # else it was, before this step was cut off
+        # else it was, before this step was cut off
+        for c in mine if not self.queue.sent(self.step) else []:
             g = None
             if self.begun != self.step or c.accumulator is None:
                 with record_function("fsdp_demo::accumulate"):
@@ -156,7 +182,8 @@ class StepRuntime:
             del g  # as large as the shards: it must not outlive the message
         self.begun = self.step
         self._launch(outgoing, self.status.bad)  # q goes to the other islands
-        for c, arrived in self.queue.receive(mine, self.step):  # theirs are here: those of this step, or of `delay` steps ago
+        # theirs are here: those of this step, or of `delay` steps ago
+        for c, arrived in self.queue.receive(mine, self.step):
             with record_function("fsdp_demo::apply"):
                 c.apply(arrived)  # g = sign(mean q)
             applied.append(c)
@@ -169,7 +196,8 @@ class StepRuntime:
 
     @torch.no_grad()
     def after(self) -> None:
-        """After-step channels of this tick; then the step counts, and a wish to stop takes effect on the whole island.
+        """After-step channels of this tick; then the step counts, and a wish to stop takes effect
+        on the whole island.
 
         Raises:
             Stopped: it does.
@@ -190,7 +218,10 @@ class StepRuntime:
         self.check_usable()
         if self.hooks.partial:
             of = len(self.shards.optimizers)
-            raise RuntimeError(f"skip() in step {self.step}, when {self.hooks.partial} of {of} optimizers have stepped")
+            raise RuntimeError(
+                f"skip() in step {self.step}, when {self.hooks.partial} of {of} optimizers have "
+                "stepped"
+            )
         self.status.skipping = True
         try:
             self.shards.gradients([False] * len(self.shards.params))
@@ -203,21 +234,38 @@ class StepRuntime:
         if self.queue.broken:
             raise PeerLost("the exchange has failed before: save, and start all islands again")
         if self.finished:
-            raise RuntimeError("the exchange is finished: call detach() to train on without it, or attach again")
+            raise RuntimeError(
+                "the exchange is finished: call detach() to train on without it, or attach again"
+            )
 
     def exchange(
-        self, channels: Sequence[ChannelRunner], due: Sequence[ChannelRunner], step: float, now: int | None = None, last: bool = False
+        self,
+        channels: Sequence[ChannelRunner],
+        due: Sequence[ChannelRunner],
+        step: float,
+        now: int | None = None,
+        last: bool = False,
     ) -> None:
-        """Send those that are due and apply what is: first the others, then those that come `after` one and see what it has done.
+        """Send those that are due and apply what is: first the others, then those that come `after`
+        one and see what it has done.
 
-        step, now, last: as for `InFlightQueue.receive`; what is sent in the last exchange is a part of a round."""
+        step, now, last: as for `InFlightQueue.receive`; what is sent in the last exchange is a part
+        of a round."""
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
             self.land(stage, step, now, last)
 
-    def land(self, channels: Sequence[ChannelRunner], step: float, now: int | None = None, last: bool = False) -> None:
-        """Receive and apply what is due of these channels, and settle it with the model. Arguments as for `InFlightQueue.receive`."""
+    def land(
+        self,
+        channels: Sequence[ChannelRunner],
+        step: float,
+        now: int | None = None,
+        last: bool = False,
+    ) -> None:
+        """Receive and apply what is due of these channels, and settle it with the model. Arguments
+        as for `InFlightQueue.receive`.
+        """
         applied = []
         for c, arrived in self.queue.receive(channels, step, now, last):
             with record_function("fsdp_demo::apply"):
@@ -226,7 +274,7 @@ class StepRuntime:
             del arrived  # as large as the shards: it goes before the next one comes
         self.settle(applied)
 
-    # ---- its parts -------------------------------------------------------------------------------------------------
+    # ---- its parts -----------------------------------------------------------------------------
 
     def clip(self, mean: bool) -> None:
         """Clip the mean gradient, as the configuration says."""
@@ -234,19 +282,29 @@ class StepRuntime:
             self.island.clip(self.shards.read("gradient"), self.config.clip)
 
     def _look_at_gradients(self, sent: bool) -> None:
-        """Clip this replica's own gradients, as the configuration says; leave out those that are not finite: nobody takes anything of this
-        step from this replica, and it takes none of its own.
+        """Clip this replica's own gradients, as the configuration says; leave out those that are
+        not finite: nobody takes anything of this step from this replica, and it takes none of
+        its own.
 
-        `sent`: gradients are exchanged. Where they are neither clipped nor exchanged they are not looked at."""
+        `sent`: gradients are exchanged. Where they are neither clipped nor exchanged they are not
+        looked at."""
         limit = None if self.config.clips_mean else self.config.clip
         if limit is None and not sent:
             return
-        across = self._mean_over_islands if self.config.clip_scope == "islands" and limit is not None else None
+        across = (
+            self._mean_over_islands
+            if self.config.clip_scope == "islands" and limit is not None
+            else None
+        )
         bad = self.island.clip(self.shards.read("gradient"), limit, across)
         if not isinstance(bad, Tensor) and bad:
             self.shards.gradients([False] * len(self.shards.params))
             if self.topology.rank == 0:
-                log.warning("%s: gradients of step %d are not finite (NaN or Inf): left out", self.topology.name, self.step + 1)
+                log.warning(
+                    "%s: gradients of step %d are not finite (NaN or Inf): left out",
+                    self.topology.name,
+                    self.step + 1,
+                )
         self.status.gradients(bad, self.peers)
 
     def _mean_over_islands(self, value: float) -> float:
@@ -255,11 +313,13 @@ class StepRuntime:
         return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
     def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
-        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs to a part of a round
-        (`ChannelPayload`)."""
+        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs
+        to a part of a round (`ChannelPayload`)."""
         if not channels:
             return
-        bad = self.island.not_finite([t for c in channels for t in c.tensors(c.channel.target) if t is not None])
+        bad = self.island.not_finite(
+            [t for c in channels for t in c.tensors(c.channel.target) if t is not None]
+        )
         for c in channels:
             c.left_out = bad
         outgoing = {}
@@ -280,26 +340,43 @@ class StepRuntime:
         said = self.status.header(outgoing, by_tokens, self.island, self.shards.device)
         if not by_tokens and self._joined_within(outgoing):
             said = replace(said, weight=-1.0)
-        self.queue.launch(outgoing, self.step, replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)))
+        self.queue.launch(
+            outgoing,
+            self.step,
+            replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)),
+        )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
-        """Whether this replica has joined within the round that these channels send: its steps are fewer than the others', and would count
-        as much. Tokens are counted since it joined, so weights by tokens need no such rule."""
-        own, schedules = self.step + 1 - self.since, {c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps}
-        sent = [schedules[name].sync_every for name, out in outgoing.items() if name in schedules and not out.partial]
+        """Whether this replica has joined within the round that these channels send: its steps are
+        fewer than the others', and would count as much. Tokens are counted since it joined, so
+        weights by tokens need no such rule."""
+        own, schedules = (
+            self.step + 1 - self.since,
+            {c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps},
+        )
+        sent = [
+            schedules[name].sync_every
+            for name, out in outgoing.items()
+            if name in schedules and not out.partial
+        ]
         return self.since > 0 and any(own < period for period in sent)
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
-        """The norm of what this island contributes to a message: one number, the same on all its ranks. 0 where nobody looks at it."""
+        """The norm of what this island contributes to a message: one number, the same on all its
+        ranks. 0 where nobody looks at it.
+        """
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
-        squares = [torch.zeros((), device=self.shards.device), *(c.square for c in sent if c.square is not None)]
+        squares = [
+            torch.zeros((), device=self.shards.device),
+            *(c.square for c in sent if c.square is not None),
+        ]
         for c in sent:
             c.square = None
         return self.island.norm(torch.stack(squares).sum()) if sent else 0.0
 
     def _total(self, names: Collection[str]) -> Tensor | None:
-        """The sum of what is equal on all replicas when these channels send: anchors, or parameters that only gradient channels change.
-        None where nothing is, and between the comparisons."""
+        """The sum of what is equal on all replicas when these channels send: anchors, or parameters
+        that only gradient channels change. None where nothing is, and between the comparisons."""
         mine = [c for c in self.channels if c.channel.name in names]
         if not mine or self.topology.islands == 1 or self.peers is None:
             return None
@@ -307,23 +384,35 @@ class StepRuntime:
         if schedule.round(self.step) % max(1, -(-EVERY // schedule.sync_every)):
             return None
         if self.gradients_only:
-            return total([t for t in self.shards.read("parameter") if t is not None], self.shards.device)
+            return total(
+                [t for t in self.shards.read("parameter") if t is not None], self.shards.device
+            )
         outer = [c for c in mine if c.channel.source == "delta" and c.channel.equal_at_end]
-        anchors = (part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None)
+        anchors = (
+            part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None
+        )
         return total(anchors, self.shards.device) if outer else None
 
     def settle(self, applied: Sequence[ChannelRunner]) -> None:
-        """What was written goes to the model. Parameters that were averaged after a delta channel are its anchor from now on; their drift
-        is what the mean has moved them."""
+        """What was written goes to the model. Parameters that were averaged after a delta channel
+        are its anchor from now on; their drift is what the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
             self.shards.commit()
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
                 for d in self.channels:
-                    if d.channel.source == "delta" and d.channel.name.split(".")[0] == c.channel.after:
+                    if (
+                        d.channel.source == "delta"
+                        and d.channel.name.split(".")[0] == c.channel.after
+                    ):
                         d.anchor_here()
                 self.drift = drift(self.island, *c.moved)
-                log.info("%s: drift %.3g before the average of step %d", self.topology.name, self.drift, self.step)
+                log.info(
+                    "%s: drift %.3g before the average of step %d",
+                    self.topology.name,
+                    self.drift,
+                    self.step,
+                )
 
     def base_step(self) -> None:
         """The base optimizers' step on gradients that the exchange has made."""
@@ -331,13 +420,19 @@ class StepRuntime:
         self.shards.commit()
 
     def _settle_stop(self) -> bool:
-        """What the island agrees on when a tick has ended: whether all stop, whether it stops alone, and whether it does since some island
-        was told to end. Returns whether an island that joins asks for this one's state, on all peer groups.
+        """What the island agrees on when a tick has ended: whether all stop, whether it stops
+        alone, and whether it does since some island was told to end. Returns whether an island
+        that joins asks for this one's state, on all peer groups.
 
-        The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops alone when nothing is under way."""
-        alone = self.status.leaves(self.topology.islands) and (self.status.goes or not self.queue.flights)
+        The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops
+        alone when nothing is under way."""
+        alone = self.status.leaves(self.topology.islands) and (
+            self.status.goes or not self.queue.flights
+        )
         desk = None if self.peers is None else self.peers.desk
-        unasked = self.peers is not None and (desk is None or not desk.wanted or self.queue.converted)
+        unasked = self.peers is not None and (
+            desk is None or not desk.wanted or self.queue.converted
+        )
         here = (self.queue.watch.stop, alone, alone and self.status.told, unasked)
         flags, leaves, told, unwanted = self.island.max(*map(float, here))
         together = bool(flags)
@@ -346,7 +441,9 @@ class StepRuntime:
         return not unwanted
 
     def _let_follow(self, asked: bool) -> None:
-        """Tell who follows of the step that has ended; hand this island's state to who has asked for it."""
+        """Tell who follows of the step that has ended; hand this island's state to who has asked
+        for it.
+        """
         if self._rates is not None and self.peers is not None and self.peers.desk is not None:
             self.peers.desk.tick(Tick(self.step - 1, self._rates))
         self._rates = None

@@ -1,4 +1,6 @@
-"""What an exchange saves of itself on one rank, by name, and as the tree of plain values and tensors that a checkpoint holds."""
+"""What an exchange saves of itself on one rank, by name, and as the tree of plain values and
+tensors that a checkpoint holds.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ class InFlightState:
             del arrived["slots"]  # they are of this run
         parts = {name: vars(out) for name, out in self.parts.items()}
         said = None if self.said is None else _fields(self.said)
-        return {"step": self.step, "members": self.members, "parts": parts, "arrived": arrived, "said": said}
+        return {
+            "step": self.step,
+            "members": self.members,
+            "parts": parts,
+            "arrived": arrived,
+            "said": said,
+        }
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> InFlightState:
@@ -47,8 +55,16 @@ class InFlightState:
         got, said, arrived = tree["arrived"], tree.get("said"), None
         if got is not None:
             headers = [Header(**h) for h in got["headers"]]
-            arrived = ReceivedMessage(headers, list(got["bodies"]), list(got["means"]), dict(got.get("decoded", {})))
-        return cls(int(tree["step"]), list(tree["members"]), parts, arrived, None if said is None else Header(**said))
+            arrived = ReceivedMessage(
+                headers, list(got["bodies"]), list(got["means"]), dict(got.get("decoded", {}))
+            )
+        return cls(
+            int(tree["step"]),
+            list(tree["members"]),
+            parts,
+            arrived,
+            None if said is None else Header(**said),
+        )
 
 
 @dataclass
@@ -58,7 +74,8 @@ class ExchangeState:
     Attributes:
         step: optimizer steps done. digest: of the configuration.
         channels: what each keeps; in_flight: messages under way, oldest first.
-        last: the step after which each channel has last sent; applied: the step of its last message that was applied here.
+        last: the step after which each channel has last sent; applied: the step of its last message
+            that was applied here.
         begun: the step whose gradients are in the accumulators.
         tokens: of this rank; weighed: of the island up to the last exchange of each channel.
         loss: the mean over the islands at the last exchange; losses: noted here since.
@@ -107,7 +124,9 @@ class ExchangeState:
         return cls(
             step=int(tree["step"]),
             digest=int(tree["digest"]),
-            channels={name: ChannelState.from_tree(name, kept) for name, kept in tree["channels"].items()},
+            channels={
+                name: ChannelState.from_tree(name, kept) for name, kept in tree["channels"].items()
+            },
             in_flight=[InFlightState.from_tree(f) for f in tree["in_flight"]],
             last=dict(tree["last"]),
             applied=dict(tree.get("applied", {})),

@@ -1,4 +1,5 @@
-"""The state that an island needs to join a run under way: taken by a donor at the end of a step, given to the newcomer.
+"""The state that an island needs to join a run under way: taken by a donor at the end of a step,
+given to the newcomer.
 
 By source:
 
@@ -8,10 +9,11 @@ By source:
     parameter   parameters; where a mean comes late, what the donor sent for it, since only what changed in between is kept.
     state:NAME  optimizer states.
 
-With them go frozen parameters and buffers, and which messages are under way: what they bring follows, and acts at its own step. Inner
-optimizers of the other presets begin anew, as in every take-over. Each rank of the donor hands its own active copy and shard to one rank of
-the newcomer; ranks of the newcomer that are not active are completed by their island.
-"""
+With them go frozen parameters and buffers, and which messages are under way: what they bring
+follows, and acts at its own step. Inner optimizers of the other presets begin anew, as in every
+take-over. Each rank of the donor hands its own active copy and shard to one rank of the newcomer;
+ranks of the newcomer that are not active are completed by their island.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,19 +38,23 @@ from .snapshot_head import Open, Stand
 log = logging.getLogger("fsdp_demo")
 
 
-# ---- the donor -------------------------------------------------------------------------------------------------------------
+# ---- the donor ---------------------------------------------------------------------------------
 
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to its peer group's desk; or what came since the checkpoint that the newcomer has, where all
-    ranks keep it. All ranks of the island call it together."""
+    """Take a snapshot of this rank and hand it to its peer group's desk; or what came since the
+    checkpoint that the newcomer has, where all ranks keep it. All ranks of the island call it
+    together."""
     desk = None if runtime.peers is None else runtime.peers.desk
     lacks = desk is not None and not desk.hold()
     whole = runtime.island.any(lacks)
     if desk is None:
         return
     if whole:
-        desk.hand(take(runtime, model, told), [f.future for f in runtime.queue.flights if f.future is not None])
+        desk.hand(
+            take(runtime, model, told),
+            [f.future for f in runtime.queue.flights if f.future is not None],
+        )
     else:
         desk.hand_since()
 
@@ -64,7 +70,11 @@ def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
         c.state()  # copies to the host may still be under way
     desk = None if runtime.peers is None else runtime.peers.desk
     theirs = desk.brings.get("rest") if desk is not None else None
-    stand = Stand.of(runtime, counts(runtime), same_rest=theirs is not None and theirs == brings(runtime, model).get("rest"))
+    stand = Stand.of(
+        runtime,
+        counts(runtime),
+        same_rest=theirs is not None and theirs == brings(runtime, model).get("rest"),
+    )
     head = snapshot_head.write(runtime, told, stand, states(runtime))
     return Snapshot(head, {p.name: p.copy() for p in _parts(runtime, model, stand)})
 
@@ -72,17 +82,30 @@ def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
 def without_tensors(runtime: StepRuntime, told: Mapping[str, Any], own: str) -> Snapshot:
     """One of this step for who has its tensors in a checkpoint with the mark `own`."""
     # What is under way has come, and is in the checkpoint: nobody will hear of it again.
-    stand = replace(Stand.of(runtime, counts(runtime), same_rest=True), own=own, norms=runtime.queue.norms.state())
+    stand = replace(
+        Stand.of(runtime, counts(runtime), same_rest=True),
+        own=own,
+        norms=runtime.queue.norms.state(),
+    )
     return Snapshot(snapshot_head.write(runtime, told, stand, states(runtime)), {})
 
 
 def size(runtime: StepRuntime, model: torch.nn.Module | None) -> int:
     """Bytes of the tensors of a snapshot of this rank."""
-    return sum(p.n * DTYPES[p.dtype].itemsize for p in _parts(runtime, model, Stand.of(runtime, counts(runtime), same_rest=False)))
+    return sum(
+        p.n * DTYPES[p.dtype].itemsize
+        for p in _parts(runtime, model, Stand.of(runtime, counts(runtime), same_rest=False))
+    )
 
 
-def expected(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], head: Mapping[str, Any]) -> tuple[Stand, Listed]:
-    """Compare the head of a snapshot with what this rank runs; where its donor stands, and the tensors that are to come.
+def expected(
+    runtime: StepRuntime,
+    model: torch.nn.Module | None,
+    told: Mapping[str, Any],
+    head: Mapping[str, Any],
+) -> tuple[Stand, Listed]:
+    """Compare the head of a snapshot with what this rank runs; where its donor stands, and the
+    tensors that are to come.
 
     Raises:
         ValueError: see `snapshot_head.read`; or it lists other tensors than this rank needs.
@@ -92,25 +115,34 @@ def expected(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[
     theirs = head.get("tensors")
     if theirs != [list(part) for part in mine]:
         listed = theirs if isinstance(theirs, list) else []
-        at = next((i for i, part in enumerate(mine) if i >= len(listed) or listed[i] != list(part)), len(mine))
+        at = next(
+            (i for i, part in enumerate(mine) if i >= len(listed) or listed[i] != list(part)),
+            len(mine),
+        )
         here, there = (every[at] if at < len(every) else None for every in (mine, listed))
         raise ValueError(
-            f"the snapshot lists tensor {at} as {there!r:.80}, this rank needs {here!r:.80}: pass model= on all islands, or on none"
+            f"the snapshot lists tensor {at} as {there!r:.80}, this rank needs {here!r:.80}: pass "
+            "model= on all islands, or on none"
         )
     return stand, mine
 
 
-# ---- the newcomer ----------------------------------------------------------------------------------------------------------
+# ---- the newcomer ------------------------------------------------------------------------------
 
 
 def give(
-    runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand, tensors: Mapping[str, Tensor], following: Following | None
+    runtime: StepRuntime,
+    model: torch.nn.Module | None,
+    stand: Stand,
+    tensors: Mapping[str, Tensor],
+    following: Following | None,
 ) -> None:
     """Let this rank stand where its donor stood. All ranks of the island call it together.
 
     Args:
-        tensors: of the snapshot; none on a copy that is not active, which has no peers and so is not `following`. Where they come from a
-            checkpoint (`Stand.own`) model and inner optimizers are filled already.
+        tensors: of the snapshot; none on a copy that is not active, which has no peers and so is
+            not `following`. Where they come from a checkpoint (`Stand.own`) model and inner
+            optimizers are filled already.
     """
     runtime.step, runtime.begun, runtime.told = stand.step, -1, stand.host
     if not stand.own:
@@ -129,22 +161,36 @@ def give(
     queue.history.load(stand.history)
     queue.watch.loss = queue.watch.loss if stand.loss is None else stand.loss
     queue.norms.load(stand.norms)
-    queue.flights = [_flight(runtime, i, f, tensors, following) for i, f in enumerate(stand.flights)]
+    queue.flights = [
+        _flight(runtime, i, f, tensors, following) for i, f in enumerate(stand.flights)
+    ]
 
 
 def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:
-    """Digests of what a newcomer may hold already: frozen parameters, of an adapter's base say, and buffers."""
+    """Digests of what a newcomer may hold already: frozen parameters, of an adapter's base say, and
+    buffers.
+    """
     rest = _rest(runtime, model) if runtime.parameters.position.copy == 0 else []
     return {"rest": digest(rest).hex()} if rest else {}
 
 
-def _give_rest(runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool) -> None:
-    """Frozen parameters and buffers; copies get them from the first of them. same: it has brought them itself."""
+def _give_rest(
+    runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool
+) -> None:
+    """Frozen parameters and buffers; copies get them from the first of them. same: it has brought
+    them itself.
+    """
     local = _rest(runtime, model)
     if not local:
         return
     sizes = [t.numel() * t.element_size() for t in local]
-    work = data if data is not None else _bytes(local) if same else torch.empty(sum(sizes), dtype=torch.uint8)
+    work = (
+        data
+        if data is not None
+        else _bytes(local)
+        if same
+        else torch.empty(sum(sizes), dtype=torch.uint8)
+    )
     runtime.island.broadcast(work)
     for t, part in zip(local, work.split(sizes), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
@@ -174,7 +220,13 @@ def _give_anchor(c: ChannelRunner, tensors: Mapping[str, Tensor]) -> None:
     c.written = c.pack("parameter") if c.written is not None else None
 
 
-def _flight(runtime: StepRuntime, number: int, f: Open, tensors: Mapping[str, Tensor], following: Following | None) -> PendingExchange:
+def _flight(
+    runtime: StepRuntime,
+    number: int,
+    f: Open,
+    tensors: Mapping[str, Tensor],
+    following: Following | None,
+) -> PendingExchange:
     """A message under way, of which nothing is this replica's own, and what it brings."""
     by_name = {c.channel.name: c for c in runtime.queue.channels}
     parts = {}
@@ -184,16 +236,26 @@ def _flight(runtime: StepRuntime, number: int, f: Open, tensors: Mapping[str, Te
             own = own.to(runtime.shards.device)
         elif c.channel.needs_own and c.layout is not None:
             own = c.layout.new(runtime.shards.device)
-        parts[name] = ChannelPayload(f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None)
+        parts[name] = ChannelPayload(
+            f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None
+        )
     queue, worker = runtime.queue, runtime.connections.worker
     flight = PendingExchange(f.step, list(f.members), parts, None, layout=queue.layout(f.members))
     if worker is not None and following is not None:
-        wanted = Expected(PAYLOAD, f.step, flight.layout.body_bytes, flight.layout.vectors, runtime.topology.islands)
-        flight.future = worker.submit(partial(queue.pinned, flight, partial(following.arrived, wanted)))
+        wanted = Expected(
+            PAYLOAD,
+            f.step,
+            flight.layout.body_bytes,
+            flight.layout.vectors,
+            runtime.topology.islands,
+        )
+        flight.future = worker.submit(
+            partial(queue.pinned, flight, partial(following.arrived, wanted))
+        )
     return flight
 
 
-# ---- what it holds ---------------------------------------------------------------------------------------------------------
+# ---- what it holds -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,11 +278,17 @@ def _parts(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) ->
     """In their order. Both sides list the same by the same function."""
     if stand.own:
         return []
-    return [*_of_model(runtime, model, stand), *_of_channels(runtime), *_of_flights(runtime, stand.flights)]
+    return [
+        *_of_model(runtime, model, stand),
+        *_of_channels(runtime),
+        *_of_flights(runtime, stand.flights),
+    ]
 
 
 def shared(runtime: StepRuntime, model: torch.nn.Module | None) -> list[list[Tensor]]:
-    """What `_parts` is made of, in groups, as it lies in memory: what must be equal on all islands if one may stand for another."""
+    """What `_parts` is made of, in groups, as it lies in memory: what must be equal on all islands
+    if one may stand for another.
+    """
     groups = [_rest(runtime, model)]
     if not _anchored(runtime):
         groups.append([t for t in runtime.shards.read("parameter") if t is not None])
@@ -231,7 +299,11 @@ def shared(runtime: StepRuntime, model: torch.nn.Module | None) -> list[list[Ten
         groups += [[work] for work in (c.anchor, c.momentum) if work is not None]
     for f in runtime.queue.flights:
         by_name = {c.channel.name: c for c in runtime.queue.channels}
-        groups += [[out.own] for name, out in f.parts.items() if out.own is not None and by_name[name].channel.corrects]
+        groups += [
+            [out.own]
+            for name, out in f.parts.items()
+            if out.own is not None and by_name[name].channel.corrects
+        ]
     return groups
 
 
@@ -239,20 +311,36 @@ def _of_model(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand)
     parameters, rest = runtime.parameters, _rest(runtime, model)
     assert parameters.layout is not None, "a copy that is not active has no line"
     if rest and parameters.position.copy == 0 and not stand.same_rest:
-        yield _Part("rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest))
+        yield _Part(
+            "rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest)
+        )
     if not _anchored(runtime):
-        yield _Part("parameters", "float32", parameters.layout.numel, partial(parameters.pack, "parameter"))
+        yield _Part(
+            "parameters", "float32", parameters.layout.numel, partial(parameters.pack, "parameter")
+        )
     if stand.counts is not None:
         for name in states(runtime):
-            yield _Part(f"state.{name}", "float32", parameters.layout.numel, partial(parameters.pack, f"state:{name}"))
+            yield _Part(
+                f"state.{name}",
+                "float32",
+                parameters.layout.numel,
+                partial(parameters.pack, f"state:{name}"),
+            )
 
 
 def _of_channels(runtime: StepRuntime) -> Iterator[_Part]:
     for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
-            yield _Part(f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor"))
+            yield _Part(
+                f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor")
+            )
             if c.channel.applier.momentum:
-                yield _Part(f"{c.channel.name}.momentum", "float32", c.layout.numel, partial(getattr, c, "momentum"))
+                yield _Part(
+                    f"{c.channel.name}.momentum",
+                    "float32",
+                    c.layout.numel,
+                    partial(getattr, c, "momentum"),
+                )
 
 
 def _of_flights(runtime: StepRuntime, flights: Sequence[Open]) -> Iterator[_Part]:
@@ -262,11 +350,15 @@ def _of_flights(runtime: StepRuntime, flights: Sequence[Open]) -> Iterator[_Part
         for name in f.parts:
             c = by_name[name]
             if c.channel.corrects and c.layout is not None:
-                yield _Part(own_name(i, name), "float32", c.layout.numel, partial(_sent, runtime, i, name))
+                yield _Part(
+                    own_name(i, name), "float32", c.layout.numel, partial(_sent, runtime, i, name)
+                )
 
 
 def own_name(number: int, name: str) -> str:
-    """What a snapshot calls what the donor sent of its parameters for message `number` under way."""
+    """What a snapshot calls what the donor sent of its parameters for message `number` under
+    way.
+    """
     return f"flight{number}.{name}.own"
 
 
@@ -284,8 +376,12 @@ def _bytes(local: Sequence[Tensor]) -> Tensor:
 
 
 def _anchored(runtime: StepRuntime) -> bool:
-    """Whether every parameter that is trained has an anchor: its donor's value is not needed then."""
-    return set(runtime.parameters.covered) <= {i for c in runtime.channels if c.channel.source == "delta" for i in c.covered}
+    """Whether every parameter that is trained has an anchor: its donor's value is not needed
+    then.
+    """
+    return set(runtime.parameters.covered) <= {
+        i for c in runtime.channels if c.channel.source == "delta" for i in c.covered
+    }
 
 
 def _moves_states(runtime: StepRuntime) -> bool:
@@ -294,31 +390,48 @@ def _moves_states(runtime: StepRuntime) -> bool:
 
 
 def states(runtime: StepRuntime) -> list[str]:
-    """Names of the optimizer states that have the shape of their parameters, where replicas share something of them."""
+    """Names of the optimizer states that have the shape of their parameters, where replicas share
+    something of them.
+    """
     return runtime.shards.states() if _moves_states(runtime) else []
 
 
 def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
-    """The numbers in each optimizer state (step counters); None where replicas share nothing of them, or keep what is neither a number nor
-    of the shape of its parameter."""
+    """The numbers in each optimizer state (step counters); None where replicas share nothing of
+    them, or keep what is neither a number nor of the shape of its parameter."""
     if not _moves_states(runtime):
         return None
     out: list[dict[str, float]] = []
     for p, state in kept(runtime):
-        rest = {k: v for k, v in state.items() if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)}
-        if not all(isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1) for v in rest.values()):
+        rest = {
+            k: v
+            for k, v in state.items()
+            if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)
+        }
+        if not all(
+            isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1)
+            for v in rest.values()
+        ):
             return None
         out.append({k: v.item() if isinstance(v, Tensor) else v for k, v in rest.items()})
     return out
 
 
 def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
-    """What the inner optimizers step, with the state of each that holds anything: SGD leaves empty ones behind."""
-    return [(p, state) for p, state in runtime.shards.optimizer_states() if any(v is not None for v in state.values())]
+    """What the inner optimizers step, with the state of each that holds anything: SGD leaves empty
+    ones behind.
+    """
+    return [
+        (p, state)
+        for p, state in runtime.shards.optimizer_states()
+        if any(v is not None for v in state.values())
+    ]
 
 
 def count_step(runtime: StepRuntime) -> None:
-    """The step counters of inner optimizers that have not stepped, where their states are shared: one more step was made up for."""
+    """The step counters of inner optimizers that have not stepped, where their states are shared:
+    one more step was made up for.
+    """
     if _moves_states(runtime) and not runtime.before_step:
         for _, state in kept(runtime):
             if "step" in state:

@@ -1,4 +1,6 @@
-"""What a snapshot says of itself, and what the rank that takes it compares with its own before it believes it."""
+"""What a snapshot says of itself, and what the rank that takes it compares with its own before it
+believes it.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,22 @@ from .startup import specification
 FORMAT = 2  # 1: facts and places had other names
 
 AT_START = ("must_match.at",)
-"""Facts that islands compare when they start together, and that say nothing to one that joins later: the step from which they go on."""
+"""Facts that islands compare when they start together, and that say nothing to one that joins
+later: the step from which they go on.
+"""
 
 MOST = 1 << 16
 """Messages that norms are remembered of, and islands in one, at most."""
 
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of unknown origin leads a reader to
+# what JSON of unknown origin leads a reader to
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Open:
-    """A message under way: when it was sent, by which channels, and for each that has not applied it the gradients that the donor has
-    ("010", a character for each of its tensors; empty for channels of something else)."""
+    """A message under way: when it was sent, by which channels, and for each that has not applied
+    it the gradients that the donor has ("010", a character for each of its tensors; empty for
+    channels of something else)."""
 
     step: int
     members: list[str]
@@ -43,10 +49,12 @@ class Stand:
         step: optimizer steps done.
         applied, last: see `InFlightQueue`. loss: see `Watch`; None where unknown.
         flights: what is under way, oldest first.
-        counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are not handed on.
+        counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are
+            not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`norms.Norms`).
-        own: the mark of the checkpoint from which the newcomer takes all tensors (`returning.py`); empty: they come.
+        own: the mark of the checkpoint from which the newcomer takes all tensors (`returning.py`);
+            empty: they come.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
         history: see `History.note`.
     """
@@ -64,17 +72,39 @@ class Stand:
     history: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool) -> Stand:
+    def of(
+        cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool
+    ) -> Stand:
         """Of this rank."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
-            Open(f.step, list(f.members), {name: "".join("01"[p] for p in out.present or []) for name, out in f.parts.items()})
+            Open(
+                f.step,
+                list(f.members),
+                {
+                    name: "".join("01"[p] for p in out.present or [])
+                    for name, out in f.parts.items()
+                },
+            )
             for f in queue.flights
         ]
-        known, applied, history = None if math.isnan(loss) else loss, dict(queue.applied), queue.history.note()
+        known, applied, history = (
+            None if math.isnan(loss) else loss,
+            dict(queue.applied),
+            queue.history.note(),
+        )
         heard = queue.norms.state([(f.members, f.step) for f in queue.flights])
         return cls(
-            runtime.step, applied, dict(queue.last), known, flights, counts, same_rest, runtime.tells(), norms=heard, history=history
+            runtime.step,
+            applied,
+            dict(queue.last),
+            known,
+            flights,
+            counts,
+            same_rest,
+            runtime.tells(),
+            norms=heard,
+            history=history,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -85,18 +115,41 @@ class Stand:
     def from_json(cls, tree: Mapping[str, Any]) -> Stand:
         """Raises ValueError for another form."""
         try:
-            flights = [Open(whole(f["step"]), [str(m) for m in f["members"]], dict(f["parts"])) for f in tree["flights"]]
-            applied, last = ({k: whole(v) for k, v in tree[name].items()} for name in ("applied", "last"))
+            flights = [
+                Open(whole(f["step"]), [str(m) for m in f["members"]], dict(f["parts"]))
+                for f in tree["flights"]
+            ]
+            applied, last = (
+                {k: whole(v) for k, v in tree[name].items()} for name in ("applied", "last")
+            )
             loss = None if tree["loss"] is None else float(tree["loss"])
             counts = tree["counts"]
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
             step, host, own = whole(tree["step"]), dict(tree["host"]), str(tree.get("own", ""))
             heard, told = norms.read(tree["norms"], set(last), MOST), tree["history"]
-            history = {"digest": str(told["digest"]), "slots": [whole(s) for s in told["slots"]], "at": whole(told["at"])}
-            return cls(step, applied, last, loss, flights, counts, tree["same_rest"] is True, host, heard, own, history)
+            history = {
+                "digest": str(told["digest"]),
+                "slots": [whole(s) for s in told["slots"]],
+                "at": whole(told["at"]),
+            }
+            return cls(
+                step,
+                applied,
+                last,
+                loss,
+                flights,
+                counts,
+                tree["same_rest"] is True,
+                host,
+                heard,
+                own,
+                history,
+            )
         except _BROKEN as error:
-            raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
+            raise ValueError(
+                f"the snapshot is of another form ({error!r:.80}): use one release everywhere"
+            ) from None
 
 
 def whole(value: Any) -> int:
@@ -113,7 +166,9 @@ def number(value: Any) -> float:
     return value
 
 
-def write(runtime: StepRuntime, told: Mapping[str, Any], stand: Stand, states: Sequence[str]) -> dict[str, Any]:
+def write(
+    runtime: StepRuntime, told: Mapping[str, Any], stand: Stand, states: Sequence[str]
+) -> dict[str, Any]:
     """The head of this rank's snapshot.
 
     Args:
@@ -134,7 +189,9 @@ def write(runtime: StepRuntime, told: Mapping[str, Any], stand: Stand, states: S
 
 
 def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
-    return specification(runtime.config, runtime.shards, {k: v for k, v in told.items() if k not in AT_START})
+    return specification(
+        runtime.config, runtime.shards, {k: v for k, v in told.items() if k not in AT_START}
+    )
 
 
 def place(runtime: StepRuntime) -> dict[str, int]:
@@ -162,33 +219,49 @@ def read(
         states: names of the optimizer states that are kept here. counts: the numbers in each.
 
     Raises:
-        ValueError: it is of another run, model, preset, place or release, with the values of both sides; or no head at all.
+        ValueError: it is of another run, model, preset, place or release, with the values of both
+            sides; or no head at all.
     """
     if head.get("format") != FORMAT:
         raise ValueError(
-            f"the snapshot has format {head.get('format')!r:.20}, written by fsdp_demo {head.get('package')!r:.40}; this is {__version__}, "
+            f"the snapshot has format {head.get('format')!r:.20}, written by fsdp_demo "
+            f"{head.get('package')!r:.40}; this is {__version__}, "
             f"which reads format {FORMAT}: use one release everywhere"
         )
     try:
         island, name, found = whole(head["island"]), str(head["name"])[:80], dict(head["facts"])
-        theirs = [[str(t[0]), list(t[1]), list(t[2]), str(t[3]), str(t[4])] for t in head["parameters"]]
-        where, kept = {str(k): whole(v) for k, v in head["place"].items()}, [str(s) for s in head["states"]]
+        theirs = [
+            [str(t[0]), list(t[1]), list(t[2]), str(t[3]), str(t[4])] for t in head["parameters"]
+        ]
+        where, kept = (
+            {str(k): whole(v) for k, v in head["place"].items()},
+            [str(s) for s in head["states"]],
+        )
         stand = Stand.from_json(head["stand"])
     except _BROKEN as error:
-        raise ValueError(f"the snapshot is of another form ({error!r:.80}): use one release everywhere") from None
+        raise ValueError(
+            f"the snapshot is of another form ({error!r:.80}): use one release everywhere"
+        ) from None
 
     def refuse(what: str) -> ValueError:
-        return ValueError(agreement.unlike_runs(f"island {island} ({name})", runtime.topology.name, what))
+        return ValueError(
+            agreement.unlike_runs(f"island {island} ({name})", runtime.topology.name, what)
+        )
 
     may, must = agreement.apart(_run(runtime, told), found, name)
-    must += [f"{k}: {v} here, {where.get(k)} there" for k, v in place(runtime).items() if where.get(k) != v]
+    must += [
+        f"{k}: {v} here, {where.get(k)} there"
+        for k, v in place(runtime).items()
+        if where.get(k) != v
+    ]
     if must:
         raise refuse("; ".join(must[:6]))
     if what := facts.tensors_apart(runtime.shards.params, theirs):
         raise refuse(what)
     if (found_states := (kept, _names(stand.counts))) != (mine := (list(states), _names(counts))):
         raise refuse(
-            f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*found_states)} there; one that makes them at its first "
+            f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*found_states)} "
+            "there; one that makes them at its first "
             "step cannot join a run"
         )
     for what in _odd(runtime.queue.channels, stand):
@@ -210,7 +283,9 @@ def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
 
 
 def _odd(channels: Sequence[ChannelRunner], stand: Stand) -> list[str]:
-    """What cannot be: marks of channels that are not here, messages that are not under way at that step."""
+    """What cannot be: marks of channels that are not here, messages that are not under way at that
+    step.
+    """
     known, found = {c.channel.name: c for c in channels}, []
     if stand.step < 0:
         found.append(f"it stands at step {stand.step}")
@@ -221,10 +296,21 @@ def _odd(channels: Sequence[ChannelRunner], stand: Stand) -> list[str]:
         found.append(f"{len(stand.flights)} messages are under way there, at most {limit} can be")
     before = -1
     for f in stand.flights:
-        fits = 0 < len(f.parts) and set(f.parts) <= set(f.members) <= set(known) and len(set(f.members)) == len(f.members)
-        fits = fits and before <= f.step < stand.step and all(_under_way(known[name], f, stand.step) for name in f.parts)
+        fits = (
+            0 < len(f.parts)
+            and set(f.parts) <= set(f.members) <= set(known)
+            and len(set(f.members)) == len(f.members)
+        )
+        fits = (
+            fits
+            and before <= f.step < stand.step
+            and all(_under_way(known[name], f, stand.step) for name in f.parts)
+        )
         if not fits:
-            found.append(f"a message of step {f.step} of channels {f.members[:4]} is under way at step {stand.step}")
+            found.append(
+                f"a message of step {f.step} of channels {f.members[:4]} is under way at step "
+                f"{stand.step}"
+            )
             break
         before = f.step
     return found

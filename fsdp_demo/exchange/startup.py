@@ -1,7 +1,9 @@
-"""The first minute of an exchange: agree on the run, make parameters, frozen parameters, buffers and channel state equal.
+"""The first minute of an exchange: agree on the run, make parameters, frozen parameters, buffers
+and channel state equal.
 
-The donor is the island that is furthest; where several are, the first of those that resume from a state. All others at an earlier step, and
-fresh ones, take its parameters and its consensus state over; where digests already agree nothing is sent.
+The donor is the island that is furthest; where several are, the first of those that resume from a
+state. All others at an earlier step, and fresh ones, take its parameters and its consensus state
+over; where digests already agree nothing is sent.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True)
 class OwnCheckpoint:
-    """What an island that joins a run under way has on its disk: `attach(state=...)` of a newcomer (`returning.py`).
+    """What an island that joins a run under way has on its disk: `attach(state=...)` of a newcomer
+    (`returning.py`).
 
     Attributes:
         step: optimizer steps done. mark: digest of what it shares with the other islands.
-        load: called with the `Exchange` if only what came since is to be fetched: fills model and inner optimizers, and gives what
-            `Exchange.state_dict()` had given. All ranks of the island call it together.
+        load: called with the `Exchange` if only what came since is to be fetched: fills model and
+            inner optimizers, and gives what `Exchange.state_dict()` had given. All ranks of the
+            island call it together.
     """
 
     step: int
@@ -67,7 +71,8 @@ class Start:
 
     Attributes:
         step: of the job, where there is no state.
-        state: to resume from: of this rank, or a source of it; of a newcomer its own checkpoint, if it has one.
+        state: to resume from: of this rank, or a source of it; of a newcomer its own checkpoint, if
+            it has one.
         facts: of the run that all replicas must share, beside those that are found here.
         batch: rows of a micro-batch per rank and micro-batches per step, for the log.
         catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
@@ -95,25 +100,44 @@ class Start:
         return None if isinstance(self.state, OwnCheckpoint) else self.state
 
 
-def come_together(runtime: StepRuntime, start: Start, model: torch.nn.Module | None) -> tuple[int, bool]:
-    """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make the channels' state.
+def come_together(
+    runtime: StepRuntime, start: Start, model: torch.nn.Module | None
+) -> tuple[int, bool]:
+    """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make
+    the channels' state.
 
-    Replicas that all resume between the same exchanges keep their own steps: each goes on to the next exchange from where it was stopped.
-    A replica goes on with its own state if no island is further.
+    Replicas that all resume between the same exchanges keep their own steps: each goes on to the
+    next exchange from where it was stopped. A replica goes on with its own state if no island is
+    further.
 
     Returns:
-        The donor's index, and whether any replica goes on: it has taken steps, or lost the first of them and holds what it has sent.
+        The donor's index, and whether any replica goes on: it has taken steps, or lost the first of
+            them and holds what it has sent.
     """
     peers, island, (own, applied) = runtime.peers, runtime.island, start.stands
-    resumes, found = applied is not None, agree_on_run(peers, runtime.config, runtime.shards, start.facts, own, applied)
+    resumes, found = (
+        applied is not None,
+        agree_on_run(peers, runtime.config, runtime.shards, start.facts, own, applied),
+    )
     if peers is not None:
         peers.digest = runtime.config.digest()  # from here on in every message
     donor, furthest, apart, unlike, goes_on = (int(v) for v in island.max(*map(float, found)))
     runtime.unlike = runtime.queue.watch.unlike = bool(unlike)
     runtime.step = own if apart else furthest
     if apart:
-        log.info("%s goes on from step %d, the furthest island from %d: no exchange lies between", runtime.topology.name, own, furthest)
-    equalise_parameters(peers, island, runtime.parameters, donor, keep=resumes and own == runtime.step and not runtime.gradients_only)
+        log.info(
+            "%s goes on from step %d, the furthest island from %d: no exchange lies between",
+            runtime.topology.name,
+            own,
+            furthest,
+        )
+    equalise_parameters(
+        peers,
+        island,
+        runtime.parameters,
+        donor,
+        keep=resumes and own == runtime.step and not runtime.gradients_only,
+    )
     equalise_rest(peers, island, runtime.shards, model, donor, keep=resumes and own == runtime.step)
     runtime.shards.commit(model)
     for c in runtime.channels:
@@ -123,8 +147,8 @@ def come_together(runtime: StepRuntime, start: Start, model: torch.nn.Module | N
 
 
 def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
-    """In a job that some island goes on with: make equal what replicas share of the channels' and inner optimizers' state, and what is
-    under way."""
+    """In a job that some island goes on with: make equal what replicas share of the channels' and
+    inner optimizers' state, and what is under way."""
     if not goes_on:
         return
     equalise_state(runtime.peers, runtime.channels, donor)
@@ -148,8 +172,9 @@ def agree_on_run(
         told: further facts of the run.
 
     Returns:
-        The donor's index, its step, whether all replicas resume at unlike steps between the same exchanges, whether another island's
-        machine or torch is unlike this one's, and whether any resumes from a state.
+        The donor's index, its step, whether all replicas resume at unlike steps between the same
+        exchanges, whether another island's machine or torch is unlike this one's, and whether any
+        resumes from a state.
 
     Raises:
         ValueError: on every replica, with the values of both sides.
@@ -163,18 +188,34 @@ def agree_on_run(
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
         agreement.agree(peers, facts.rates(shards))
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
-    resume = [(s, theirs is not None) for s, theirs in everyone]  # of a step the one that has a state, if any has
-    return resume.index(max(resume)), max(steps), alike and len(set(steps)) > 1, unlike, max(resume)[1]
+    # of a step the one that has a state, if any has
+    resume = [(s, theirs is not None) for s, theirs in everyone]
+    return (
+        resume.index(max(resume)),
+        max(steps),
+        alike and len(set(steps)) > 1,
+        unlike,
+        max(resume)[1],
+    )
 
 
-def specification(config: ExchangeConfig, shards: TrainingHost, told: Mapping[str, Any]) -> dict[str, Any]:
+def specification(
+    config: ExchangeConfig, shards: TrainingHost, told: Mapping[str, Any]
+) -> dict[str, Any]:
     """What all islands compare before the first step, flat; `told`: further facts of the run."""
-    return {**told, **facts.machine(shards.device), **facts.optimizers(shards), **_flat(config.to_dict())}
+    return {
+        **told,
+        **facts.machine(shards.device),
+        **facts.optimizers(shards),
+        **_flat(config.to_dict()),
+    }
 
 
-def equalise_parameters(peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int, keep: bool) -> None:
-    """Broadcast the donor's parameters over the replicate axis where they differ, each active copy its share, and complete them in the
-    island.
+def equalise_parameters(
+    peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int, keep: bool
+) -> None:
+    """Broadcast the donor's parameters over the replicate axis where they differ, each active copy
+    its share, and complete them in the island.
 
     Args:
         parameters: a channel over all parameters that are not frozen.
@@ -191,21 +232,34 @@ def equalise_parameters(peers: PeerGroup | None, island: IslandGroup, parameters
 
 
 def equalise_rest(
-    peers: PeerGroup | None, island: IslandGroup, shards: TrainingHost, model: torch.nn.Module | None, donor: int, keep: bool = False
+    peers: PeerGroup | None,
+    island: IslandGroup,
+    shards: TrainingHost,
+    model: torch.nn.Module | None,
+    donor: int,
+    keep: bool = False,
 ) -> None:
     """Frozen parameters and buffers: broadcast with a model, else compared by digest.
 
     Args:
-        keep: this replica resumes from its own state and keeps its own: running statistics differ between two averages.
+        keep: this replica resumes from its own state and keeps its own: running statistics differ
+            between two averages.
 
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
     """
     frozen = [t for t, s in zip(shards.read("parameter"), shards.params, strict=True) if s.frozen]
     if model is None:
-        differ = peers is not None and peers.size > 1 and not agreement.all_equal(peers, digest(frozen), SETUP)
+        differ = (
+            peers is not None
+            and peers.size > 1
+            and not agreement.all_equal(peers, digest(frozen), SETUP)
+        )
         if island.any(differ):
-            raise ValueError("frozen parameters differ between islands: pass model= to attach, or load the same weights")
+            raise ValueError(
+                "frozen parameters differ between islands: pass model= to attach, or load the same "
+                "weights"
+            )
         return
     local = [t for t in shards.rest(model) if t.numel()]
     if not local:
@@ -226,27 +280,44 @@ def equalise_state(peers: PeerGroup | None, channels: Sequence[ChannelRunner], d
         return
     for c in channels:
         for work in (c.anchor, c.momentum):
-            if work is not None and c.channel.equal_at_end and agreement.equalise(peers, work, donor) and c.written is not None:
+            if (
+                work is not None
+                and c.channel.equal_at_end
+                and agreement.equalise(peers, work, donor)
+                and c.written is not None
+            ):
                 c.written = c.pack("parameter")
 
 
-def equalise_optimizers(peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int) -> None:
-    """State of the inner optimizers, on resume of a preset whose replicas are equal because they take equal inner steps.
+def equalise_optimizers(
+    peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int
+) -> None:
+    """State of the inner optimizers, on resume of a preset whose replicas are equal because they
+    take equal inner steps.
 
-    Taken over from the donor; where replicas hold other states than each other, or states unlike the parameters, they are left alone,
-    with a warning.
+    Taken over from the donor; where replicas hold other states than each other, or states unlike
+    the parameters, they are left alone, with a warning.
     """
     if parameters.size == 1:
         return
     pairs = parameters.shards.optimizer_states()
     states = [s for _, s in pairs]
-    shapes = {(k, v.shape == p.shape) for p, s in pairs for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"}
+    shapes = {
+        (k, v.shape == p.shape)
+        for p, s in pairs
+        for k, v in s.items()
+        if isinstance(v, torch.Tensor) and k != "step"
+    }
     names = sorted({k for k, _ in shapes})
     counts = [float(s["step"]) for s in states if "step" in s]
     everyone = agreement.gather_json(peers, [names, counts]) if peers is not None else []
-    lacking = not all(fits for _, fits in shapes) or any(theirs[0] != names or len(theirs[1]) != len(counts) for theirs in everyone)
+    lacking = not all(fits for _, fits in shapes) or any(
+        theirs[0] != names or len(theirs[1]) != len(counts) for theirs in everyone
+    )
     if island.any(lacking):
-        log.warning("the inner optimizers hold different states on the islands: parameters may drift apart")
+        log.warning(
+            "the inner optimizers hold different states on the islands: parameters may drift apart"
+        )
         return
     for name in names:
         work, changed = parameters.pack(f"state:{name}"), False
@@ -262,7 +333,13 @@ def equalise_optimizers(peers: PeerGroup | None, island: IslandGroup, parameters
 
 def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:
     """Nested dicts and lists as one flat dict with dotted keys."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else None
+    )
     if items is None:
         return {prefix: node}
     return {k: v for key, value in items for k, v in _flat(value, f"{prefix}.{key}").items()}

@@ -1,4 +1,6 @@
-"""What the log says when an exchange starts and ends: what runs, on how much, for how many bytes, and what a user should know about it."""
+"""What the log says when an exchange starts and ends: what runs, on how much, for how many bytes,
+and what a user should know about it.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +22,77 @@ log = logging.getLogger("fsdp_demo")
 
 
 def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = None) -> None:
-    """Log what runs (one record of a few lines), and warnings; on the first rank of each island. steps: of the whole job, if known."""
+    """Log what runs (one record of a few lines), and warnings; on the first rank of each island.
+    steps: of the whole job, if known.
+    """
     sent, worst = _bytes(runtime)
     if runtime.topology.rank:
         return
     config, topology, place = runtime.config, runtime.topology, runtime.island.position
-    islands = f"island {topology.island} of {topology.islands}" if topology.islands > 1 else "one replica, nothing is sent"
-    islands += f" ({topology.count} expected at the start)" if topology.count < topology.islands else ""
+    islands = (
+        f"island {topology.island} of {topology.islands}"
+        if topology.islands > 1
+        else "one replica, nothing is sent"
+    )
+    islands += (
+        f" ({topology.count} expected at the start)" if topology.count < topology.islands else ""
+    )
     what = f"preset {config.preset}, {islands}, from step {runtime.step}"
     inner = "inner " + ", ".join(type(o).__name__ for o in runtime.shards.optimizers)
-    shape = f"{place.shards} shards x {place.copies} copies ({runtime.parameters.active_copies} active copies)"
+    shape = (
+        f"{place.shards} shards x {place.copies} copies ({runtime.parameters.active_copies} active "
+        "copies)"
+    )
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
-    lines = [what, *config.parts(), f"{inner}; {clips(config, runtime.shards)}", f"{_batch(topology, batch)}; {shape}", per]
+    lines = [
+        what,
+        *config.parts(),
+        f"{inner}; {clips(config, runtime.shards)}",
+        f"{_batch(topology, batch)}; {shape}",
+        per,
+    ]
     log.info("%s: %s", topology.name, "\n    ".join(lines))
     for b in runtime.buffers:
-        n, every = sum(s.numel() for s in b.tensors("parameter") if s is not None), b.channel.schedule.sync_every
-        log.info("%s: %d buffers (%d numbers) are averaged every %d steps and at the end", topology.name, len(b.covered), n, every)
+        n, every = (
+            sum(s.numel() for s in b.tensors("parameter") if s is not None),
+            b.channel.schedule.sync_every,
+        )
+        log.info(
+            "%s: %d buffers (%d numbers) are averaged every %d steps and at the end",
+            topology.name,
+            len(b.covered),
+            n,
+            every,
+        )
     for c in [c.channel for c in runtime.channels]:
         dropped = c.schedule.delay % c.schedule.sync_every
         if c.source == "delta" and dropped and not c.applier.mix:
-            log.warning("channel %r: at each exchange the last %d local steps are dropped, since applier.mix=0", c.name, dropped)
+            log.warning(
+                "channel %r: at each exchange the last %d local steps are dropped, since "
+                "applier.mix=0",
+                c.name,
+                dropped,
+            )
     for text in [] if steps is None else odd_ends(config, steps):
         log.warning("%s: %s", topology.name, text)
     low = [s.name for s in runtime.shards.params if s.dtype != torch.float32 and not s.frozen]
     if low:
-        cure = "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, mixed_precision='bf16')"
-        log.warning("%d parameters are not fp32 (%s ...): small updates are lost in rounding; %s", len(low), low[0], cure)
+        cure = (
+            "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, "
+            "mixed_precision='bf16')"
+        )
+        log.warning(
+            "%d parameters are not fp32 (%s ...): small updates are lost in rounding; %s",
+            len(low),
+            low[0],
+            cure,
+        )
     for name, gathered, dense in worst:
         log.warning(
-            "channel %r: gathering its top-k sends %.3g MB per exchange, an all-reduce of everything in bf16 %.3g MB, since a gather grows "
-            "with the number of islands (%d): keep fewer coefficients, or take select='random', which is reduced",
+            "channel %r: gathering its top-k sends %.3g MB per exchange, an all-reduce of "
+            "everything in bf16 %.3g MB, since a gather grows "
+            "with the number of islands (%d): keep fewer coefficients, or take select='random', "
+            "which is reduced",
             name,
             gathered / 1e6,
             dense / 1e6,
@@ -62,7 +105,8 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
 
     Args:
         found: `Exchange.totals()`.
-        equal: whether all replicas hold the same bits; None where the preset promises no such thing.
+        equal: whether all replicas hold the same bits; None where the preset promises no such
+            thing.
     """
     topology = runtime.topology
     if topology.rank:
@@ -70,15 +114,23 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
     if topology.islands == 1:
         agree = "one replica"
     elif equal is None:
-        agree = f"all islands hold their mean, this one was off it by {runtime.drift or 0.0:.3g} of its norm"
+        agree = (
+            f"all islands hold their mean, this one was off it by {runtime.drift or 0.0:.3g} of "
+            "its norm"
+        )
     else:
         agree = "islands agree, bit for bit" if equal else "islands differ"
-    did = f"{found['exchanges']} exchanges, {found['bytes_sent']} B sent, {found['seconds_waiting']:.1f} s waiting for the link"
+    did = (
+        f"{found['exchanges']} exchanges, {found['bytes_sent']} B sent, "
+        f"{found['seconds_waiting']:.1f} s waiting for the link"
+    )
     log.info("%s: finished at step %d: %s; %s", topology.name, runtime.step, did, agree)
 
 
 def total_steps(facts: Mapping[str, Any]) -> int | None:
-    """The job's steps, if the facts of the run (`attach(must_match={"steps": N})`; the Trainer's `max_steps`) say them."""
+    """The job's steps, if the facts of the run (`attach(must_match={"steps": N})`; the Trainer's
+    `max_steps`) say them.
+    """
     for name in ("steps", "max_steps"):
         value = facts.get(f"must_match.{name}")
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -87,8 +139,14 @@ def total_steps(facts: Mapping[str, Any]) -> int | None:
 
 
 def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
-    """A sentence for each outer-step channel in the middle of whose round `steps` steps end. Fragments always end so, one or the other."""
-    stepping = [c for c in config.channels if c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None]
+    """A sentence for each outer-step channel in the middle of whose round `steps` steps end.
+    Fragments always end so, one or the other.
+    """
+    stepping = [
+        c
+        for c in config.channels
+        if c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None
+    ]
     return [_odd(c, steps) for c in stepping if not c.schedule.due(steps - 1)]
 
 
@@ -97,7 +155,8 @@ def _odd(c: Channel, steps: int) -> str:
     below = first + max(steps - first, 0) // period * period
     fits = " or ".join(str(n) for n in (below, below + period) if n > first)
     return (
-        f"channel {c.name!r}: {steps} steps end inside a round of period {period}: finish() takes the plain mean of that part, without an "
+        f"channel {c.name!r}: {steps} steps end inside a round of period {period}: finish() takes "
+        "the plain mean of that part, without an "
         f"outer step; steps that end with a round: {fits}"
     )
 
@@ -106,7 +165,11 @@ def clips(config: ExchangeConfig, shards: TrainingHost) -> str:
     """See `Exchange.clips`."""
     if config.clip is None:
         return shards.clips or "the exchange clips no gradients"
-    where = "the mean gradient over the islands" if config.clips_mean else "each replica's own gradient before the step"
+    where = (
+        "the mean gradient over the islands"
+        if config.clips_mean
+        else "each replica's own gradient before the step"
+    )
     if config.clip_scope == "islands" and not config.clips_mean:
         where = "the gradients by one norm over the islands (one round trip per step)"
     return f"norm {config.clip:g} clips {where}"
@@ -117,22 +180,32 @@ def _batch(topology: Topology, batch: Sequence[int]) -> str:
         return "batch not told (attach(batch=(rows, accumulation)))"
     world, islands = topology.world, topology.count
     total = batch[0] * batch[1] * world * islands
-    return f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x {world} ranks x {islands} islands"
+    return (
+        f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x {world} ranks x "
+        f"{islands} islands"
+    )
 
 
 def _bytes(runtime: StepRuntime) -> tuple[list[float], list[tuple[str, float, float]]]:
-    """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name, bytes, bytes of a dense all-reduce) for
-    which a reduce of everything would send less. A collective inside the island."""
+    """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name,
+    bytes, bytes of a dense all-reduce) for which a reduce of everything would send less. A
+    collective inside the island."""
     sections = [c.section for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
     plan = Plan(sections, runtime.topology.islands, runtime.topology.island)
     totals = [float(plan.most().bytes_sent), plan.per_step()]
     rows: list[tuple[str, float, float]] = []
     for section in sections:
         if section.codec.indexed:
-            elements = sum(g.r * g.s * g.count for g in section.layout.groups) + section.layout.num_dense
-            totals += [(plan.size - 1) * section.num_bytes, ring_all_reduce_bytes(plan.size, 2 * elements)]
+            elements = (
+                sum(g.r * g.s * g.count for g in section.layout.groups) + section.layout.num_dense
+            )
+            totals += [
+                (plan.size - 1) * section.num_bytes,
+                ring_all_reduce_bytes(plan.size, 2 * elements),
+            ]
     indexed = [c.channel.name for c in runtime.channels if c.channel.codec.indexed]
-    totals += [0.0] * (2 + 2 * len(indexed) - len(totals))  # a copy that is not active has no sections
+    # a copy that is not active has no sections
+    totals += [0.0] * (2 + 2 * len(indexed) - len(totals))
     totals = runtime.island.sum(*totals)
     for i, name in enumerate(indexed):
         if totals[2 + 2 * i] > totals[3 + 2 * i] > 0:

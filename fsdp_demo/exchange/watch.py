@@ -1,5 +1,5 @@
-"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are not finite or far from the others, that
-all say the same."""
+"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are
+not finite or far from the others, that all say the same."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ class Watch:
         speaks: this rank logs what it sees (one rank of each island does).
 
     Attributes:
-        left_out: contributions of replicas that were not finite, so far. far: those whose norm was far from the members'.
+        left_out: contributions of replicas that were not finite, so far. far: those whose norm was
+            far from the members'.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
         compares: no message yet that holds anything but zeros.
-        loss: the mean over the islands of those in the last headers that had one. stop: flags STOP and LEAVING of what has arrived.
+        loss: the mean over the islands of those in the last headers that had one. stop: flags STOP
+            and LEAVING of what has arrived.
     """
 
     def __init__(self, peers: PeerGroup | None, speaks: bool):
@@ -39,16 +41,21 @@ class Watch:
         self.loss, self.stop = math.nan, 0
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
-        """Refuse sums that must be equal and are not, and a mean of nobody. In the worker's thread, before the island votes.
+        """Refuse sums that must be equal and are not, and a mean of nobody. In the worker's thread,
+        before the island votes.
 
         Raises:
-            Mismatch: replicas have parted. NotFinite: parameters are to be averaged, and no replica has finite ones.
+            Mismatch: replicas have parted. NotFinite: parameters are to be averaged, and no replica
+                has finite ones.
         """
         odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
         if odd:
             what = "parameters" if gradients else "outer parameters (anchors)"
             sums = ", ".join(f"{peers.label(j)} {headers[j].total:016x}" for j in odd)
-            text = f"replicas are no longer equal: {what} at step {headers[0].step} have other bits on {sums}"
+            text = (
+                f"replicas are no longer equal: {what} at step {headers[0].step} have other bits "
+                f"on {sums}"
+            )
             if not self.unlike and peers.elastic and 2 * len(odd) < len(headers):
                 if peers.rank in odd:
                     peers.expel(text)
@@ -56,31 +63,48 @@ class Watch:
                     log.error("%s: they end, and come back as newcomers", text)
             elif not self.unlike:
                 cure = f"resume from a checkpoint{see('replicas-differ')}"
-                raise Mismatch(f"{text}. A memory error, or code that changes parameters on one island alone; {cure}")
+                raise Mismatch(
+                    f"{text}. A memory error, or code that changes parameters on one island alone; "
+                    f"{cure}"
+                )
             elif self._speaks:
-                log.warning("%s; the islands have other hardware or libraries, so training goes on", text)
+                log.warning(
+                    "%s; the islands have other hardware or libraries, so training goes on", text
+                )
         if all(h.flags & NOT_FINITE for h in headers) and not gradients:
-            raise NotFinite(f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume from a checkpoint")
+            raise NotFinite(
+                f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume "
+                "from a checkpoint"
+            )
 
-    def compare(self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool) -> None:
-        """Warn once if the first messages that hold anything but zeros are the same from all islands. In the worker's thread.
+    def compare(
+        self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool
+    ) -> None:
+        """Warn once if the first messages that hold anything but zeros are the same from all
+        islands. In the worker's thread.
 
-        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too (`PeerGroup.alike`,
-        `PeerGroup.something`)."""
+        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too
+        (`PeerGroup.alike`, `PeerGroup.something`)."""
         if not self.compares or blank and not (reduced and peers.something):
             return
         self.compares = False
         if all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or peers.alike):
             log.warning(
-                "all islands sent the same first payload, to the last bit: do they train on the same rows? Give each island its own part, "
+                "all islands sent the same first payload, to the last bit: do they train on the "
+                "same rows? Give each island its own part, "
                 f"as in dataset.shard(topology.islands, topology.island){see('same-rows')}"
             )
 
-    def count(self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int) -> NotFinite | None:
-        """Count and name what was left out of the message of `step`; the error, if this replica does not come back by itself.
+    def count(
+        self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int
+    ) -> NotFinite | None:
+        """Count and name what was left out of the message of `step`; the error, if this replica
+        does not come back by itself.
 
         `slots`: whose headers these are; empty where that is not known."""
-        bad, far = ([j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR))
+        bad, far = (
+            [j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR)
+        )
         self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
         if peers is None or not slots:
             return None
@@ -88,20 +112,36 @@ class Watch:
             names = ", ".join(peers.label_of(slots[j]) for j in bad)
             log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
         if far and self._speaks:
-            names = ", ".join(f"{peers.label_of(slots[j])} ({norm_of(headers[j].norm):.2g})" for j in far)
-            others = max((norm_of(h.norm) for j, h in enumerate(headers) if j not in far), default=0.0)
-            log.warning("step %d: norm far from the others' (at most %.2g) on %s, left out", step + 1, others, names)
+            names = ", ".join(
+                f"{peers.label_of(slots[j])} ({norm_of(headers[j].norm):.2g})" for j in far
+            )
+            others = max(
+                (norm_of(h.norm) for j, h in enumerate(headers) if j not in far), default=0.0
+            )
+            log.warning(
+                "step %d: norm far from the others' (at most %.2g) on %s, left out",
+                step + 1,
+                others,
+                names,
+            )
         mine = peers.slot in [slots[j] for j in (*bad, *far)]
         self._run = (self._run + 1.0) * mine
-        others_too = len(bad) + len(far) == len(headers)  # no island has anything that this one could come back with
+        # no island has anything that this one could come back with
+        others_too = len(bad) + len(far) == len(headers)
         try:
-            give_up(self._run, None if others_too else peers, "were far from the others'" if far else "were not finite (NaN or Inf)")
+            give_up(
+                self._run,
+                None if others_too else peers,
+                "were far from the others'" if far else "were not finite (NaN or Inf)",
+            )
         except NotFinite as error:
             return error
         return None
 
     def hear(self, headers: Sequence[Header], stop: int) -> None:
-        """Note what the headers of a message say, once the island has voted that it is here. `stop`: its flags on any rank."""
+        """Note what the headers of a message say, once the island has voted that it is here.
+        `stop`: its flags on any rank.
+        """
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss

@@ -1,4 +1,5 @@
-"""What a training engine offers the exchange: local parameters, step hooks, inner optimizers. Other engines name themselves here.
+"""What a training engine offers the exchange: local parameters, step hooks, inner optimizers. Other
+engines name themselves here.
 
 May import `comm`, `compression`, `config`.
 """

@@ -1,7 +1,9 @@
-"""The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one protocol.
+"""The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one
+protocol.
 
-`TrainingHost` is what an engine offers the exchange: `torch_params.TorchHost` for torch optimizers (FSDP2, unsharded), others by packages
-of their own (`registry.py`). It hands out local tensors and views, steps the base optimizers, and hooks into the engine's steps.
+`TrainingHost` is what an engine offers the exchange: `torch_params.TorchHost` for torch optimizers
+(FSDP2, unsharded), others by packages of their own (`registry.py`). It hands out local tensors and
+views, steps the base optimizers, and hooks into the engine's steps.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class LocalParam:
     """What is fixed about one local tensor: its name, the whole tensor's shape and the local one.
 
-    `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is whole or cut along dim 0 as FSDP2 does.
-    A parameter may lie here in several shards of one name, or in an empty one.
+    `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is
+    whole or cut along dim 0 as FSDP2 does. A parameter may lie here in several shards of one name,
+    or in an empty one.
     """
 
     name: str
@@ -40,7 +43,8 @@ class LocalParam:
 
 
 class StepHooks(Protocol):
-    """An engine's steps. It calls what `TrainingHost.hooks` was given: `before` ahead of the base step of a tick, `after` behind it.
+    """An engine's steps. It calls what `TrainingHost.hooks` was given: `before` ahead of the base
+    step of a tick, `after` behind it.
 
     Attributes:
         aside: a step that can move parameters was taken inside `paused`.
@@ -62,16 +66,22 @@ class StepHooks(Protocol):
         ...
 
     def paused(self, refusal: str = "") -> AbstractContextManager[None]:
-        """Within this context steps do not count; with a `refusal` they are a RuntimeError that says it."""
+        """Within this context steps do not count; with a `refusal` they are a RuntimeError that
+        says it.
+        """
         ...
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that the training loop did not take; `base_step` runs between `before` and `after`."""
+        """Make a tick of a step that the training loop did not take; `base_step` runs between
+        `before` and `after`.
+        """
         ...
 
 
 class TrainingHost(Protocol):
-    """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of `params`."""
+    """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of
+    `params`.
+    """
 
     params: list[LocalParam]
     device: torch.device
@@ -83,7 +93,9 @@ class TrainingHost(Protocol):
 
     @property
     def clips(self) -> str:
-        """Which clipping the engine itself does, as a sentence; empty where it does none or it is not known."""
+        """Which clipping the engine itself does, as a sentence; empty where it does none or it is
+        not known.
+        """
         ...
 
     @property
@@ -100,7 +112,9 @@ class TrainingHost(Protocol):
         ...
 
     def states(self) -> list[str]:
-        """Names of the optimizer states that are exchangeable: tensors of the shape of their parameter."""
+        """Names of the optimizer states that are exchangeable: tensors of the shape of their
+        parameter.
+        """
         ...
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -116,7 +130,9 @@ class TrainingHost(Protocol):
         ...
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """Writable local gradients: created as zeros where wanted and absent, removed where not wanted, left alone where None."""
+        """Writable local gradients: created as zeros where wanted and absent, removed where not
+        wanted, left alone where None.
+        """
         ...
 
     def base_step(self) -> None:
@@ -124,8 +140,8 @@ class TrainingHost(Protocol):
         ...
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """Let the model (where it is not known, `model`) see what was written into the local parameters. All ranks of the island call it
-        together."""
+        """Let the model (where it is not known, `model`) see what was written into the local
+        parameters. All ranks of the island call it together."""
         ...
 
     def outside(self, model: torch.nn.Module) -> list[str]:
@@ -133,7 +149,9 @@ class TrainingHost(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were not, or the other way round."""
+        """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were
+        not, or the other way round.
+        """
         ...
 
     def position(self, rank: int, world: int) -> ShardPosition:
@@ -141,7 +159,12 @@ class TrainingHost(Protocol):
         ...
 
     def hooks(
-        self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+        self,
+        island: IslandGroup,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        skip: Callable[[], None],
+        gradients: bool,
     ) -> StepHooks:
         """Hooks on this engine's steps, which drive the job; not started.
 
@@ -154,8 +177,8 @@ class TrainingHost(Protocol):
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile and torch's activation checkpointing put into it: islands may differ in these, and
-    patterns are written for the model as it was defined."""
+    """A parameter's name without what torch.compile and torch's activation checkpointing put into
+    it: islands may differ in these, and patterns are written for the model as it was defined."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

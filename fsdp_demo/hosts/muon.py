@@ -12,31 +12,40 @@ from ..config.parsing import one_of
 from ..config.patterns import EMBEDDINGS, matches
 
 PUBLISHED = 0.0224  # Muon's rate in the released configurations of MuLoCo
-RELEASED: dict[str, Any] = {"nesterov": False, "adjust": "sqrt_out_in", "adamw_lr": PUBLISHED, "betas": (0.9, 0.99)}
-"""What differs from the defaults here in MuLoCo's released code: `base_optimizer(config, named, **RELEASED)`. Its AdamW part has Muon's
-rate; with another `lr` give that as `adamw_lr` too."""
+RELEASED: dict[str, Any] = {
+    "nesterov": False,
+    "adjust": "sqrt_out_in",
+    "adamw_lr": PUBLISHED,
+    "betas": (0.9, 0.99),
+}
+"""What differs from the defaults here in MuLoCo's released code: `base_optimizer(config, named,
+**RELEASED)`. Its AdamW part has Muon's rate; with another `lr` give that as `adamw_lr` too."""
 ADJUST = ("original", "match_rms_adamw", "sqrt_out_in")
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for 2-D parameters, `torch.optim.AdamW` for embeddings, heads and everything that is no matrix.
+    """`torch.optim.Muon` for 2-D parameters, `torch.optim.AdamW` for embeddings, heads and
+    everything that is no matrix.
 
-    One `param_groups` (schedulers act on both parts), one `state`, one state dict. Works on FSDP2 shards as Muon itself does: its
-    products gather inside the island.
+    One `param_groups` (schedulers act on both parts), one `state`, one state dict. Works on FSDP2
+    shards as Muon itself does: its products gather inside the island.
 
     Args:
         params: named parameters (`model.named_parameters()`).
         lr: Muon's rate; default the published one of MuLoCo (arXiv 2505.23725).
-        adamw_lr: rate of the AdamW part; by default 4e-4 at the published `lr` and in proportion to it.
+        adamw_lr: rate of the AdamW part; by default 4e-4 at the published `lr` and in proportion to
+            it.
         momentum, nesterov, weight_decay: of Muon; weight decay holds for both parts.
         betas: of AdamW.
-        adjust: factor of Muon's rate for a matrix [out, in]: "original" sqrt(max(1, out / in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
-            both torch's; "sqrt_out_in" sqrt(out / in), MuLoCo's, for which matrices wider than high stand in groups of their own. Weight
-            decay goes with the rate before the factor.
+        adjust: factor of Muon's rate for a matrix [out, in]: "original" sqrt(max(1, out / in)),
+            "match_rms_adamw" 0.2 sqrt(max(out, in)), both torch's; "sqrt_out_in" sqrt(out / in),
+            MuLoCo's, for which matrices wider than high stand in groups of their own. Weight decay
+            goes with the rate before the factor.
         adamw: shell patterns of the names of matrices that AdamW takes.
 
     Raises:
-        ValueError: parameters without names, from which embeddings could not be told; an unknown `adjust`.
+        ValueError: parameters without names, from which embeddings could not be told; an unknown
+            `adjust`.
 
     Example:
         >>> import torch, fsdp_demo
@@ -62,17 +71,34 @@ class MuonAdamW(torch.optim.Optimizer):
     ):
         one_of("adjust", adjust, ADJUST)
         named = list(params)
-        if not all(isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in named):
-            raise ValueError("MuonAdamW tells matrices from embeddings by their names: pass model.named_parameters()")
+        if not all(
+            isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+            for entry in named
+        ):
+            raise ValueError(
+                "MuonAdamW tells matrices from embeddings by their names: pass "
+                "model.named_parameters()"
+            )
         matrices = [(n, p) for n, p in named if p.ndim == 2 and not matches(n, adamw)]
         rest = [(n, p) for n, p in named if not (p.ndim == 2 and not matches(n, adamw))]
         rate = adamw_lr if adamw_lr is not None else 4e-4 * lr / PUBLISHED
         parts: list[torch.optim.Optimizer] = []
         if matrices:
-            groups = _by_shape(matrices, lr, weight_decay) if adjust == "sqrt_out_in" else [{"params": matrices}]
+            groups = (
+                _by_shape(matrices, lr, weight_decay)
+                if adjust == "sqrt_out_in"
+                else [{"params": matrices}]
+            )
             factor = None if adjust == "sqrt_out_in" else adjust
             parts.append(
-                torch.optim.Muon(groups, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, adjust_lr_fn=factor)
+                torch.optim.Muon(
+                    groups,
+                    lr=lr,
+                    momentum=momentum,
+                    nesterov=nesterov,
+                    weight_decay=weight_decay,
+                    adjust_lr_fn=factor,
+                )
             )
         if rest:
             parts.append(torch.optim.AdamW(rest, lr=rate, betas=betas, weight_decay=weight_decay))
@@ -82,7 +108,9 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on this optimizer's own groups and state: whoever swaps parameters or loads a state finds one of each."""
+        """Let the parts work on this optimizer's own groups and state: whoever swaps parameters or
+        loads a state finds one of each.
+        """
         at = 0
         for part, count in zip(self.parts, self._counts, strict=True):
             part.param_groups, part.state = self.param_groups[at : at + count], self.state
@@ -106,9 +134,18 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
-def _by_shape(matrices: list[tuple[str, Tensor]], lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups in which torch's factor sqrt(max(1, out / in)) comes to sqrt(out / in), and lr weight_decay to what it is elsewhere."""
+def _by_shape(
+    matrices: list[tuple[str, Tensor]], lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups in which torch's factor sqrt(max(1, out / in)) comes to sqrt(out / in), and lr
+    weight_decay to what it is elsewhere.
+    """
     groups: dict[float, list[tuple[str, Tensor]]] = {}
     for name, p in matrices:
-        groups.setdefault(min(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5 or 1.0, []).append((name, p))
-    return [{"params": part, "lr": lr * f, "weight_decay": weight_decay / f} for f, part in groups.items()]
+        groups.setdefault(min(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5 or 1.0, []).append(
+            (name, p)
+        )
+    return [
+        {"params": part, "lr": lr * f, "weight_decay": weight_decay / f}
+        for f, part in groups.items()
+    ]

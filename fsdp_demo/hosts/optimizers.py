@@ -1,4 +1,6 @@
-"""Inner (base) optimizers: the one a preset is defined for, the check that it got one, and its state made eagerly."""
+"""Inner (base) optimizers: the one a preset is defined for, the check that it got one, and its
+state made eagerly.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from .muon import MuonAdamW
 log = logging.getLogger("fsdp_demo")
 
 _SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "MuonWithAuxAdam": "MuonAdamW"}
-"""Optimizers of other packages by the name of what does the same; Adam with decoupled decay is AdamW."""
+"""Optimizers of other packages by the name of what does the same; Adam with decoupled decay is
+AdamW.
+"""
 
 
-def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | None = None, **options: Any) -> torch.optim.Optimizer:
+def base_optimizer(
+    config: ExchangeConfig, params: Iterable[Any], lr: float | None = None, **options: Any
+) -> torch.optim.Optimizer:
     """The inner optimizer that `config` is defined for.
 
     "sgd" gives SGD, "muonadamw" `MuonAdamW` (needs named parameters), everything else AdamW.
@@ -28,8 +34,8 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
         config: an `ExchangeConfig`.
         params: parameters, named parameters or parameter groups.
         lr: learning rate; default the preset's published one.
-        options: passed on to the optimizer's class. AdamW defaults here to betas (0.9, 0.95) and weight decay 0.1, as in the
-            published DiLoCo family.
+        options: passed on to the optimizer's class. AdamW defaults here to betas (0.9, 0.95) and
+            weight decay 0.1, as in the published DiLoCo family.
 
     Raises:
         ValueError: no learning rate is given and the preset has none.
@@ -42,12 +48,16 @@ def base_optimizer(config: ExchangeConfig, params: Iterable[Any], lr: float | No
     """
     rate = lr if lr is not None else config.lr
     if rate is None:
-        raise ValueError(f"preset {config.preset!r} has no published learning rate: pass lr= (the recipes: --lr)")
+        raise ValueError(
+            f"preset {config.preset!r} has no published learning rate: pass lr= (the recipes: --lr)"
+        )
     if config.inner_optimizers[0] == "sgd":
         return torch.optim.SGD(params, lr=rate, **options)
     if config.inner_optimizers[0] == "muonadamw":
         return MuonAdamW(params, lr=rate, **options)
-    return torch.optim.AdamW(params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options})
+    return torch.optim.AdamW(
+        params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options}
+    )
 
 
 def kind(optimizer: torch.optim.Optimizer) -> str:
@@ -56,27 +66,42 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
     return "AdamW" if name == "Adam" and getattr(optimizer, "adam_w_mode", False) else name
 
 
-def check_inner(config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`); the message says the cure."""
+def check_inner(
+    config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`);
+    the message says the cure.
+    """
     if {"any", "as_is"} & set(config.inner_optimizers):
         return
     for name, optimizer in zip(names, optimizers, strict=True):
-        momentum = [g.get("momentum", 0) for g in optimizer.param_groups] if config.inner_optimizers == ("sgd",) else []
+        momentum = (
+            [g.get("momentum", 0) for g in optimizer.param_groups]
+            if config.inner_optimizers == ("sgd",)
+            else []
+        )
         if name.lower() not in config.inner_optimizers or any(momentum):
             found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
-            wanted = "sgd without momentum" if config.inner_optimizers == ("sgd",) else " or ".join(config.inner_optimizers)
+            wanted = (
+                "sgd without momentum"
+                if config.inner_optimizers == ("sgd",)
+                else " or ".join(config.inner_optimizers)
+            )
             asks = config.inner_optimizers == ("sgd",) and name == "AdamW"
             form = ", ask for FlexDeMo's AdamW form by inner_optimizer='adamw'" if asks else ""
             raise ValueError(
-                f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by fsdp_demo.base_optimizer(config, params, lr)"
+                f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by "
+                "fsdp_demo.base_optimizer(config, params, lr)"
                 f"{form}, or insist with inner_optimizers='as_is'{see('wrong-optimizer')}"
             )
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of a fresh optimizer now, so that channels can cover it and checkpoint libraries need no step of their own for it.
+    """Make the state of a fresh optimizer now, so that channels can cover it and checkpoint
+    libraries need no step of their own for it.
 
-    The next steps give the same bits as without. Optimizers that keep another state than `fresh_state` knows, or hold some, are left alone.
+    The next steps give the same bits as without. Optimizers that keep another state than
+    `fresh_state` knows, or hold some, are left alone.
     """
     if isinstance(optimizer, MuonAdamW):
         for part in optimizer.parts:
@@ -90,11 +115,15 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[p] = made
 
 
-def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-    """What torch's SGD, Adam, AdamW and Muon hold for parameter `p` of `group` before their first step; of others nothing.
+def fresh_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor
+) -> dict[str, Tensor]:
+    """What torch's SGD, Adam, AdamW and Muon hold for parameter `p` of `group` before their first
+    step; of others nothing.
 
-    SGD's momentum begins as a copy of the first gradient. A buffer of negative zeros is one that adds up to just that, for mu * -0.0 + g is
-    g, whatever g is, and so the first step finds what it would have made. With dampening there is no such buffer, and none is made.
+    SGD's momentum begins as a copy of the first gradient. A buffer of negative zeros is one that
+    adds up to just that, for mu * -0.0 + g is g, whatever g is, and so the first step finds what it
+    would have made. With dampening there is no such buffer, and none is made.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
     if kind is torch.optim.SGD:
@@ -102,15 +131,23 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tens
     elif kind is torch.optim.Muon:
         begun = {"momentum_buffer": 0.0}
     elif kind in (torch.optim.Adam, torch.optim.AdamW):
-        begun = dict.fromkeys(("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"]), 0.0)
+        begun = dict.fromkeys(
+            ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"]), 0.0
+        )
     else:
         return {}
-    buffers = {name: torch.full_like(p, value, requires_grad=False) for name, value in begun.items()}
-    return ({} if kind in (torch.optim.SGD, torch.optim.Muon) else {"step": _counter(group, p)}) | buffers
+    buffers = {
+        name: torch.full_like(p, value, requires_grad=False) for name, value in begun.items()
+    }
+    return (
+        {} if kind in (torch.optim.SGD, torch.optim.Muon) else {"step": _counter(group, p)}
+    ) | buffers
 
 
 def _counter(group: dict[str, Any], p: Tensor) -> Tensor:
-    """A step counter at zero, as torch makes it: on the host unless the optimizer's kernels count."""
+    """A step counter at zero, as torch makes it: on the host unless the optimizer's kernels
+    count.
+    """
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     there = p.device if group["capturable"] or group["fused"] else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=there)

@@ -1,4 +1,5 @@
-"""Step hooks of plain torch optimizers: one tick is one complete round of the attached optimizers' steps.
+"""Step hooks of plain torch optimizers: one tick is one complete round of the attached optimizers'
+steps.
 
 What the hooks of every engine do in the same way, pausing, is `PausableStepHooks`.
 """
@@ -54,12 +55,14 @@ class PausableStepHooks:
 class OptimizerStepHooks(PausableStepHooks):
     """Calls `before` at the first base step of a round and `after` at its end.
 
-    Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make optimizer state. Where `before` needs
-    gradients, a closure given to `step` is called ahead of it, and the optimizer gets its loss.
+    Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make
+    optimizer state. Where `before` needs gradients, a closure given to `step` is called ahead of
+    it, and the optimizer gets its loss.
 
     Args:
         optimizers: they step in turns, each once per round.
-        check: run ahead of each step with the number of the optimizer that takes it; raises where that cannot go on.
+        check: run ahead of each step with the number of the optimizer that takes it; raises where
+            that cannot go on.
         before, after, gradients: as for `PausableStepHooks`.
     """
 
@@ -98,7 +101,9 @@ class OptimizerStepHooks(PausableStepHooks):
         return len(self._stepped)
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients and learning rate zero."""
+        """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients
+        and learning rate zero.
+        """
         self._refuse()
         if base_step is None:
             self._run_before()
@@ -110,18 +115,32 @@ class OptimizerStepHooks(PausableStepHooks):
         finally:
             self._forced = False
 
-    def _before(self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._probing = (not self._off or bool(self._refusal)) and not self._forced and self._is_probe(optimizer)
+    def _before(
+        self,
+        index: int,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self._probing = (
+            (not self._off or bool(self._refusal))
+            and not self._forced
+            and self._is_probe(optimizer)
+        )
         if self._off and not self._refusal:
-            self.aside = self.aside or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups)
+            self.aside = self.aside or any(
+                float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups
+            )
             return None
         if self._probing:
             return None
         self._refuse()
         if index in self._stepped:
             raise RuntimeError(
-                f"optimizer {index} stepped twice in one round while another did not: attached optimizers step in turns, once each. "
-                "Where one steps more often (the discriminator of a GAN) attach each alone: two exchanges" + see("stepped-twice")
+                f"optimizer {index} stepped twice in one round while another did not: attached "
+                "optimizers step in turns, once each. "
+                "Where one steps more often (the discriminator of a GAN) attach each alone: two "
+                "exchanges" + see("stepped-twice")
             )
         if index not in self._looked or getattr(optimizer, "found_inf", None) is not None:
             refuse_scaler(optimizer)
@@ -133,19 +152,28 @@ class OptimizerStepHooks(PausableStepHooks):
         self._stepped.add(index)
         return given
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the closure among the arguments of a step, if there is one; the arguments with its loss in its place."""
+    def _called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Call the closure among the arguments of a step, if there is one; the arguments with its
+        loss in its place.
+        """
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             return None
         if len(self._optimizers) > 1:
             raise ValueError(
-                "step(closure) with several optimizers attached: the gradients of the later ones are not there when the first one steps; "
+                "step(closure) with several optimizers attached: the gradients of the later ones "
+                "are not there when the first one steps; "
                 "call backward first, or attach each optimizer alone"
             )
         with torch.enable_grad():
             once = _Once(closure())
-        return (args, {**kwargs, "closure": once}) if "closure" in kwargs else ((args[0], once, *args[2:]), kwargs)
+        return (
+            (args, {**kwargs, "closure": once})
+            if "closure" in kwargs
+            else ((args[0], once, *args[2:]), kwargs)
+        )
 
     def _after(self) -> None:
         if not self._off and not self._probing and len(self._stepped) == len(self._optimizers):
@@ -153,8 +181,8 @@ class OptimizerStepHooks(PausableStepHooks):
             self._run_after()
 
     def _is_probe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is a checkpoint library's way to make optimizer state: there is none yet, the learning rate is zero and, on all
-        ranks of the island, all gradients are zero."""
+        """Whether a step is a checkpoint library's way to make optimizer state: there is none yet,
+        the learning rate is zero and, on all ranks of the island, all gradients are zero."""
         if optimizer.state or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
             return False
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -170,17 +198,23 @@ class _Once:
     def __call__(self) -> Any:
         if self._asked:
             raise RuntimeError(
-                "this optimizer calls its closure more than once in a step, but gradients were clipped or exchanged after the first call: "
-                "take one that calls it once, or clip=None with a preset that exchanges no gradients"
+                "this optimizer calls its closure more than once in a step, but gradients were "
+                "clipped or exchanged after the first call: "
+                "take one that calls it once, or clip=None with a preset that exchanges no "
+                "gradients"
             )
         self._asked = True
         return self._loss
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a loss scaler is at work in this very step: a fused optimizer is told of it, others are stepped by it."""
+    """Raise ValueError if a loss scaler is at work in this very step: a fused optimizer is told of
+    it, others are stepped by it.
+    """
     frame, found = sys._getframe(), getattr(optimizer, "found_inf", None) is not None
-    for _ in range(12):  # this function, the hook, torch's wrapper of step, the scaler's own two functions, and somebody's wrappers
+    # this function, the hook, torch's wrapper of step, the scaler's own two functions, and
+    # somebody's wrappers
+    for _ in range(12):
         if found or frame.f_back is None:
             break
         frame = frame.f_back
@@ -195,6 +229,8 @@ def scales(scaler: Any) -> bool:
 
 
 SCALED = (
-    "a GradScaler (fp16) steps this optimizer: it would skip steps on one island alone, and clipping would see scaled gradients; use bf16 "
-    "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler" + see("grad-scaler")
+    "a GradScaler (fp16) steps this optimizer: it would skip steps on one island alone, and "
+    "clipping would see scaled gradients; use bf16 "
+    "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler"
+    + see("grad-scaler")
 )

@@ -1,7 +1,8 @@
 """Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
 
-`TorchHost` finds them through the optimizer's `param_groups`, lazily at every use, because frameworks swap what stands there
-(Accelerate replaces parameters in `prepare`). FSDP2 parameters are DTensors; all work happens on `to_local()`, a view.
+`TorchHost` finds them through the optimizer's `param_groups`, lazily at every use, because
+frameworks swap what stands there (Accelerate replaces parameters in `prepare`). FSDP2 parameters
+are DTensors; all work happens on `to_local()`, a view.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from .step_hooks import SCALED, OptimizerStepHooks, scales
 class TorchHost:
     """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None):
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None
+    ):
         self.optimizers, self._model = list(optimizers), model
-        reshard(model)  # an evaluation leaves other parameters in the model than the optimizer holds
-        names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
+        # an evaluation leaves other parameters in the model than the optimizer holds
+        reshard(model)
+        names = (
+            {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
+        )
         self._places: list[tuple[int, int, int]] = []
         self.params: list[LocalParam] = []
         seen: set[int] = set()
@@ -39,12 +45,24 @@ class TorchHost:
             name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
             local = local_part(p)
             self._places.append((o, g, i))
-            self.params.append(LocalParam(name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad))
+            self.params.append(
+                LocalParam(
+                    name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad
+                )
+            )
         if not self.params:
-            raise ValueError("the optimizer holds no parameters: attach after the optimizer was built (and after accelerator.prepare)")
-        if model is not None and names and not any(id(p) in names for _, _, _, p, _ in self._walk()):
             raise ValueError(
-                "the optimizer holds no parameter of this model: pass the model that it trains, and build the optimizer after the model "
+                "the optimizer holds no parameters: attach after the optimizer was built (and "
+                "after accelerator.prepare)"
+            )
+        if (
+            model is not None
+            and names
+            and not any(id(p) in names for _, _, _, p, _ in self._walk())
+        ):
+            raise ValueError(
+                "the optimizer holds no parameter of this model: pass the model that it trains, "
+                "and build the optimizer after the model "
                 "was sharded (one of before holds parameters that nobody uses)"
             )
         self._trained = [trained(o) for o in self.optimizers]
@@ -62,27 +80,40 @@ class TorchHost:
         return self.optimizers[o].param_groups[g]["params"][i]
 
     def check(self) -> None:
-        """See `TrainingHost.check`. What is trained is compared by `check_trained`, since others may be switched off while one steps."""
+        """See `TrainingHost.check`. What is trained is compared by `check_trained`, since others
+        may be switched off while one steps.
+        """
         now = sum(len(g["params"]) for o in self.optimizers for g in o.param_groups)
         if now != (count := sum(map(len, self._trained))):
-            raise RuntimeError(f"the optimizer has {now} parameters, at attach it had {count}: detach() and attach again")
+            raise RuntimeError(
+                f"the optimizer has {now} parameters, at attach it had {count}: detach() and "
+                "attach again"
+            )
 
     def check_trained(self, index: int) -> None:
-        """Raise RuntimeError if `requires_grad` of a parameter of this optimizer is not what it was at `attach`."""
+        """Raise RuntimeError if `requires_grad` of a parameter of this optimizer is not what it was
+        at `attach`.
+        """
         now, before = trained(self.optimizers[index]), self._trained[index]
         if now == before or len(now) != len(before):  # the number is looked at by `check`
             return
         places = [(o, g, i) for o, g, i, _, _ in self._walk() if o == index]
-        (o, g, i), is_on = next((place, a) for place, a, b in zip(places, now, before, strict=True) if a != b)
+        (o, g, i), is_on = next(
+            (place, a) for place, a, b in zip(places, now, before, strict=True) if a != b
+        )
         named = dict(zip(self._places, (s.name for s in self.params), strict=True))
-        name = named.get((o, g, i), f"optimizer{o}.group{g}.parameter{i}")  # tied ones stand there once
+        # tied ones stand there once
+        name = named.get((o, g, i), f"optimizer{o}.group{g}.parameter{i}")
         raise RuntimeError(
-            f"requires_grad of {name} was switched {'on' if is_on else 'off'} after attach, which settled what is exchanged: detach() and "
+            f"requires_grad of {name} was switched {'on' if is_on else 'off'} after attach, which "
+            "settled what is exchanged: detach() and "
             "attach again, or switch it back before the step"
         )
 
     def read(self, source: str) -> list[Tensor | None]:
-        """See `TrainingHost.read`. States are looked up in the optimizer that holds the parameter."""
+        """See `TrainingHost.read`. States are looked up in the optimizer that holds the
+        parameter.
+        """
         out: list[Tensor | None] = []
         for index, (o, _, _) in enumerate(self._places):
             p = self._param(index)
@@ -101,8 +132,20 @@ class TorchHost:
 
     def states(self) -> list[str]:
         """See `TrainingHost.states`."""
-        pairs = [(p, o.state.get(p, {})) for o in self.optimizers for g in o.param_groups for p in g["params"]]
-        return sorted({k for p, state in pairs for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and k != "step"})
+        pairs = [
+            (p, o.state.get(p, {}))
+            for o in self.optimizers
+            for g in o.param_groups
+            for p in g["params"]
+        ]
+        return sorted(
+            {
+                k
+                for p, state in pairs
+                for k, v in state.items()
+                if isinstance(v, Tensor) and v.shape == p.shape and k != "step"
+            }
+        )
 
     def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """See `TrainingHost.gradients`."""
@@ -117,18 +160,27 @@ class TorchHost:
         return out
 
     def position(self, rank: int, world: int) -> ShardPosition:
-        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh (ranks are copy-major)."""
+        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh
+        (ranks are copy-major).
+        """
         shards = 1
         for index in range(len(self.params)):
             p = self._param(index)
             if isinstance(p, DTensor):
-                sharded = [d for d, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
+                sharded = [
+                    d
+                    for d, placement in enumerate(p.placements)
+                    if not isinstance(placement, Replicate)
+                ]
                 size = 1
                 for d in sharded:
                     size *= p.device_mesh.size(d)
                 shards = max(shards, size)
         if world % shards:
-            raise ValueError(f"an island of {world} ranks cannot hold whole copies of a model in {shards} shards: use a multiple of that")
+            raise ValueError(
+                f"an island of {world} ranks cannot hold whole copies of a model in {shards} "
+                "shards: use a multiple of that"
+            )
         return ShardPosition(shards, rank % shards, world // shards, rank // shards)
 
     def base_step(self) -> None:
@@ -141,10 +193,17 @@ class TorchHost:
         reshard(model if model is not None else self._model)
 
     def hooks(
-        self, island: IslandGroup, before: Callable[[], None], after: Callable[[], None], skip: Callable[[], None], gradients: bool
+        self,
+        island: IslandGroup,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        skip: Callable[[], None],
+        gradients: bool,
     ) -> OptimizerStepHooks:
         """One tick is one complete round of the optimizers' steps."""
-        return OptimizerStepHooks(self.optimizers, island, before, after, self.check_trained, gradients)
+        return OptimizerStepHooks(
+            self.optimizers, island, before, after, self.check_trained, gradients
+        )
 
     clips = ""
 
@@ -155,7 +214,13 @@ class TorchHost:
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """See `TrainingHost.optimizer_states`."""
-        return [(p, o.state[p]) for o in self.optimizers for g in o.param_groups for p in g["params"] if p in o.state]
+        return [
+            (p, o.state[p])
+            for o in self.optimizers
+            for g in o.param_groups
+            for p in g["params"]
+            if p in o.state
+        ]
 
     def materialise(self) -> None:
         """See `optimizers.materialise`."""
@@ -168,12 +233,18 @@ class TorchHost:
         stepped = {s.name for s in self.params if not s.frozen}
         if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
             stepped = {n for n, p in named if p.requires_grad}
-        return [local_part(p) for n, p in named if n not in stepped] + [local_part(b) for b in model.buffers()]
+        return [local_part(p) for n, p in named if n not in stepped] + [
+            local_part(b) for b in model.buffers()
+        ]
 
     def outside(self, model: torch.nn.Module) -> list[str]:
         """See `TrainingHost.outside`."""
         mine = {id(p) for _, _, _, p, _ in self._walk()}
-        return [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+        return [
+            plain_name(n)
+            for n, p in model.named_parameters()
+            if p.requires_grad and id(p) not in mine
+        ]
 
 
 def trained(optimizer: torch.optim.Optimizer) -> list[bool]:
@@ -182,21 +253,24 @@ def trained(optimizer: torch.optim.Optimizer) -> list[bool]:
 
 
 def reshard(model: torch.nn.Module | None) -> None:
-    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the shards. A forward without a backward (an
-    evaluation) leaves the root unsharded."""
+    """Free unsharded FSDP2 parameters, so that the next forward sees what was written into the
+    shards. A forward without a backward (an evaluation) leaves the root unsharded."""
     for module in model.modules() if model is not None else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def unwrap_model(model: torch.nn.Module | None) -> Any:
-    """The model without the wrappers of torch.compile and DDP around it; None where there is none."""
+    """The model without the wrappers of torch.compile and DDP around it; None where there is
+    none.
+    """
     inner: Any = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see the shards.
+    """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see
+    the shards.
 
     Raises:
         ValueError: there is none; Accelerate steps it by a loss scaler.
@@ -204,10 +278,15 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     seen = optimizer
     if scales(getattr(seen, "scaler", None)):  # of Accelerate
         raise ValueError(SCALED)
-    while not type(seen).__module__.startswith("torch.optim") and isinstance(getattr(seen, "optimizer", None), torch.optim.Optimizer):
+    while not type(seen).__module__.startswith("torch.optim") and isinstance(
+        getattr(seen, "optimizer", None), torch.optim.Optimizer
+    ):
         if seen.optimizer is seen:
             break
         seen = seen.optimizer
     if not isinstance(seen, torch.optim.Optimizer):
-        raise ValueError(f"attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found {type(optimizer).__name__}")
+        raise ValueError(
+            "attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found "
+            f"{type(optimizer).__name__}"
+        )
     return seen

@@ -1,13 +1,19 @@
-"""Accelerate inside one island: `accelerator()` returns an `accelerate.Accelerator` that shards with FSDP2, on GPU and on CPU.
+"""Accelerate inside one island: `accelerator()` returns an `accelerate.Accelerator` that shards
+with FSDP2, on GPU and on CPU.
 
-Inside an island nothing of ours runs: it is Accelerate's own FSDP2 path (or DDP, or one plain process). Three defaults differ
-from `Accelerator(...)`, because islands of any size must take the same number of optimizer steps with the same schedule:
+Inside an island nothing of ours runs: it is Accelerate's own FSDP2 path (or DDP, or one plain
+process). Three defaults differ from `Accelerator(...)`, because islands of any size must take the
+same number of optimizer steps with the same schedule:
 
-* gradient accumulation does not end early at the end of a dataloader (islands reach it at different steps);
-* a prepared scheduler advances once per call of `step()`, not once per process: call it once per optimizer step;
-* batches are loaded by every rank (`dispatch_batches=False`), shuffled by a sampler with a seed of its own.
+* gradient accumulation does not end early at the end of a dataloader (islands reach it at different
+  steps);
+* a prepared scheduler advances once per call of `step()`, not once per process: call it once per
+  optimizer step;
+* batches are loaded by every rank (`dispatch_batches=False`), shuffled by a sampler with a seed of
+  its own.
 
-Source of the facts: accelerate 1.15, `AcceleratorState.__init__`, `Accelerator._prepare_fsdp2`, `AcceleratedScheduler.step`.
+Source of the facts: accelerate 1.15, `AcceleratorState.__init__`, `Accelerator._prepare_fsdp2`,
+`AcceleratedScheduler.step`.
 """
 
 from __future__ import annotations
@@ -21,7 +27,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
 
 from .mesh import ExchangeParallelismConfig, check_axes, refuse_hsdp
 
@@ -38,22 +48,29 @@ def accelerator(
     cpu: bool | None = None,
     **kwargs: Any,
 ) -> Accelerator:
-    """Make the Accelerator of this island from the launcher's environment (`accelerate launch` or `torchrun`).
+    """Make the Accelerator of this island from the launcher's environment (`accelerate launch` or
+    `torchrun`).
 
     Args:
-        shard: True: FSDP2 over all ranks of the island. False: the model is whole on every rank (DDP). One process: neither.
-        mixed_precision: "bf16" computes in bf16 with fp32 parameters, fp32 gradients and an fp32 mean inside the island; "no".
-            None: `ACCELERATE_MIXED_PRECISION`. fp16 is refused: its loss scaler skips steps on one island only.
-        reshard_after_forward: True frees gathered layers after their forward (ZeRO-3), False keeps them until backward (ZeRO-2).
-        fsdp_transformer_layer_cls_to_wrap: class names of the layers that become FSDP units. None: the model's
-            `_no_split_modules`, which every transformers model has; a model without it is one unit.
+        shard: True: FSDP2 over all ranks of the island. False: the model is whole on every rank
+            (DDP). One process: neither.
+        mixed_precision: "bf16" computes in bf16 with fp32 parameters, fp32 gradients and an fp32
+            mean inside the island; "no". None: `ACCELERATE_MIXED_PRECISION`. fp16 is refused: its
+            loss scaler skips steps on one island only.
+        reshard_after_forward: True frees gathered layers after their forward (ZeRO-3), False keeps
+            them until backward (ZeRO-2).
+        fsdp_transformer_layer_cls_to_wrap: class names of the layers that become FSDP units. None:
+            the model's `_no_split_modules`, which every transformers model has; a model without it
+            is one unit.
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: None: CPU if the machine has no accelerator or `ACCELERATE_USE_CPU` is set.
-        kwargs: handed to `accelerate.Accelerator` (`fsdp_plugin`, `dataloader_config`, `kwargs_handlers`...). With
-            `parallelism_config=ExchangeParallelismConfig(...)` the world is a mesh of several replicas (see `mesh.py`).
+        kwargs: handed to `accelerate.Accelerator` (`fsdp_plugin`, `dataloader_config`,
+            `kwargs_handlers`...). With `parallelism_config=ExchangeParallelismConfig(...)` the
+            world is a mesh of several replicas (see `mesh.py`).
 
     Raises:
-        ValueError: fp16; more processes than GPUs on this machine; an FSDP1 plugin; a plain HSDP mesh; a mesh without FSDP2.
+        ValueError: fp16; more processes than GPUs on this machine; an FSDP1 plugin; a plain HSDP
+            mesh; a mesh without FSDP2.
         RuntimeError: Accelerate did not shard although it was asked to (its internals moved).
 
     Example:
@@ -68,72 +85,120 @@ def accelerator(
     plugin, axes = kwargs.pop("fsdp_plugin", None), kwargs.pop("parallelism_config", None)
     refuse_hsdp(axes)
     asked = os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
-    if axes is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true" and asked != "1":
+    if (
+        axes is None
+        and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+        and asked != "1"
+    ):
         raise ValueError(
-            f"the launcher's configuration asks for dp_replicate_size={asked}, which Accelerate would make HSDP: pass "
+            f"the launcher's configuration asks for dp_replicate_size={asked}, which Accelerate "
+            "would make HSDP: pass "
             "parallelism_config=ExchangeParallelismConfig() (recipes/pretrain.py: --mesh)"
         )
     if axes is not None and (not shard or world == 1):
-        raise ValueError(f"{type(axes).__name__} with shard={shard} and {world} process(es): a mesh needs FSDP2 on its shard axis")
+        raise ValueError(
+            f"{type(axes).__name__} with shard={shard} and {world} process(es): a mesh needs FSDP2 "
+            "on its shard axis"
+        )
     if shard and world > 1:
-        plugin = plugin or _plugin(mixed_precision, reshard_after_forward, fsdp_transformer_layer_cls_to_wrap)
+        plugin = plugin or _plugin(
+            mixed_precision, reshard_after_forward, fsdp_transformer_layer_cls_to_wrap
+        )
         if plugin.fsdp_version != 2:
-            raise ValueError(f"fsdp_plugin.fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 flattens parameters")
+            raise ValueError(
+                f"fsdp_plugin.fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 "
+                "flattens parameters"
+            )
     else:
         plugin = None
-        # A yaml of `accelerate config` (or an earlier Accelerator in this process) may have set it; `shard` decides here.
+        # A yaml of `accelerate config` (or an earlier Accelerator in this process) may have set it;
+        # `shard` decides here.
         os.environ["ACCELERATE_USE_FSDP"] = "false"
     if "gradient_accumulation_plugin" not in kwargs:
-        kwargs["gradient_accumulation_plugin"] = GradientAccumulationPlugin(gradient_accumulation_steps, sync_with_dataloader=False)
+        kwargs["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
+            gradient_accumulation_steps, sync_with_dataloader=False
+        )
     kwargs.setdefault("step_scheduler_with_optimizer", False)
-    kwargs.setdefault("dataloader_config", DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True))
+    kwargs.setdefault(
+        "dataloader_config",
+        DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
+    )
     # On CPU Accelerate refuses a ParallelismConfig, since FSDP is not on yet.
     early = {"parallelism_config": axes} if axes is not None and not cpu else {}
     if cpu:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
-    made = _IslandAccelerator(cpu=cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin, **early, **kwargs)
+    made = _IslandAccelerator(
+        cpu=cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin, **early, **kwargs
+    )
     if made.num_processes != world:
-        raise RuntimeError(f"Accelerate sees {made.num_processes} process(es), the launcher started {world}: {_versions()}")
+        raise RuntimeError(
+            f"Accelerate sees {made.num_processes} process(es), the launcher started {world}: "
+            f"{_versions()}"
+        )
     if plugin is not None and made.device.type == "cpu":
         turn_fsdp_on_for_cpu(made, plugin, axes)
     if plugin is not None and not made.is_fsdp2:
-        raise RuntimeError(f"Accelerate did not turn FSDP2 on ({made.distributed_type}): its internals moved. {_versions()}")
+        raise RuntimeError(
+            f"Accelerate did not turn FSDP2 on ({made.distributed_type}): its internals moved. "
+            f"{_versions()}"
+        )
     return made
 
 
-def turn_fsdp_on_for_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlugin, axes: ExchangeParallelismConfig | None = None) -> None:
-    """Do for CPU ranks what `AcceleratorState.__init__` does for GPU ranks: distributed type FSDP, and the plugin.
+def turn_fsdp_on_for_cpu(
+    made: Accelerator,
+    plugin: FullyShardedDataParallelPlugin,
+    axes: ExchangeParallelismConfig | None = None,
+) -> None:
+    """Do for CPU ranks what `AcceleratorState.__init__` does for GPU ranks: distributed type FSDP,
+    and the plugin.
 
-    `AcceleratorState` turns FSDP on for MULTI_GPU, MULTI_XPU... but not for MULTI_CPU: with a plugin one silently gets DDP.
-    FSDP2 itself runs on CPU with gloo. What this sets is all that the branch sets; the rest of Accelerate then follows its
-    normal FSDP2 path. The mesh is made here, since the default one of `fully_shard` is on the GPU where the machine has one.
-    This and `allow_fsdp_on_cpu` are the places that write into Accelerate's state.
+    `AcceleratorState` turns FSDP on for MULTI_GPU, MULTI_XPU... but not for MULTI_CPU: with a
+    plugin one silently gets DDP. FSDP2 itself runs on CPU with gloo. What this sets is all that the
+    branch sets; the rest of Accelerate then follows its normal FSDP2 path. The mesh is made here,
+    since the default one of `fully_shard` is on the GPU where the machine has one. This and
+    `allow_fsdp_on_cpu` are the places that write into Accelerate's state.
 
     Raises:
         RuntimeError: the state is not laid out as in the versions this was written for.
     """
     state = made.state
-    # `parallelism_config` and `device_mesh` are set by AcceleratorState itself; a renamed one would make our writes useless.
-    missing = [name for name in ("distributed_type", "parallelism_config", "device_mesh") if name not in vars(state)]
+    # `parallelism_config` and `device_mesh` are set by AcceleratorState itself; a renamed one would
+    # make our writes useless.
+    missing = [
+        name
+        for name in ("distributed_type", "parallelism_config", "device_mesh")
+        if name not in vars(state)
+    ]
     if missing or not hasattr(plugin, "set_mixed_precision"):
         what = ", ".join(missing) or "FullyShardedDataParallelPlugin.set_mixed_precision"
-        raise RuntimeError(f"FSDP2 on CPU needs {what}, which Accelerate no longer has ({_versions()}); on CPU use shard=False")
+        raise RuntimeError(
+            f"FSDP2 on CPU needs {what}, which Accelerate no longer has ({_versions()}); on CPU "
+            "use shard=False"
+        )
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    state.parallelism_config = axes or ExchangeParallelismConfig(dp_replicate_size=1, dp_shard_size=made.num_processes)
+    state.parallelism_config = axes or ExchangeParallelismConfig(
+        dp_replicate_size=1, dp_shard_size=made.num_processes
+    )
     if state.parallelism_config.total_size != made.num_processes:
-        raise ValueError(f"{state.parallelism_config} needs {state.parallelism_config.total_size} processes, found {made.num_processes}")
+        raise ValueError(
+            f"{state.parallelism_config} needs {state.parallelism_config.total_size} processes, "
+            f"found {made.num_processes}"
+        )
     state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
 
 
 def allow_fsdp_on_cpu() -> None:
-    """Let the next `Trainer` (or `Accelerator`) of this process shard with FSDP2 over CPU ranks: call it before `Trainer(...)`.
+    """Let the next `Trainer` (or `Accelerator`) of this process shard with FSDP2 over CPU ranks:
+    call it before `Trainer(...)`.
 
-    For rehearsals and tests, in a script that makes its Accelerator by other hands than `accelerator()`. It takes the gloo world for one of
-    another kind of accelerator, so that Accelerate's own FSDP branch runs.
+    For rehearsals and tests, in a script that makes its Accelerator by other hands than
+    `accelerator()`. It takes the gloo world for one of another kind of accelerator, so that
+    Accelerate's own FSDP branch runs.
     """
     PartialState(cpu=True)
     if PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
@@ -141,30 +206,42 @@ def allow_fsdp_on_cpu() -> None:
 
 
 class _IslandAccelerator(Accelerator):
-    """`Accelerator` that looks at what `prepare` returned: FSDP2 that silently is not there would look like training."""
+    """`Accelerator` that looks at what `prepare` returned: FSDP2 that silently is not there would
+    look like training.
+    """
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
         if self.is_fsdp2:
             for item in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(item, torch.nn.Module):
-                    check_axes(item, self.parallelism_config.dp_shard_size if self.parallelism_config else self.num_processes)
+                    check_axes(
+                        item,
+                        self.parallelism_config.dp_shard_size
+                        if self.parallelism_config
+                        else self.num_processes,
+                    )
         return result
 
 
-def _plugin(mixed_precision: str | None, reshard: bool, layers: str | Sequence[str] | None) -> FullyShardedDataParallelPlugin:
+def _plugin(
+    mixed_precision: str | None, reshard: bool, layers: str | Sequence[str] | None
+) -> FullyShardedDataParallelPlugin:
     policy = None
     if mixed_precision == "bf16":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        # Accelerate's own choice reduces in bf16; the mean inside the island is what the exchange reads, so it stays fp32.
+        # Accelerate's own choice reduces in bf16; the mean inside the island is what the exchange
+        # reads, so it stays fp32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=reshard,
         mixed_precision_policy=policy,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=layers.split(",") if isinstance(layers, str) else (list(layers) if layers else None),
+        transformer_cls_names_to_wrap=layers.split(",")
+        if isinstance(layers, str)
+        else (list(layers) if layers else None),
         state_dict_type="SHARDED_STATE_DICT",
         cpu_ram_efficient_loading=False,
     )
@@ -173,7 +250,10 @@ def _plugin(mixed_precision: str | None, reshard: bool, layers: str | Sequence[s
 def _precision(mixed_precision: str | None) -> str | None:
     chosen = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if chosen not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision={chosen!r}: allowed are 'no' and 'bf16' (fp16's loss scaler skips steps on one island only)")
+        raise ValueError(
+            f"mixed_precision={chosen!r}: allowed are 'no' and 'bf16' (fp16's loss scaler skips "
+            "steps on one island only)"
+        )
     return chosen
 
 
@@ -181,11 +261,15 @@ def _use_cpu() -> bool:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
         return True
     if not torch.accelerator.is_available():
-        # Without cpu=True Accelerate ignores the launcher's ranks on such a machine: every process would train alone.
+        # Without cpu=True Accelerate ignores the launcher's ranks on such a machine: every process
+        # would train alone.
         return True
     ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     if ranks > devices:
-        raise ValueError(f"{ranks} processes on a machine with {devices} GPU(s): start at most {devices}, or set ACCELERATE_USE_CPU=true")
+        raise ValueError(
+            f"{ranks} processes on a machine with {devices} GPU(s): start at most {devices}, or "
+            "set ACCELERATE_USE_CPU=true"
+        )
     return False
 
 

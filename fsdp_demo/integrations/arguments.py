@@ -11,7 +11,8 @@ from ..config.schema import ExchangeConfig
 
 @dataclass
 class ExchangeArguments:
-    """`--exchange diloco --set schedule.sync_every=100 codec.value_dtype=int8`; nothing is exchanged without `--exchange`.
+    """`--exchange diloco --set schedule.sync_every=100 codec.value_dtype=int8`; nothing is
+    exchanged without `--exchange`.
 
     Example:
         >>> from transformers import HfArgumentParser
@@ -19,10 +20,15 @@ class ExchangeArguments:
         >>> (exchange,) = HfArgumentParser(ExchangeArguments).parse_args_into_dataclasses(["--exchange", "diloco", "--set", "period=50"])
         >>> exchange.config().channels[0].schedule.sync_every
         50
-    """
+    """  # noqa: E501
 
-    exchange: str | None = field(default=None, metadata={"help": "preset name or yaml file; without it nothing is exchanged"})
-    set: list[str] = field(default_factory=list, metadata={"help": "changes to it, as in --set codec.topk=16 schedule.sync_every=50"})
+    exchange: str | None = field(
+        default=None, metadata={"help": "preset name or yaml file; without it nothing is exchanged"}
+    )
+    set: list[str] = field(
+        default_factory=list,
+        metadata={"help": "changes to it, as in --set codec.topk=16 schedule.sync_every=50"},
+    )
 
     def config(self) -> ExchangeConfig | None:
         """What was asked for, or None.
@@ -32,15 +38,20 @@ class ExchangeArguments:
         """
         if self.exchange is None:
             if self.set:
-                raise ValueError(f"--set {' '.join(self.set)} changes an exchange, but there is none: give --exchange PRESET too")
+                raise ValueError(
+                    f"--set {' '.join(self.set)} changes an exchange, but there is none: give "
+                    "--exchange PRESET too"
+                )
             return None
         return load_config(self.exchange, self.set)
 
     def trainer(self, lr: float | None = None) -> dict[str, Any]:
-        """Keywords for `Trainer(...)`: the callback and, for presets with an optimizer of their own, `optimizer_cls_and_kwargs`.
+        """Keywords for `Trainer(...)`: the callback and, for presets with an optimizer of their
+        own, `optimizer_cls_and_kwargs`.
 
         Args:
-            lr: learning rate of that optimizer (`training_args.learning_rate`); default the preset's published one.
+            lr: learning rate of that optimizer (`training_args.learning_rate`); default the
+                preset's published one.
         """
         from .trainer.callback import ExchangeCallback
         from .trainer.optimizer import exchange_optimizer
@@ -50,4 +61,8 @@ class ExchangeArguments:
         if config is None:
             return {}
         keywords: dict[str, Any] = {"callbacks": [ExchangeCallback(config)]}
-        return keywords | ({"optimizer_cls_and_kwargs": exchange_optimizer(config, lr=lr)} if has_own_optimizer(config) else {})
+        return keywords | (
+            {"optimizer_cls_and_kwargs": exchange_optimizer(config, lr=lr)}
+            if has_own_optimizer(config)
+            else {}
+        )

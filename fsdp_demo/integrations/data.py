@@ -1,4 +1,6 @@
-"""Data for islands: each island gets a part of its own, and whatever runs inside it (Trainer, Accelerate) splits that among its ranks."""
+"""Data for islands: each island gets a part of its own, and whatever runs inside it (Trainer,
+Accelerate) splits that among its ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,24 @@ log = logging.getLogger("fsdp_demo")
 
 
 def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> Any:
-    """This island's part of a training set; the data set itself where there is one replica, or a mesh (whose loader splits over all ranks).
+    """This island's part of a training set; the data set itself where there is one replica, or a
+    mesh (whose loader splits over all ranks).
 
-    Rows are dealt in turn (island i of n gets rows i, i + n, ...), and all islands get equally many, so that an epoch has the same number
-    of steps everywhere: up to n - 1 rows at the end are left out. With ISLAND_SLOTS that is n: islands that join later have their parts.
+    Rows are dealt in turn (island i of n gets rows i, i + n, ...), and all islands get equally
+    many, so that an epoch has the same number of steps everywhere: up to n - 1 rows at the end are
+    left out. With ISLAND_SLOTS that is n: islands that join later have their parts.
 
     Args:
-        dataset: a `datasets.Dataset` or `IterableDataset`, a torch dataset of either kind, or a sequence. Split the training set only: an
-            evaluation set should be the same on every island. A `datasets.IterableDataset` is split by
-            `datasets.distributed.split_dataset_by_node` (whole files where their number allows): train it with `max_steps`.
+        dataset: a `datasets.Dataset` or `IterableDataset`, a torch dataset of either kind, or a
+            sequence. Split the training set only: an evaluation set should be the same on every
+            island. A `datasets.IterableDataset` is split by
+            `datasets.distributed.split_dataset_by_node` (whole files where their number allows):
+            train it with `max_steps`.
         topology: default `Topology.from_env()`.
 
     Raises:
-        ValueError: a dictionary of splits; fewer rows than islands; neither a length nor an iterator.
+        ValueError: a dictionary of splits; fewer rows than islands; neither a length nor an
+            iterator.
 
     Example:
         >>> from fsdp_demo import Topology
@@ -36,20 +43,33 @@ def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> A
     """
     topology = topology or Topology.from_env()
     if isinstance(dataset, dict):
-        raise ValueError(f"found a dictionary of splits ({', '.join(map(str, dataset))}): give the training split, as dataset['train']")
+        raise ValueError(
+            f"found a dictionary of splits ({', '.join(map(str, dataset))}): give the training "
+            "split, as dataset['train']"
+        )
     if topology.islands == 1 or topology.kind == "mesh":
         return dataset
     island, islands = topology.island, topology.islands
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         rows = len(dataset) // islands * islands
         if not rows:
-            raise ValueError(f"{len(dataset)} rows are too few for {islands} islands: allowed is one row per island at least")
+            raise ValueError(
+                f"{len(dataset)} rows are too few for {islands} islands: allowed is one row per "
+                "island at least"
+            )
         if rows < len(dataset):
-            log.info("%d of %d rows are left out, so that %d islands get equally many", len(dataset) - rows, len(dataset), islands)
+            log.info(
+                "%d of %d rows are left out, so that %d islands get equally many",
+                len(dataset) - rows,
+                len(dataset),
+                islands,
+            )
         mine = range(island, rows, islands)
         return dataset.select(mine) if hasattr(dataset, "select") else Subset(dataset, mine)
     if not isinstance(dataset, Iterable):
-        raise ValueError(f"{type(dataset).__name__} has neither a length nor an iterator: nothing to split")
+        raise ValueError(
+            f"{type(dataset).__name__} has neither a length nor an iterator: nothing to split"
+        )
     if type(dataset).__module__.split(".")[0] == "datasets":
         from datasets.distributed import split_dataset_by_node
 

@@ -1,4 +1,5 @@
-"""What starts islands: launchers, restarts, rehearsals on one machine, the store. `python -m fsdp_demo.launch` is `run.py`.
+"""What starts islands: launchers, restarts, rehearsals on one machine, the store. `python -m
+fsdp_demo.launch` is `run.py`.
 
 May import everything but `integrations`, `cli` and `deepspeed_ext`.
 """

@@ -1,7 +1,8 @@
-"""Output of several islands on one terminal: whole lines with the island's name, and one progress bar that survives.
+"""Output of several islands on one terminal: whole lines with the island's name, and one progress
+bar that survives.
 
-A progress bar rewrites its line with carriage returns. Only the first island's bar is shown: in place on a terminal, as a line now
-and then in a file.
+A progress bar rewrites its line with carriage returns. Only the first island's bar is shown: in
+place on a terminal, as a line now and then in a file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Splitter:
         self.text = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> list[tuple[str, bool]]:
-        """Complete lines as (text, passing); a passing one ended in a carriage return and will be written over."""
+        """Complete lines as (text, passing); a passing one ended in a carriage return and will be
+        written over.
+        """
         self.text += self.decoder.decode(data, final)
         lines, begin = [], 0
         for end in _END.finditer(self.text):

@@ -1,10 +1,15 @@
-"""The `deepspeed` launcher for `run.py`: a runner, and on this machine a launcher of the ranks, each in a process of its own.
+"""The `deepspeed` launcher for `run.py`: a runner, and on this machine a launcher of the ranks,
+each in a process of its own.
 
-Both are DeepSpeed's. What is added here (0.19, deepspeed/launcher/runner.py and launch.py, read and run):
+Both are DeepSpeed's. What is added here (0.19, deepspeed/launcher/runner.py and launch.py, read and
+run):
 
-* The runner dies by SIGTERM and leaves its child running; here the child is told, too, and the runner waits for it.
-* The runner ends with 0 when its child was killed, and the child with 247 when a rank was (-9 as an exit status): here with 137.
-* The child ends with 1 when it is told to end: here with 75 where the ranks saved and left (`fsdp_demo.guard`).
+* The runner dies by SIGTERM and leaves its child running; here the child is told, too, and the
+  runner waits for it.
+* The runner ends with 0 when its child was killed, and the child with 247 when a rank was (-9 as an
+  exit status): here with 137.
+* The child ends with 1 when it is told to end: here with 75 where the ranks saved and left
+  (`fsdp_demo.guard`).
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ from .launchers import LAUNCHERS, saved_before, shell_status
 from .processes import end_with_parent
 
 _NODE = "deepspeed.launcher.launch"
-"""DeepSpeed's launcher of the ranks of one machine; the runner starts it as `python -u -m`, over ssh on other machines."""
+"""DeepSpeed's launcher of the ranks of one machine; the runner starts it as `python -u -m`, over
+ssh on other machines.
+"""
 
 
 _SITE = """\
@@ -55,15 +62,17 @@ sys.meta_path.insert(0, Finder)
 others = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != __file__.rpartition("/")[0]])
 if others is not None:
     others.loader.exec_module(importlib.util.module_from_spec(others))
-"""
+"""  # noqa: E501
 
 
 def without_compiler(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables under which DeepSpeed on a CPU compiles nothing at its first start; `folder` gets a `sitecustomize` for them.
+    """Variables under which DeepSpeed on a CPU compiles nothing at its first start; `folder` gets a
+    `sitecustomize` for them.
 
-    It would compile an operator for inference (deepspeed_shm_comm), for 30 to 50 s; islands on one machine meet at the lock of that build,
-    and a build that was killed leaves the lock, at which every later start waits for ever. Only the module that declares the operator is
-    touched, when a rank imports it; a `sitecustomize` of the user runs, too.
+    It would compile an operator for inference (deepspeed_shm_comm), for 30 to 50 s; islands on one
+    machine meet at the lock of that build, and a build that was killed leaves the lock, at which
+    every later start waits for ever. Only the module that declares the operator is touched, when a
+    rank imports it; a `sitecustomize` of the user runs, too.
     """
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(_SITE)
@@ -95,14 +104,20 @@ class _Child:
 
 def run(argv: list[str]) -> int:
     """`deepspeed` with the arguments `argv[1:]`; returns the island's status."""
-    runner, child, folder = importlib.import_module(LAUNCHERS["deepspeed"]), _Child(), os.environ.get(STATUS_FOLDER)
+    runner, child, folder = (
+        importlib.import_module(LAUNCHERS["deepspeed"]),
+        _Child(),
+        os.environ.get(STATUS_FOLDER),
+    )
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": child.start})  # type: ignore[attr-defined]
-    for number in (signal.SIGINT, signal.SIGTERM):  # with a hostfile and pdsh the runner sets handlers of its own
+    # with a hostfile and pdsh the runner sets handlers of its own
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, child.told)
     sys.argv = list(argv)
     try:
         runner.main()
-    except SystemExit as left:  # what the child ended with; or, before there was one, words that the runner does not know
+    except SystemExit as left:
+        # what the child ended with; or, before there was one, words that the runner does not know
         if child.process is None:
             return left.code if isinstance(left.code, int) else 1
     assert child.process is not None
@@ -112,7 +127,9 @@ def run(argv: list[str]) -> int:
 
 
 def node() -> int:
-    """DeepSpeed's launcher of the ranks of this machine; returns the status of the rank that failed first (see `run.failed_status`)."""
+    """DeepSpeed's launcher of the ranks of this machine; returns the status of the rank that failed
+    first (see `run.failed_status`).
+    """
     launcher, stopped_at = importlib.import_module(_NODE), float("inf")
     terminate = launcher.terminate_process_tree
 
@@ -126,7 +143,12 @@ def node() -> int:
         launcher.main()
     except SystemExit as left:
         first = shell_status(left.code) if isinstance(left.code, int) else 1
-        return SAVED if first in (1, 128 + signal.SIGABRT) and saved_before(os.environ.get(STATUS_FOLDER), stopped_at) else first
+        return (
+            SAVED
+            if first in (1, 128 + signal.SIGABRT)
+            and saved_before(os.environ.get(STATUS_FOLDER), stopped_at)
+            else first
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""What all that starts an island knows: the launchers by name, and how the end of their ranks is read."""
+"""What all that starts an island knows: the launchers by name, and how the end of their ranks is
+read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from pathlib import Path
 from ..status import SAVED
 
 ATTEMPT = "ISLAND_ATTEMPT"
-"""Variable with the number of an island's start, counted from 0, where it is restarted by `--restarts`."""
+"""Variable with the number of an island's start, counted from 0, where it is restarted by
+`--restarts`.
+"""
 
 LAUNCHERS = {
     "accelerate": "accelerate.commands.accelerate_cli",
@@ -19,7 +23,9 @@ LAUNCHERS = {
 def saved_before(folder: str | None, moment: float) -> bool:
     """Did a rank write status 75 into `folder` before `moment` (seconds since the epoch)?"""
     files = sorted(Path(folder).glob("rank*")) if folder else []
-    return any(file.stat().st_mtime < moment and file.read_text().strip() == str(SAVED) for file in files)
+    return any(
+        file.stat().st_mtime < moment and file.read_text().strip() == str(SAVED) for file in files
+    )
 
 
 def shell_status(code: int) -> int:

@@ -1,8 +1,9 @@
 """Small helpers for a parent that must leave no process behind.
 
-`torchrun` starts every rank in a session of its own, so signals to the launcher's process group do not reach the ranks, and a
-launcher that is killed leaves them running. On Linux the parent therefore adopts what its children leave behind (`adopt_orphans`)
-and finds them through /proc. Elsewhere only direct children are known.
+`torchrun` starts every rank in a session of its own, so signals to the launcher's process group do
+not reach the ranks, and a launcher that is killed leaves them running. On Linux the parent
+therefore adopts what its children leave behind (`adopt_orphans`) and finds them through /proc.
+Elsewhere only direct children are known.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def adopt_orphans() -> None:
-    """From now on, a process whose parent ends and that descends from this one becomes a child of this one (Linux)."""
+    """From now on, a process whose parent ends and that descends from this one becomes a child of
+    this one (Linux).
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """Send this process SIGTERM when its parent is gone, even by SIGKILL (Linux). For `preexec_fn`: nothing is imported here."""
+    """Send this process SIGTERM when its parent is gone, even by SIGKILL (Linux). For `preexec_fn`:
+    nothing is imported here.
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -46,7 +51,9 @@ def _parents() -> dict[int, int]:
 
 
 def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
-    """Ids of all living descendants of process `of`, children before grandchildren, without the trees under `leave_out`."""
+    """Ids of all living descendants of process `of`, children before grandchildren, without the
+    trees under `leave_out`.
+    """
     children: dict[int, list[int]] = {}
     for pid, parent in _parents().items():
         children.setdefault(parent, []).append(pid)
@@ -68,7 +75,9 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def reap(known: Iterable[int]) -> None:
-    """Collect adopted children that have ended; those in `known` are left to their `Popen` objects."""
+    """Collect adopted children that have ended; those in `known` are left to their `Popen`
+    objects.
+    """
     known = set(known)
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -81,10 +90,11 @@ def reap(known: Iterable[int]) -> None:
 
 
 def reserve_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody else is given for the next minute, though a server that sets SO_REUSEADDR can listen on it.
+    """A TCP port that nobody else is given for the next minute, though a server that sets
+    SO_REUSEADDR can listen on it.
 
-    A port that was merely free a moment ago may be handed to any outgoing connection before the server starts; one with
-    a connection in TIME_WAIT is not.
+    A port that was merely free a moment ago may be handed to any outgoing connection before the
+    server starts; one with a connection in TIME_WAIT is not.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,6 +102,7 @@ def reserve_port(host: str = "127.0.0.1") -> int:
         listener.listen(1)
         with socket.create_connection(listener.getsockname()) as client:
             accepted, _ = listener.accept()
-            accepted.close()  # the side that closes first keeps TIME_WAIT, and this side's port is the listener's
+            # the side that closes first keeps TIME_WAIT, and this side's port is the listener's
+            accepted.close()
             client.recv(1)
         return int(listener.getsockname()[1])

@@ -1,7 +1,8 @@
 """Several islands on one machine: each launched on its own, one store, output prefixed by island.
 
-What runs is what runs on separate machines: `accelerate launch`, `torchrun` or `deepspeed` once per island, with the `ISLAND_*`
-variables that a user would set there. Only the addresses (127.0.0.1) and, with a link, the pacing differ.
+What runs is what runs on separate machines: `accelerate launch`, `torchrun` or `deepspeed` once per
+island, with the `ISLAND_*` variables that a user would set there. Only the addresses (127.0.0.1)
+and, with a link, the pacing differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ STOP = 40.0
 LOCALHOST = "127.0.0.1"
 
 BRIEF = 30.0
-"""Seconds: a store that ends sooner after it was started again has a reason of its own, and is not started once more."""
+"""Seconds: a store that ends sooner after it was started again has a reason of its own, and is not
+started once more.
+"""
 
 _ACCELERATE_CONFIG = """\
 compute_environment: LOCAL_MACHINE
@@ -47,14 +50,16 @@ num_machines: 1
 mixed_precision: 'no'
 use_cpu: {use_cpu}
 """
-"""MULTI_GPU is what makes `accelerate launch` start several processes, on a CPU too: with MULTI_CPU (or --cpu and no file) it
-starts one, or asks for mpirun. A file of our own also keeps the user's default configuration out of it."""
+"""MULTI_GPU is what makes `accelerate launch` start several processes, on a CPU too: with MULTI_CPU
+(or --cpu and no file) it starts one, or asks for mpirun. A file of our own also keeps the user's
+default configuration out of it."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the others when one dies for good. An island
-    is restarted `restarts` times at most, with `resume_args` (`restarts.py`)."""
+    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the
+    others when one dies for good. An island is restarted `restarts` times at most, with
+    `resume_args` (`restarts.py`)."""
 
     islands: int
     procs: int
@@ -74,11 +79,17 @@ class Rehearsal:
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(LAUNCHERS)}")
         spec = importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0])
-        if spec is None or spec.origin is None:  # no origin: a mere folder, as recipes/deepspeed for who stands in recipes/
+        # no origin: a mere folder, as recipes/deepspeed for who stands in recipes/
+        if spec is None or spec.origin is None:
             extra = "deepspeed" if self.launcher == "deepspeed" else "hf"
-            raise ValueError(f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or --launcher torchrun")
+            raise ValueError(
+                f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or "
+                "--launcher torchrun"
+            )
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run):
-            raise ValueError(f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only")
+            raise ValueError(
+                f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only"
+            )
         if self.restarts < 0:
             raise ValueError(f"--restarts {self.restarts}: must be 0 or more")
         if self.grace < 0:
@@ -102,26 +113,41 @@ class Island:
 def devices(plan: Rehearsal) -> tuple[list[str], str]:
     """`CUDA_VISIBLE_DEVICES` of each island ("" is the CPU), and words for it.
 
-    Every rank of an island needs a GPU of its own (NCCL refuses to share one); islands may share, and do if there are too few.
+    Every rank of an island needs a GPU of its own (NCCL refuses to share one); islands may share,
+    and do if there are too few.
     """
     import torch
 
     count = 0 if plan.cpu else torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    ids = names[:count] if len(names) >= count > 0 and names[0] else [str(number) for number in range(count)]
+    ids = (
+        names[:count]
+        if len(names) >= count > 0 and names[0]
+        else [str(number) for number in range(count)]
+    )
     if count < plan.procs:
-        too_few = f" ({count} GPU(s) are too few for {plan.procs} processes per island)" if count else ""
+        too_few = (
+            f" ({count} GPU(s) are too few for {plan.procs} processes per island)" if count else ""
+        )
         return [""] * plan.islands, f"on the CPU{too_few}"
     groups = count // plan.procs
     slices = [ids[part * plan.procs : (part + 1) * plan.procs] for part in range(groups)]
-    words = "on GPUs of their own" if groups >= plan.islands else f"sharing {groups * plan.procs} GPU(s)"
+    words = (
+        "on GPUs of their own"
+        if groups >= plan.islands
+        else f"sharing {groups * plan.procs} GPU(s)"
+    )
     return [",".join(slices[island % groups]) for island in range(plan.islands)], words
 
 
-def environment(plan: Rehearsal, island: int, endpoint: str, folder: Path, visible: str) -> dict[str, str]:
+def environment(
+    plan: Rehearsal, island: int, endpoint: str, folder: Path, visible: str
+) -> dict[str, str]:
     """The variables of one island's launcher: this process's own, and what makes it that island."""
     env = dict(os.environ)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // (plan.islands * plan.procs))))
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if any(name == "lo" for _, name in socket.if_nameindex()):
@@ -146,7 +172,9 @@ def environment(plan: Rehearsal, island: int, endpoint: str, folder: Path, visib
             env["ACCELERATE_USE_CPU"] = "true"
     if sys.stdout.isatty():
         # Progress bars take the width from here; the prefix needs some of it.
-        env["COLUMNS"] = str(max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1))
+        env["COLUMNS"] = str(
+            max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1)
+        )
     return env
 
 
@@ -154,28 +182,61 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
     """The launcher's command line, with a master port of its own."""
     port = str(reserve_port(LOCALHOST))
     if plan.launcher == "torchrun":
-        words = ["--nnodes", "1", "--nproc-per-node", str(plan.procs), "--master-addr", LOCALHOST, "--master-port", port]
+        words = [
+            "--nnodes",
+            "1",
+            "--nproc-per-node",
+            str(plan.procs),
+            "--master-addr",
+            LOCALHOST,
+            "--master-port",
+            port,
+        ]
     elif plan.launcher == "deepspeed":
-        # It takes the GPUs of CUDA_VISIBLE_DEVICES unless their number is given; then it takes the first ones. A hostfile of the machine
-        # would make it start ranks elsewhere. Scripts read LOCAL_RANK; few know the option --local_rank that it adds by itself.
-        words = ["--hostfile", os.devnull, "--master_port", port, "--log_level", "error", "--no_local_rank"]
+        # It takes the GPUs of CUDA_VISIBLE_DEVICES unless their number is given; then it takes the
+        # first ones. A hostfile of the machine would make it start ranks elsewhere. Scripts read
+        # LOCAL_RANK; few know the option --local_rank that it adds by itself.
+        words = [
+            "--hostfile",
+            os.devnull,
+            "--master_port",
+            port,
+            "--log_level",
+            "error",
+            "--no_local_rank",
+        ]
         words += [] if on_gpu else ["--num_gpus", str(plan.procs)]
     else:
         config = folder / "accelerate.yaml"
         config.write_text(_ACCELERATE_CONFIG.format(use_cpu=str(not on_gpu).lower()))
-        words = ["launch", "--config_file", str(config), "--num_processes", str(plan.procs), "--main_process_port", port]
-    again = ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"] if plan.restarts else []
+        words = [
+            "launch",
+            "--config_file",
+            str(config),
+            "--num_processes",
+            str(plan.procs),
+            "--main_process_port",
+            port,
+        ]
+    again = (
+        ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"]
+        if plan.restarts
+        else []
+    )
     return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *plan.script]
 
 
 class Supervisor:
-    """Starts store and islands, passes their output on, and sees to it that nothing of it is left."""
+    """Starts store and islands, passes their output on, and sees to it that nothing of it is
+    left.
+    """
 
     def __init__(self, plan: Rehearsal, stream: TextIO) -> None:
         self.plan, self.console = plan, Console(stream)
         self.folder = Path(tempfile.mkdtemp(prefix="fsdp-demo-"))
         self.store: subprocess.Popen[bytes] | None = None
-        self.endpoint, self.store_again_at = "", -math.inf  # where the store is, and when it was started again
+        # where the store is, and when it was started again
+        self.endpoint, self.store_again_at = "", -math.inf
         self.islands: list[Island] = []
         self.ended: list[Island] = []  # in the order in which they ended
         self.selector = selectors.DefaultSelector()
@@ -183,14 +244,18 @@ class Supervisor:
         self.stop_at: float | None = None  # SIGTERM is due then
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
         self.store_lost, self.started = False, time.monotonic()
-        self.elastic = transport(os.environ) == "zeromq"  # the others train on when an island is lost
+        # the others train on when an island is lost
+        self.elastic = transport(os.environ) == "zeromq"
 
     def on_signal(self, number: int, frame: object) -> None:
         self.signals.append(number)
 
     def run(self) -> int:
         adopt_orphans()
-        before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self.on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             self.start_store()
             self.start_islands()
@@ -206,10 +271,19 @@ class Supervisor:
 
     # Start
 
-    def start(self, words: list[str], env: dict[str, str] | None = None, out: int | None = None) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends the others in order.
+    def start(
+        self, words: list[str], env: dict[str, str] | None = None, out: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends
+        # the others in order.
         return subprocess.Popen(
-            words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=end_with_parent
+            words,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
 
     def start_store(self) -> None:
@@ -220,13 +294,29 @@ class Supervisor:
         deadline = time.monotonic() + 120
         while not port_file.exists() and not self.signals:
             if self.store.poll() is not None or time.monotonic() > deadline:
-                raise ValueError(f"the store did not start (status {self.store.poll()}); its error is above")
+                raise ValueError(
+                    f"the store did not start (status {self.store.poll()}); its error is above"
+                )
             time.sleep(0.05)
-        self.endpoint = f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
+        self.endpoint = (
+            f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
+        )
 
     def launch_store(self, bind: str, *words: str) -> None:
         kept = ["--file", str(self.folder / FILE)] if self.elastic else []
-        self.store = self.start([sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", bind, *kept, *words, "--quiet"])
+        self.store = self.start(
+            [
+                sys.executable,
+                "-m",
+                "fsdp_demo.cli",
+                "store",
+                "--bind",
+                bind,
+                *kept,
+                *words,
+                "--quiet",
+            ]
+        )
 
     def start_islands(self) -> None:
         if self.signals:
@@ -238,7 +328,9 @@ class Supervisor:
         for number in range(self.plan.islands):
             env = environment(self.plan, number, self.endpoint, self.folder, visible[number])
             Path(env[STATUS_FOLDER]).mkdir()
-            process = self.start(command(self.plan, self.folder, bool(visible[number])), env, subprocess.PIPE)
+            process = self.start(
+                command(self.plan, self.folder, bool(visible[number])), env, subprocess.PIPE
+            )
             island = Island(env["ISLAND_NAME"], process)
             self.islands.append(island)
             for pipe in (process.stdout, process.stderr):
@@ -255,7 +347,9 @@ class Supervisor:
             if not data:
                 self.selector.unregister(key.fileobj)
             for text, passing in splitter.feed(data, final=not data):
-                self.console.show(island.name, text, passing=passing, first=island is self.islands[0])
+                self.console.show(
+                    island.name, text, passing=passing, first=island is self.islands[0]
+                )
 
     def watch(self) -> None:
         now = time.monotonic()
@@ -266,7 +360,10 @@ class Supervisor:
             self.store_has_ended(now)
         if self.signals and self.kill_at is None:
             if self.stop_at is None or self.stop_at > now:
-                self.console.note(f"{signal.Signals(self.signals[0]).name}: ending the islands, once more to kill them")
+                self.console.note(
+                    f"{signal.Signals(self.signals[0]).name}: ending the islands, once more to "
+                    "kill them"
+                )
             self.stop_at = now
         if self.kill_at is not None and (now >= self.kill_at or len(self.signals) > 1):
             send(self.everything(), signal.SIGKILL)
@@ -274,7 +371,9 @@ class Supervisor:
             self.stop_islands(now)
 
     def store_has_ended(self, now: float) -> None:
-        """A durable store goes on from its file, and the islands with it. Another one has forgotten all, and they end."""
+        """A durable store goes on from its file, and the islands with it. Another one has forgotten
+        all, and they end.
+        """
         if self.elastic and now - self.store_again_at > BRIEF:
             self.console.note("the store has ended; starting it again on its file")
             self.store_again_at = now
@@ -289,25 +388,34 @@ class Supervisor:
         self.ended.append(island)
         if island.status == 0:
             return
-        self.console.note(f"{island.name} ended with status {island.status} after {now - self.started:.0f} s")
+        self.console.note(
+            f"{island.name} ended with status {island.status} after {now - self.started:.0f} s"
+        )
         # Its launcher is gone; ranks that it left behind are told to end now (and save).
         send(self.strays(), signal.SIGTERM)
         if self.elastic and island.status != DECIDE:
             return
         if self.stop_at is None and any(other.status is None for other in self.islands):
             self.stop_at = now + self.plan.grace
-            self.console.note(f"the others have {self.plan.grace:g} s to notice, save and end by themselves")
+            self.console.note(
+                f"the others have {self.plan.grace:g} s to notice, save and end by themselves"
+            )
 
     def stop_islands(self, now: float) -> None:
         self.kill_at = now + STOP
         for island in self.islands:
             if island.status is None:
-                # Once, and to the launcher only: it passes it on, and a second one would interrupt that.
+                # Once, and to the launcher only: it passes it on, and a second one would interrupt
+                # that.
                 island.stopped = True
                 send([island.process.pid], signal.SIGTERM)
 
     def known(self) -> list[int]:
-        return [process.pid for process in [self.store, *(island.process for island in self.islands)] if process is not None]
+        return [
+            process.pid
+            for process in [self.store, *(island.process for island in self.islands)]
+            if process is not None
+        ]
 
     def strays(self) -> list[int]:
         """Processes that a launcher left behind, and what descends from them."""
@@ -316,36 +424,54 @@ class Supervisor:
     def everything(self) -> list[int]:
         """All there is but the store."""
         launchers = [island.process.pid for island in self.islands if island.process.poll() is None]
-        return list({*launchers, *descendants(os.getpid(), leave_out=[self.store.pid] if self.store else [])})
+        return list(
+            {
+                *launchers,
+                *descendants(os.getpid(), leave_out=[self.store.pid] if self.store else []),
+            }
+        )
 
     # End
 
     def drain(self) -> None:
-        """What is still in the pipes; a process left behind may hold one open for ever, so not for long."""
+        """What is still in the pipes; a process left behind may hold one open for ever, so not for
+        long.
+        """
         until = time.monotonic() + 1
         while self.selector.get_map() and time.monotonic() < until:
             self.pass_output(0.05)
 
     def verdict(self) -> int:
-        """The worst status: of islands that ended by themselves, 78 (somebody must decide) being worse than any other and 75 (saved)
-        better; else that of the signal."""
+        """The worst status: of islands that ended by themselves, 78 (somebody must decide) being
+        worse than any other and 75 (saved) better; else that of the signal."""
         statuses = ", ".join(f"{island.name} {island.status}" for island in self.islands)
         own = [island.status for island in self.ended if island.status and not island.stopped]
         told = [island.status for island in self.ended if island.status and island.stopped]
         if own:
-            worst = DECIDE if DECIDE in own else next((status for status in own if status != SAVED), SAVED)
+            worst = (
+                DECIDE
+                if DECIDE in own
+                else next((status for status in own if status != SAVED), SAVED)
+            )
         elif told and set(told) == {SAVED}:
             worst = SAVED
         elif self.signals:
             worst = 128 + self.signals[0]
         else:
             worst = 1 if self.store_lost else 0
-        self.console.note(f"ended after {time.monotonic() - self.started:.0f} s with status {worst} ({statuses})")
+        self.console.note(
+            f"ended after {time.monotonic() - self.started:.0f} s with status {worst} ({statuses})"
+        )
         return worst
 
     def leave_nothing(self) -> None:
         """Whatever happened before, nothing runs on after this; the store goes last."""
-        send(self.everything(), signal.SIGTERM if all(island.status is not None for island in self.islands) else signal.SIGKILL)
+        send(
+            self.everything(),
+            signal.SIGTERM
+            if all(island.status is not None for island in self.islands)
+            else signal.SIGKILL,
+        )
         until = time.monotonic() + 5
         while self.everything() and time.monotonic() < until:
             self.poll_all()

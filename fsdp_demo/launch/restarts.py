@@ -1,7 +1,8 @@
-"""An island that comes back by itself: its launcher is started again when its ranks saved and left, or were killed.
+"""An island that comes back by itself: its launcher is started again when its ranks saved and left,
+or were killed.
 
-Each start is a process of its own (`run.py` without restarts), under the same `ISLAND_RUN`: the islands agree in the store on the
-attempt in which they meet again (`comm/attempts.py`).
+Each start is a process of its own (`run.py` without restarts), under the same `ISLAND_RUN`: the
+islands agree in the store on the attempt in which they meet again (`comm/attempts.py`).
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ class _Island:
 
     def run(self, words: Sequence[str], env: dict[str, str]) -> int:
         """Start a launcher and wait for it; its status as a shell shows it."""
-        self.process = subprocess.Popen([sys.executable, "-m", "fsdp_demo.launch", *words], env=env, preexec_fn=end_with_parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fsdp_demo.launch", *words], env=env, preexec_fn=end_with_parent
+        )
         if self.told:  # between two of them
             send([self.process.pid], signal.SIGTERM)
         return shell_status(self.process.wait())
 
 
 def returns(status: int) -> bool:
-    """Whether an island that ended with this status is started again: it saved and left, or was killed.
+    """Whether an island that ended with this status is started again: it saved and left, or was
+    killed.
 
     >>> [status for status in (0, 1, 2, 75, 78, 137, 139) if returns(status)]
     [75, 137, 139]
@@ -54,7 +58,8 @@ def returns(status: int) -> bool:
 
 
 def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -> int:
-    """Run `python -m fsdp_demo.launch *words`, and again as long as it ends with a status that `returns`; the last status.
+    """Run `python -m fsdp_demo.launch *words`, and again as long as it ends with a status that
+    `returns`; the last status.
 
     A signal to end ends the island and no other is started.
 
@@ -64,17 +69,24 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
     """
     adopt_orphans()
     island = _Island()
-    before = {number: signal.signal(number, island.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, island.on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as own:
             for number in range(restarts + 1):
-                folder = Path(os.environ.get(STATUS_FOLDER) or own) / f"attempt{number}"  # none reads what an earlier one has left
+                # none reads what an earlier one has left
+                folder = Path(os.environ.get(STATUS_FOLDER) or own) / f"attempt{number}"
                 folder.mkdir(parents=True, exist_ok=True)
                 env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
                 status = island.run([*words, *(resume if number else ())], env)
                 if island.told or number == restarts or not returns(status):
                     break
-                sys.stderr.write(f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of {restarts}\n")
+                sys.stderr.write(
+                    f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of "
+                    f"{restarts}\n"
+                )
                 _end_strays()
     finally:
         for number, handler in before.items():
@@ -83,7 +95,9 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
 
 
 def _end_strays() -> None:
-    """End what a launcher that was killed has left: its ranks would live beside their successors."""
+    """End what a launcher that was killed has left: its ranks would live beside their
+    successors.
+    """
     end = time.monotonic() + PATIENCE
     send(descendants(os.getpid()), signal.SIGTERM)
     while (left := descendants(os.getpid())) and time.monotonic() < end:

@@ -1,13 +1,15 @@
-"""Bytes on the wire before anything runs: published figures against this library's, and every preset on a model and a link.
+"""Bytes on the wire before anything runs: published figures against this library's, and every
+preset on a model and a link.
 
     python recipes/benchmarks/bytes.py                                                      # both tables
     python recipes/benchmarks/bytes.py --table published
     python recipes/benchmarks/bytes.py --model llama-3.2-1b --islands 3 --link 200Mbit --rtt 40ms --shards 8
 
-Whole shapes on the meta device, no weights. What the library sends is counted by `fsdp_demo.exchange.plan`, through the meter that training
-uses: a test compares the two on real processes, to the byte. What a publication sends is computed here, from the same shapes and its own
+Whole shapes on the meta device, no weights. What the library sends is counted by
+`fsdp_demo.exchange.plan`, through the meter that training uses: a test compares the two on real
+processes, to the byte. What a publication sends is computed here, from the same shapes and its own
 format.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -52,16 +54,24 @@ def load(name: str) -> Tensors:
     path = next((p for p in (MODELS / f"{name}.json", Path(name)) if p.is_file()), None)
     if path is None:
         known = ", ".join(sorted(p.stem for p in MODELS.glob("*.json")))
-        raise ValueError(f"--model {name!r} is not known: allowed are {known} (recipes/models), or the path of such a json")
+        raise ValueError(
+            f"--model {name!r} is not known: allowed are {known} (recipes/models), or the path of "
+            "such a json"
+        )
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise ValueError(f"a model's shapes need transformers: pip install 'fsdp-demo[hf]' ({error})") from None
+        raise ValueError(
+            f"a model's shapes need transformers: pip install 'fsdp-demo[hf]' ({error})"
+        ) from None
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     except Exception as error:  # whatever transformers makes of a wrong file
-        raise ValueError(f"--model {name!r}: {path} does not describe a causal language model: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"--model {name!r}: {path} does not describe a causal language model: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     return [(n, tuple(p.shape)) for n, p in model.named_parameters()]
 
 
@@ -71,28 +81,37 @@ def numel(tensors: Tensors) -> int:
 
 @dataclass(frozen=True)
 class Counts:
-    """What island 0 moves: in its largest exchange, and per step on average (bytes sent, received, messages one after the other)."""
+    """What island 0 moves: in its largest exchange, and per step on average (bytes sent, received,
+    messages one after the other).
+    """
 
     largest: Meter
     average: tuple[float, float, float]
 
 
 def count(config: ExchangeConfig, tensors: Tensors, islands: int, shards: int = 1) -> Counts:
-    """The plan of the library, summed over the ranks of the island; they work side by side, so messages are not."""
+    """The plan of the library, summed over the ranks of the island; they work side by side, so
+    messages are not.
+    """
     plans = plan_model(config, tensors, islands, shards)
     largest, averages = Meter(), [p.average() for p in plans]
     for p in plans:
         largest.add(p.most())
     largest.messages = max(p.most().messages for p in plans)
-    return Counts(largest, (sum(a[0] for a in averages), sum(a[1] for a in averages), max(a[2] for a in averages)))
+    return Counts(
+        largest,
+        (sum(a[0] for a in averages), sum(a[1] for a in averages), max(a[2] for a in averages)),
+    )
 
 
-# ---- published figures -------------------------------------------------------------------------------------------------
+# ---- published figures -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A published figure in its unit ("MB" or "x", times fewer bytes), the same by the published format on the real shapes, and ours."""
+    """A published figure in its unit ("MB" or "x", times fewer bytes), the same by the published
+    format on the real shapes, and ours.
+    """
 
     claim: str
     published: str
@@ -107,8 +126,8 @@ class Claim:
 
 
 def coefficients(tensors: Tensors, k: int) -> int:
-    """What DeMo's released code keeps of a model, and the decoupled momentum's after it: k of each chunk, the edges of a chunk being the
-    largest divisors up to 64 of its tensor's sides."""
+    """What DeMo's released code keeps of a model, and the decoupled momentum's after it: k of each
+    chunk, the edges of a chunk being the largest divisors up to 64 of its tensor's sides."""
     total = 0
     for _, shape in tensors:
         chunk = prod(max(d for d in range(1, 65) if n % d == 0) for n in shape)
@@ -130,10 +149,26 @@ def published(small: Tensors, large: Tensors) -> list[Claim]:
 
 def _demo(label: str, tensors: Tensors, adamw: str, figures: dict[int, str]) -> list[Claim]:
     dense = count(preset("full", value_dtype="bf16"), tensors, 2).largest.bytes_sent
-    out = [Claim(f"DeMo {label}: gradient of AdamW, per step", f"{adamw} MB [1]", "MB", 2 * numel(tensors) / 1e6, dense / 1e6)]
+    out = [
+        Claim(
+            f"DeMo {label}: gradient of AdamW, per step",
+            f"{adamw} MB [1]",
+            "MB",
+            2 * numel(tensors) / 1e6,
+            dense / 1e6,
+        )
+    ]
     for k, figure in figures.items():
         ours = count(preset("demo", topk=k), tensors, 2).largest.bytes_sent
-        out.append(Claim(f"DeMo {label}: k = {k}, per step", f"{figure} MB [1]", "MB", 12 * coefficients(tensors, k) / 1e6, ours / 1e6))
+        out.append(
+            Claim(
+                f"DeMo {label}: k = {k}, per step",
+                f"{figure} MB [1]",
+                "MB",
+                12 * coefficients(tensors, k) / 1e6,
+                ours / 1e6,
+            )
+        )
     return out
 
 
@@ -142,7 +177,9 @@ def _desloc(tensors: Tensors) -> list[Claim]:
     ddp, adam, desloc = (count(form, tensors, 2).average[0] for form in forms)
     share = 1 / 256 + 1 / 768 + 1 / 1536  # of the parameters, per step
     return [
-        Claim("DES-LOC: below data parallelism, period 256", "170x [2]", "x", 1 / share, ddp / desloc),
+        Claim(
+            "DES-LOC: below data parallelism, period 256", "170x [2]", "x", 1 / share, ddp / desloc
+        ),
         Claim("DES-LOC: below Local Adam", "2x [2]", "x", 3 / 256 / share, adam / desloc),
     ]
 
@@ -150,8 +187,19 @@ def _desloc(tensors: Tensors) -> list[Claim]:
 def _streaming(tensors: Tensors) -> list[Claim]:
     out, config = [], preset("streaming_diloco", period=100)
     for islands in (2, 4):
-        dense, ours = (count(c, tensors, islands).average[0] for c in (preset("full", value_dtype="bf16"), config))
-        out.append(Claim(f"Streaming DiLoCo: below bf16 data parallelism, R = {islands}", "400x [3]", "x", 100 * 16 / 4, dense / ours))
+        dense, ours = (
+            count(c, tensors, islands).average[0]
+            for c in (preset("full", value_dtype="bf16"), config)
+        )
+        out.append(
+            Claim(
+                f"Streaming DiLoCo: below bf16 data parallelism, R = {islands}",
+                "400x [3]",
+                "x",
+                100 * 16 / 4,
+                dense / ours,
+            )
+        )
     layers = sorted({layer for n, _ in tensors if (layer := layer_of(n)) is not None})
     fragments = ceil(len(layers) / 3)
     parts = [0] * (fragments + 1)
@@ -166,19 +214,41 @@ def _streaming(tensors: Tensors) -> list[Claim]:
 def _sparse_loco(tensors: Tensors) -> Claim:
     dense, sent = 4 * numel(tensors), count(preset("sparse_loco"), tensors, 2).largest.bytes_sent
     bits = (12 + 2) * coefficients(tensors, 64)
-    return Claim("SparseLoCo: payload below fp32, k = 64", "146x [4]", "x", 8 * dense / bits, dense / sent)
+    return Claim(
+        "SparseLoCo: payload below fp32, k = 64", "146x [4]", "x", 8 * dense / bits, dense / sent
+    )
 
 
 def _decoupled(tensors: Tensors) -> list[Claim]:
     """Against DiLoCo in fp32 at the same period."""
     name, dense, out = "decoupled momentum", 4 * numel(tensors), []
-    theirs, ours = ({k: f(k) for k in (16, 32)} for f in (lambda k: 12 * coefficients(tensors, k), lambda k: payload(tensors, k)))
-    out.append(
-        Claim(f"{name}: below DiLoCo, k = 16, R = 4, released meter", "16x [5]", "x", dense / (5 * theirs[16]), dense / (5 * ours[16]))
+    theirs, ours = (
+        {k: f(k) for k in (16, 32)}
+        for f in (lambda k: 12 * coefficients(tensors, k), lambda k: payload(tensors, k))
     )
-    out.append(Claim(f"{name}: payload below DiLoCo's, k = 32", "none given", "x", dense / theirs[32], dense / ours[32]))
+    out.append(
+        Claim(
+            f"{name}: below DiLoCo, k = 16, R = 4, released meter",
+            "16x [5]",
+            "x",
+            dense / (5 * theirs[16]),
+            dense / (5 * ours[16]),
+        )
+    )
+    out.append(
+        Claim(
+            f"{name}: payload below DiLoCo's, k = 32",
+            "none given",
+            "x",
+            dense / theirs[32],
+            dense / ours[32],
+        )
+    )
     for islands in (2, 4, 8):
-        diloco, sparse = (count(preset(n, period=128), tensors, islands).largest for n in ("diloco", "decoupled_momentum"))
+        diloco, sparse = (
+            count(preset(n, period=128), tensors, islands).largest
+            for n in ("diloco", "decoupled_momentum")
+        )
         for word in ("sent", "received"):
             factor = getattr(diloco, f"bytes_{word}") / getattr(sparse, f"bytes_{word}")
             text = f"{name}: below DiLoCo, k = 32, {word}, R = {islands}"
@@ -198,36 +268,55 @@ def notes(small: int, large: int) -> list[str]:
     block = num_bytes("2bit", 1, 64) + 64 * 12 // 8
     rho = [4 * BLOCK / n for n in (12 * 32, num_bytes("int8", 1, 32) + 32 * 12 // 8)]
     return [
-        f"Shapes: olmo-300m ({small / 1e6:.2f} M parameters) for DeMo 300M and decoupled momentum, olmo-1b ({large / 1e6:.1f} M) for the "
-        "rest; MB = 10^6 bytes. By its own format: a formula on these shapes. Ours: the preset, counted to the byte with headers, scales "
-        "and checksums; between two islands where no R is named: what one sends is then its payload. Last column: how many times fewer "
+        f"Shapes: olmo-300m ({small / 1e6:.2f} M parameters) for DeMo 300M and decoupled momentum, "
+        f"olmo-1b ({large / 1e6:.1f} M) for the "
+        "rest; MB = 10^6 bytes. By its own format: a formula on these shapes. Ours: the preset, "
+        "counted to the byte with headers, scales "
+        "and checksums; between two islands where no R is named: what one sends is then its "
+        "payload. Last column: how many times fewer "
         "bytes ours sends than the published format.",
-        "[1] arXiv 2411.19870, MB per step (as summarised at en.papernotes.org, ICLR 2026): 12 bytes per coefficient (int64 position, "
-        "fp32 value), one rank's own upload, digits cut, not rounded. Ours sends int8 values, 12-bit positions, a bf16 scale per block. "
-        "The four payloads give the shapes: at 12 k / 4096 bytes per parameter they fit 16 layers of OLMo's form, width 1024 and 2048, "
-        f"with 50304 tied embeddings, in every digit. The two gradients do not: at 2 bytes they are {adamw[0] / 1e6:.2f} and "
-        f"{adamw[1] / 1e6:.1f} M parameters, {off[0]:+.1%} and {off[1]:+.1%} off, and with so many parameters the payloads would be "
+        "[1] arXiv 2411.19870, MB per step (as summarised at en.papernotes.org, ICLR 2026): 12 "
+        "bytes per coefficient (int64 position, "
+        "fp32 value), one rank's own upload, digits cut, not rounded. Ours sends int8 values, "
+        "12-bit positions, a bf16 scale per block. "
+        "The four payloads give the shapes: at 12 k / 4096 bytes per parameter they fit 16 layers "
+        "of OLMo's form, width 1024 and 2048, "
+        "with 50304 tied embeddings, in every digit. The two gradients do not: at 2 bytes they "
+        f"are {adamw[0] / 1e6:.2f} and "
+        f"{adamw[1] / 1e6:.1f} M parameters, {off[0]:+.1%} and {off[1]:+.1%} off, and with so many "
+        "parameters the payloads would be "
         "others.",
-        "[2] arXiv 2505.22549, abstract: periods 256, 768, 1536 for parameters and both moments, all fp32: 1 / (1/256 + 1/768 + 1/1536).",
-        "[3] arXiv 2501.18512 (as summarised in bzhng-development/summary-of-some-paper-in-cuda): 100 steps times 16 bits over 4. Strided "
-        "fragments of 3 layers, E3M0. Met between two islands, less the bf16 scales. With more, 12 bits per value move where the formula "
-        "has 8: a sum of 4-bit codes is no 4-bit code, so three islands send all codes to all, and more of them parts in fp4 whose mean "
+        "[2] arXiv 2505.22549, abstract: periods 256, 768, 1536 for parameters and both moments, "
+        "all fp32: 1 / (1/256 + 1/768 + 1/1536).",
+        "[3] arXiv 2501.18512 (as summarised in bzhng-development/summary-of-some-paper-in-cuda): "
+        "100 steps times 16 bits over 4. Strided "
+        "fragments of 3 layers, E3M0. Met between two islands, less the bf16 scales. With more, 12 "
+        "bits per value move where the formula "
+        "has 8: a sum of 4-bit codes is no 4-bit code, so three islands send all codes to all, and "
+        "more of them parts in fp4 whose mean "
         "comes back in int8. Peak: the largest fragment.",
-        f"[4] arXiv 2603.08163: {BLOCK} x 32 bits over 64 x (12 + 2), 112 bytes per block. Ours has two bf16 levels per block on top, "
-        f"{block} bytes: the formula counts codes and positions and nothing that says what the codes mean.",
-        "[5] arXiv 2510.03371, 'up to 16 times less than DiLoCo' (abstract); for which k and R is not known. The released code counts "
-        "2 (R - 1) / R of all R + 1 payloads, own and gathered; in this way k = 16 at R = 4 gives 17.1. The other rows count what is "
-        f"really sent: a gather against a ring all-reduce, 2 rho / R, with a payload ratio rho of {rho[0]:.1f} by its format and "
+        f"[4] arXiv 2603.08163: {BLOCK} x 32 bits over 64 x (12 + 2), 112 bytes per block. Ours "
+        "has two bf16 levels per block on top, "
+        f"{block} bytes: the formula counts codes and positions and nothing that says what the "
+        "codes mean.",
+        "[5] arXiv 2510.03371, 'up to 16 times less than DiLoCo' (abstract); for which k and R is "
+        "not known. The released code counts "
+        "2 (R - 1) / R of all R + 1 payloads, own and gathered; in this way k = 16 at R = 4 gives "
+        "17.1. The other rows count what is "
+        "really sent: a gather against a ring all-reduce, 2 rho / R, with a payload ratio rho of "
+        f"{rho[0]:.1f} by its format and "
         f"{rho[1]:.1f} by ours. The gain shrinks as islands join, since every payload goes to all.",
     ]
 
 
-# ---- every preset on a link --------------------------------------------------------------------------------------------
+# ---- every preset on a link --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One preset: per exchange (its largest) and per step on average, for one island. Seconds are None without a link."""
+    """One preset: per exchange (its largest) and per step on average, for one island. Seconds are
+    None without a link.
+    """
 
     preset: str
     settings: str
@@ -241,25 +330,36 @@ class Entry:
     seconds_per_step: float | None
     ratio_per_step: float | None
     most_islands: int | None
-    """Up to how many islands one exchange sends less than a bf16 ring all-reduce of the model; 0: at no number, None: at any."""
+    """Up to how many islands one exchange sends less than a bf16 ring all-reduce of the model; 0:
+    at no number, None: at any.
+    """
 
 
 def seconds(link: Link, sent: float, received: float, messages: float) -> float | None:
-    """Bytes over the rate, both directions at once, plus a round trip per message; None if the link slows nothing."""
+    """Bytes over the rate, both directions at once, plus a round trip per message; None if the link
+    slows nothing.
+    """
     if not link:
         return None
-    return messages * link.rtt + (8 * max(sent, received) / link.bits_per_second if link.bits_per_second else 0.0)
+    return messages * link.rtt + (
+        8 * max(sent, received) / link.bits_per_second if link.bits_per_second else 0.0
+    )
 
 
 def most_islands(config: ExchangeConfig, tensors: Tensors) -> int | None:
-    """See `Entry`. What is gathered costs (R - 1) payloads, a ring 2 (R - 1) / R of the model: the former loses from R = 2 x ratio on."""
+    """See `Entry`. What is gathered costs (R - 1) payloads, a ring 2 (R - 1) / R of the model: the
+    former loses from R = 2 x ratio on.
+    """
 
     def less(islands: int) -> bool:
-        return count(config, tensors, islands).largest.bytes_sent < ring_all_reduce_bytes(islands, 2 * numel(tensors))
+        return count(config, tensors, islands).largest.bytes_sent < ring_all_reduce_bytes(
+            islands, 2 * numel(tensors)
+        )
 
     if not less(2):
         return 0
-    if not any(c.codec.indexed for c in config.channels):  # reduced, from 6 islands on at the latest: the ratio is the same at any number
+    # reduced, from 6 islands on at the latest: the ratio is the same at any number
+    if not any(c.codec.indexed for c in config.channels):
         return None if less(8) else 0
     low, high = 2, 4
     while less(high):
@@ -273,16 +373,37 @@ def most_islands(config: ExchangeConfig, tensors: Tensors) -> int | None:
 def settings(config: ExchangeConfig) -> str:
     """Period, code and selection of a preset's channels in a few words."""
     first = config.channels[0]
-    words = [f"every {'/'.join(str(p) for p in sorted({c.schedule.sync_every for c in config.channels}))}", first.codec.value_dtype]
+    words = [
+        "every "
+        f"{'/'.join(str(p) for p in sorted({c.schedule.sync_every for c in config.channels}))}",
+        first.codec.value_dtype,
+    ]
     words += [f"{first.codec.topk} of {BLOCK}"] if first.codec.sparse else []
     return ", ".join([*words, "fragments"] if first.fragments is not None else words)
 
 
 def entries(tensors: Tensors, islands: int, shards: int, link: Link) -> list[Entry]:
-    """A bf16 ring all-reduce of the gradients at every step, and all presets at their published settings."""
+    """A bf16 ring all-reduce of the gradients at every step, and all presets at their published
+    settings.
+    """
     ring = ring_all_reduce_bytes(islands, 2 * numel(tensors))
     took = seconds(link, ring, ring, 2 * (islands - 1))
-    out = [Entry("(all-reduce)", "every 1, bf16, ring", ring, ring, 2 * (islands - 1), took, None, ring, ring, took, None, 0)]
+    out = [
+        Entry(
+            "(all-reduce)",
+            "every 1, bf16, ring",
+            ring,
+            ring,
+            2 * (islands - 1),
+            took,
+            None,
+            ring,
+            ring,
+            took,
+            None,
+            0,
+        )
+    ]
     for name in presets():
         config = preset(name)
         counts = count(config, tensors, islands, shards)
@@ -306,13 +427,15 @@ def entries(tensors: Tensors, islands: int, shards: int, link: Link) -> list[Ent
     return out
 
 
-# ---- printing ----------------------------------------------------------------------------------------------------------
+# ---- printing ----------------------------------------------------------------------------------
 
 
 def _number(value: float | None, unit: str = "") -> str:
     if value is None:
         return "-"
-    return (f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3g}") + unit
+    return (
+        f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3g}"
+    ) + unit
 
 
 def _figure(value: float, unit: str) -> str:
@@ -321,41 +444,91 @@ def _figure(value: float, unit: str) -> str:
 
 def published_table(claims: Sequence[Claim], texts: Sequence[str]) -> str:
     head = ["claim", "published", "by its own format", "ours", "ours sends less by"]
-    rows = [[c.claim, c.published, _figure(c.by_format, c.unit), _figure(c.ours, c.unit), f"{c.ratio:.2f}x"] for c in claims]
+    rows = [
+        [
+            c.claim,
+            c.published,
+            _figure(c.by_format, c.unit),
+            _figure(c.ours, c.unit),
+            f"{c.ratio:.2f}x",
+        ]
+        for c in claims
+    ]
     return "\n".join(["Published figures", "", table([head, *rows]), "", *map(_wrapped, texts)])
 
 
 def presets_table(facts: dict[str, Any], rows: Sequence[Entry]) -> str:
     timed = rows[0].seconds is not None
-    head = "preset settings sent received trips seconds ratio sent/step received/step s/step ratio/step R<=".split()
+    head = (
+        "preset settings sent received trips seconds ratio sent/step received/step s/step "
+        "ratio/step R<="
+    ).split()
     body = []
     for e in rows:
-        limit = "any" if e.most_islands is None else str(e.most_islands) if e.most_islands else "none"
-        exchange = [size(e.sent), size(e.received), str(e.messages), _number(e.seconds), _number(e.ratio)]
-        step = [size(e.sent_per_step), size(e.received_per_step), _number(e.seconds_per_step), _number(e.ratio_per_step)]
+        limit = (
+            "any" if e.most_islands is None else str(e.most_islands) if e.most_islands else "none"
+        )
+        exchange = [
+            size(e.sent),
+            size(e.received),
+            str(e.messages),
+            _number(e.seconds),
+            _number(e.ratio),
+        ]
+        step = [
+            size(e.sent_per_step),
+            size(e.received_per_step),
+            _number(e.seconds_per_step),
+            _number(e.ratio_per_step),
+        ]
         body.append([e.preset, e.settings, *exchange, *step, "-" if e is rows[0] else limit])
     keep = [i for i, name in enumerate(head) if timed or name not in ("seconds", "s/step")]
     cells = [[row[i] for i in keep] for row in (head, *body)]
-    shape = f"{facts['islands']} islands" + (f" of {facts['shards']} shards" if facts["shards"] > 1 else "")
-    title = f"{facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), {shape}, link {facts['link'] or 'not given'}"
-    texts = (
-        "Bytes of one island (island 0), all its ranks together: of its largest exchange (of fragments: the largest one), and per step on "
-        "average. ratio: times fewer "
-        "bytes sent than a bf16 ring all-reduce of the gradients (first row), per exchange and per step. R<=: up to how many islands one "
-        "exchange sends less than that all-reduce. A gather of sparse payloads grows with the number of islands and loses from R = 2 x "
-        "payload ratio on; what is reduced keeps its ratio at any R; none: fp32 loses to bf16 per exchange, the saving is in the period "
-        "alone.",
-        "trips: round trips of the exchange: 1 where all is gathered (sparse payloads; low-bit codes between few islands), 3 where "
-        "vectors are reduced (header, parts, means), 2 (R - 1) in a ring. seconds: the larger direction over the link's rate, plus the "
-        f"round trips. Headers of Ethernet, IP and TCP add {1 / TCP_SHARE - 1:.1%}. Training waits for these seconds, except where a "
-        f"channel has a delay ({', '.join(n for n in presets() if any(c.schedule.delay for c in preset(n).channels))}).",
+    shape = f"{facts['islands']} islands" + (
+        f" of {facts['shards']} shards" if facts["shards"] > 1 else ""
     )
-    return "\n".join([f"Presets at their published settings: {title}", "", table(cells), "", *map(_wrapped, texts)])
+    title = (
+        f"{facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), {shape}, link "
+        f"{facts['link'] or 'not given'}"
+    )
+    texts = (
+        "Bytes of one island (island 0), all its ranks together: of its largest exchange (of "
+        "fragments: the largest one), and per step on "
+        "average. ratio: times fewer "
+        "bytes sent than a bf16 ring all-reduce of the gradients (first row), per exchange and per "
+        "step. R<=: up to how many islands one "
+        "exchange sends less than that all-reduce. A gather of sparse payloads grows with the "
+        "number of islands and loses from R = 2 x "
+        "payload ratio on; what is reduced keeps its ratio at any R; none: fp32 loses to bf16 per "
+        "exchange, the saving is in the period "
+        "alone.",
+        "trips: round trips of the exchange: 1 where all is gathered (sparse payloads; low-bit "
+        "codes between few islands), 3 where "
+        "vectors are reduced (header, parts, means), 2 (R - 1) in a ring. seconds: the larger "
+        "direction over the link's rate, plus the "
+        f"round trips. Headers of Ethernet, IP and TCP add {1 / TCP_SHARE - 1:.1%}. Training waits "
+        "for these seconds, except where a "
+        "channel has a delay "
+        f"({', '.join(n for n in presets() if any(c.schedule.delay for c in preset(n).channels))}).",  # noqa: E501
+    )
+    return "\n".join(
+        [
+            f"Presets at their published settings: {title}",
+            "",
+            table(cells),
+            "",
+            *map(_wrapped, texts),
+        ]
+    )
 
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(
-        text, 140, subsequent_indent="    " if text.startswith("[") else "", break_long_words=False, break_on_hyphens=False
+        text,
+        140,
+        subsequent_indent="    " if text.startswith("[") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
@@ -374,12 +547,33 @@ def _at_least_one(text: str) -> int:
 
 def _parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", choices=["published", "presets"], help="default: both; the second alone if --model is given")
-    parser.add_argument("--model", metavar="NAME", help="a json of recipes/models by name, or its path (default: llama-3.2-1b)")
+    parser.add_argument(
+        "--table",
+        choices=["published", "presets"],
+        help="default: both; the second alone if --model is given",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a json of recipes/models by name, or its path (default: llama-3.2-1b)",
+    )
     parser.add_argument("--islands", type=_at_least_one, default=3, metavar="R", help="default: 3")
-    parser.add_argument("--shards", type=_at_least_one, default=1, metavar="S", help="FSDP2 shards of each island (default: 1)")
-    parser.add_argument("--link", default="200Mbit", metavar="RATE", help="of an island's connection, or none (default: 200Mbit)")
-    parser.add_argument("--rtt", default="", metavar="TIME", help="its round trip, as in 40ms (default: 0)")
+    parser.add_argument(
+        "--shards",
+        type=_at_least_one,
+        default=1,
+        metavar="S",
+        help="FSDP2 shards of each island (default: 1)",
+    )
+    parser.add_argument(
+        "--link",
+        default="200Mbit",
+        metavar="RATE",
+        help="of an island's connection, or none (default: 200Mbit)",
+    )
+    parser.add_argument(
+        "--rtt", default="", metavar="TIME", help="its round trip, as in 40ms (default: 0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     return parser
 
@@ -401,8 +595,15 @@ def main() -> None:
         if "presets" in chosen:
             name = args.model or "llama-3.2-1b"
             tensors = load(name)
-            facts = {"model": Path(name).stem if name.endswith(".json") else name, "parameters": numel(tensors)}
-            facts |= {"islands": args.islands, "shards": args.shards, "link": str(link) if link else ""}
+            facts = {
+                "model": Path(name).stem if name.endswith(".json") else name,
+                "parameters": numel(tensors),
+            }
+            facts |= {
+                "islands": args.islands,
+                "shards": args.shards,
+                "link": str(link) if link else "",
+            }
             rows = entries(tensors, args.islands, args.shards, link)
             out["presets"] = {**facts, "rows": [asdict(e) for e in rows]}
             texts.append(presets_table(facts, rows))

@@ -1,18 +1,23 @@
-"""A storm over islands that train: what fails, who goes on, who comes back, and what it costs. Linux, no root, some minutes.
+"""A storm over islands that train: what fails, who goes on, who comes back, and what it costs.
+Linux, no root, some minutes.
 
-    python recipes/benchmarks/chaos.py --islands 3 --events 12 --seed 1 [--preset diloco] [--gap 15] [--json chaos.json]
-    python recipes/benchmarks/chaos.py --kinds kill_island,stop --events 4 --islands 3
+    python recipes/benchmarks/chaos.py --islands 3 --events 12 --seed 1 [--preset diloco] [--gap 15]
+    [--json chaos.json] python recipes/benchmarks/chaos.py --kinds kill_island,stop --events 4
+    --islands 3
 
-Islands are processes that train a small model on the Python library's sources (`chaos_island.py`), joined by ISLAND_TRANSPORT=zeromq over
-TCP relays of this process. Events come at random moments, and some on purpose in a change of members, in a join or in a save
-(`chaos_events.py` has the kinds). An island that ends by a signal or with status 75 is started again. Then the same steps are run once more
-without events.
+Islands are processes that train a small model on the Python library's sources (`chaos_island.py`),
+joined by ISLAND_TRANSPORT=zeromq over TCP relays of this process. Events come at random moments,
+and some on purpose in a change of members, in a join or in a save (`chaos_events.py` has the
+kinds). An island that ends by a signal or with status 75 is started again. Then the same steps are
+run once more without events.
 
-Printed are, by kind: how many events, after how many those that were not hit went on, the longest time between two of their steps, the
-seconds from the end of the cause until a lost victim counts in a round again. And of the whole run: payloads that were made again with
-other members, tokens of completed rounds over those of the undisturbed run at the same step, islands that took part in a round over those
-whose process was there, digests of parameters (or anchors) that differ between islands at one step, and the loss on held-out text beside
-that of the undisturbed run at as many tokens. Status 1: an event was not survived, a digest differs, or an island ended by an error.
+Printed are, by kind: how many events, after how many those that were not hit went on, the longest
+time between two of their steps, the seconds from the end of the cause until a lost victim counts in
+a round again. And of the whole run: payloads that were made again with other members, tokens of
+completed rounds over those of the undisturbed run at the same step, islands that took part in a
+round over those whose process was there, digests of parameters (or anchors) that differ between
+islands at one step, and the loss on held-out text beside that of the undisturbed run at as many
+tokens. Status 1: an event was not survived, a digest differs, or an island ended by an error.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ def settings(name: str) -> dict[str, Any]:
     return {"period": PERIOD} if min(periods) > 1 else {}
 
 
-# ---- running ----------------------------------------------------------------------------------------------------------------
+# ---- running -----------------------------------------------------------------------------------
 
 
 def storm(args: argparse.Namespace, folder: Path, events: Sequence[Event]) -> Report:
@@ -68,7 +73,12 @@ def storm(args: argparse.Namespace, folder: Path, events: Sequence[Event]) -> Re
     weather, trouble = Storm(lab, events, _say), ""
     try:
         lab.start()
-        _until(weather, lambda: all(lab.seen[s].step >= 5 for s in lab.seen), args.start, "the first steps of all islands")
+        _until(
+            weather,
+            lambda: all(lab.seen[s].step >= 5 for s in lab.seen),
+            args.start,
+            "the first steps of all islands",
+        )
         weather.run(args.patience)
         _until(weather, lambda: not weather.later, args.patience, "the last event to be over")
         weather.wait(time.monotonic() + FRESH)  # until who was hit last is known to be
@@ -91,7 +101,12 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
     lab, trouble = _lab(args, folder, 0.0, steps), ""
     try:
         lab.start()
-        _until(Storm(lab, [], _say), lambda: _ended(lab), args.start + 10 * args.patience, "the undisturbed run")
+        _until(
+            Storm(lab, [], _say),
+            lambda: _ended(lab),
+            args.start + 10 * args.patience,
+            "the undisturbed run",
+        )
     except RuntimeError as error:
         trouble = str(error)
         _say(f"the undisturbed run: {trouble}")
@@ -102,9 +117,20 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
 
 
 def _lab(args: argparse.Namespace, folder: Path, pad: float, steps: int) -> Lab:
-    words = ["--preset", args.preset, "--settings", json.dumps(settings(args.preset)), "--pad", str(pad), "--seed", str(args.seed)]
+    words = [
+        "--preset",
+        args.preset,
+        "--settings",
+        json.dumps(settings(args.preset)),
+        "--pad",
+        str(pad),
+        "--seed",
+        str(args.seed),
+    ]
     words += ["--steps", str(steps), "--save-every", str(args.save_every), "--lr", str(args.lr)]
-    return Lab(folder, args.islands, args.ranks, words, args.dead, not args.no_restart, not args.no_relays)
+    return Lab(
+        folder, args.islands, args.ranks, words, args.dead, not args.no_restart, not args.no_relays
+    )
 
 
 def _closed(lab: Lab, events: Sequence[Event], trouble: str) -> Report:
@@ -129,7 +155,12 @@ def _settle(weather: Storm, args: argparse.Namespace) -> None:
     """Give victims the time to come back."""
     lab = weather.lab
     try:
-        _until(weather, lambda: all(lab.training(s) or _gone(lab, s) for s in range(args.islands)), args.patience, "victims to come back")
+        _until(
+            weather,
+            lambda: all(lab.training(s) or _gone(lab, s) for s in range(args.islands)),
+            args.patience,
+            "victims to come back",
+        )
     except RuntimeError as error:
         _say(str(error))
 
@@ -146,7 +177,7 @@ def _say(text: str) -> None:
     print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-# ---- numbers ------------------------------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------
 
 
 def evaluate(told: Report, calm: Report | None) -> Report:
@@ -154,12 +185,19 @@ def evaluate(told: Report, calm: Report | None) -> Report:
     tape = Tape(told["facts"], told["lives"], told["ends"])
     struck = [e for e in told["events"] if not e["skipped"]]
     for event, stall in zip(struck, stalls(tape, struck), strict=True):
-        event |= {"stall_s": stall, "rejoin_s": returned(tape, event, struck), "failed": survived(tape, event, struck)}
+        event |= {
+            "stall_s": stall,
+            "rejoin_s": returned(tape, event, struck),
+            "failed": survived(tape, event, struck),
+        }
     rejoins = [t for e in struck for t in e["rejoin_s"]]
     mismatches, losses, tokens = tape.mismatches(), tape.losses(), tape.committed()
     out: Report = {
         "events": len(struck),
-        "by_kind": {kind: _of_kind([e for e in struck if e["kind"] == kind]) for kind in dict.fromkeys(e["kind"] for e in struck)},
+        "by_kind": {
+            kind: _of_kind([e for e in struck if e["kind"] == kind])
+            for kind in dict.fromkeys(e["kind"] for e in struck)
+        },
         "survived": sum(not e["failed"] for e in struck),
         "skipped": len(told["events"]) - len(struck),
         "longest_stall_s": max((e["stall_s"] for e in struck), default=0.0),
@@ -178,7 +216,9 @@ def evaluate(told: Report, calm: Report | None) -> Report:
         "failures": [f"{e['kind']}: {e['failed']}" for e in struck if e["failed"]],
         "trouble": told["trouble"],
         "steps": max((f["step"] for f in told["facts"] if f["what"] == "step"), default=0),
-        "failed_saves": sum(f["failed"] for f in told["facts"] if f["what"] == "saved" and f["rank"] == 0),
+        "failed_saves": sum(
+            f["failed"] for f in told["facts"] if f["what"] == "saved" and f["rank"] == 0
+        ),
         "loss": losses[-1][1] if losses else None,
         "loss_undisturbed": None,
     }
@@ -194,8 +234,17 @@ def evaluate(told: Report, calm: Report | None) -> Report:
 def _of_kind(events: Sequence[Report]) -> Report:
     rejoins = [t for e in events for t in e["rejoin_s"]]
     stall = max(e["stall_s"] for e in events)
-    facts = {"events": len(events), "survived": sum(not e["failed"] for e in events), "longest_stall_s": stall}
-    return {**facts, "lost": len(rejoins), "rejoin_s": _middle(rejoins), "not_back": sum(math.isinf(t) for t in rejoins)}
+    facts = {
+        "events": len(events),
+        "survived": sum(not e["failed"] for e in events),
+        "longest_stall_s": stall,
+    }
+    return {
+        **facts,
+        "lost": len(rejoins),
+        "rejoin_s": _middle(rejoins),
+        "not_back": sum(math.isinf(t) for t in rejoins),
+    }
 
 
 def _middle(values: Sequence[float]) -> float | None:
@@ -211,10 +260,15 @@ def _finite(value: float | None) -> float | None:
 def good(found: Report, restarts: bool) -> bool:
     """Whether everything was survived, in step, and without an error."""
     back = not restarts or not found["not_back"]
-    return found["survived"] == found["events"] and found["digests_equal"] and back and not (found["unexpected"] or found["trouble"])
+    return (
+        found["survived"] == found["events"]
+        and found["digests_equal"]
+        and back
+        and not (found["unexpected"] or found["trouble"])
+    )
 
 
-# ---- printing -----------------------------------------------------------------------------------------------------------------
+# ---- printing ----------------------------------------------------------------------------------
 
 
 def show(found: Report, args: argparse.Namespace) -> str:
@@ -224,18 +278,29 @@ def show(found: Report, args: argparse.Namespace) -> str:
     head = ["kind", "events", "survived", "longest stall s", "lost", "back after s", "not back"]
     rows = [head]
     for kind, k in [*found["by_kind"].items(), ("all", _whole(found))]:
-        cells = [k["events"], k["survived"], number(k["longest_stall_s"]), k["lost"], number(k["rejoin_s"]), k["not_back"]]
+        cells = [
+            k["events"],
+            k["survived"],
+            number(k["longest_stall_s"]),
+            k["lost"],
+            number(k["rejoin_s"]),
+            k["not_back"],
+        ]
         rows.append([kind, *map(str, cells)])
     share = number(found["committed_share"], ".1%")
     lines = [
-        f"{args.islands} islands x {args.ranks} ranks, {args.preset}, seed {args.seed}, dead {args.dead:g} s, mean gap {args.gap:g} s, "
+        f"{args.islands} islands x {args.ranks} ranks, {args.preset}, seed {args.seed}, dead "
+        f"{args.dead:g} s, mean gap {args.gap:g} s, "
         f"steps of {args.pad:g} s and more; {_cpu()}",
         table(rows),
-        f"rounds {found['rounds']}, made again {found['rounds_repeated']}; steps {found['steps']}, tokens of completed rounds "
+        f"rounds {found['rounds']}, made again {found['rounds_repeated']}; steps {found['steps']}, "
+        "tokens of completed rounds "
         f"{found['tokens']} ({share} of undisturbed)",
-        f"participating / alive {found['participating_share']:.1%}; digests compared at {found['digests_compared']} steps, "
+        f"participating / alive {found['participating_share']:.1%}; digests compared at "
+        f"{found['digests_compared']} steps, "
         f"{len(found['mismatches'])} differ; saves that failed {found['failed_saves']}",
-        f"loss {number(found['loss'], '.4f')}, undisturbed at as many tokens {number(found['loss_undisturbed'], '.4f')}",
+        f"loss {number(found['loss'], '.4f')}, undisturbed at as many tokens "
+        f"{number(found['loss_undisturbed'], '.4f')}",
     ]
     return "\n".join(lines + [f"! {text}" for text in _complaints(found)])
 
@@ -247,13 +312,26 @@ def _whole(found: Report) -> Report:
 
 def _complaints(found: Report) -> list[str]:
     skipped = [f"{found['skipped']} events did not come"] if found["skipped"] else []
-    return [*found["failures"], *found["mismatches"], *found["unexpected"], *skipped, *([found["trouble"]] if found["trouble"] else [])]
+    return [
+        *found["failures"],
+        *found["mismatches"],
+        *found["unexpected"],
+        *skipped,
+        *([found["trouble"]] if found["trouble"] else []),
+    ]
 
 
 def _cpu() -> str:
     import torch
 
-    name = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    name = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
 
 
@@ -262,7 +340,7 @@ def _lines(path: str) -> list[str]:
     return file.read_text(errors="replace").splitlines() if file.is_file() else []
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -276,24 +354,61 @@ def _parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[2:]))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--islands", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=1, help="of each island; more than one: torchrun and FSDP2")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="of each island; more than one: torchrun and FSDP2"
+    )
     parser.add_argument("--events", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0, help="of the events and of the data")
     parser.add_argument("--preset", default="demo", help=f"with shorter periods: {PERIOD} steps")
-    parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B", help=f"out of {', '.join(KINDS)} (default: all)")
-    parser.add_argument("--gap", type=float, default=15.0, help="mean seconds between events; one that would hit the last island waits")
+    parser.add_argument(
+        "--kinds",
+        default=",".join(KINDS),
+        metavar="A,B",
+        help=f"out of {', '.join(KINDS)} (default: all)",
+    )
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=15.0,
+        help="mean seconds between events; one that would hit the last island waits",
+    )
     parser.add_argument("--dead", type=float, default=10.0, help="ISLAND_DEAD, seconds")
-    parser.add_argument("--pad", type=float, default=0.05, help="seconds that a step takes at least")
+    parser.add_argument(
+        "--pad", type=float, default=0.05, help="seconds that a step takes at least"
+    )
     parser.add_argument("--lr", type=float, default=0.0, help="default: the preset's published one")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0: none")
+    parser.add_argument(
+        "--save-every", type=int, default=50, help="steps between checkpoints; 0: none"
+    )
     parser.add_argument("--no-restart", action="store_true", help="victims stay away")
-    parser.add_argument("--no-relays", action="store_true", help="connect directly: no kinds that need a link to be hurt")
-    parser.add_argument("--start", type=float, default=120.0, help="seconds for the start of all islands")
-    parser.add_argument("--patience", type=float, default=90.0, help="seconds for a victim's return, and for the end")
-    parser.add_argument("--undisturbed", type=Path, metavar="FILE", help="facts of the undisturbed run; written if it does not exist")
+    parser.add_argument(
+        "--no-relays",
+        action="store_true",
+        help="connect directly: no kinds that need a link to be hurt",
+    )
+    parser.add_argument(
+        "--start", type=float, default=120.0, help="seconds for the start of all islands"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=90.0,
+        help="seconds for a victim's return, and for the end",
+    )
+    parser.add_argument(
+        "--undisturbed",
+        type=Path,
+        metavar="FILE",
+        help="facts of the undisturbed run; written if it does not exist",
+    )
     parser.add_argument("--no-undisturbed", action="store_true", help="leave that run out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="islands over time as JSON, and as FILE's name with .svg")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="islands over time as JSON, and as FILE's name with .svg",
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and facts there")
     return parser
 
@@ -303,10 +418,22 @@ def _checked(parser: Parser) -> argparse.Namespace:
     unknown = sorted(set(args.kinds.split(",")) - set(KINDS))
     if unknown:
         parser.error(f"--kinds {','.join(unknown)}: allowed are {', '.join(KINDS)}")
-    if args.islands < 2 or args.ranks < 1 or args.events < 0 or args.dead < 2 or args.gap < 0 or args.pad < 0:
-        parser.error("--islands from 2, --ranks from 1, --dead from 2; --events, --gap and --pad from 0")
+    if (
+        args.islands < 2
+        or args.ranks < 1
+        or args.events < 0
+        or args.dead < 2
+        or args.gap < 0
+        or args.pad < 0
+    ):
+        parser.error(
+            "--islands from 2, --ranks from 1, --dead from 2; --events, --gap and --pad from 0"
+        )
     if not sys.platform.startswith("linux"):
-        parser.error("needs Linux: islands have addresses of their own in 127.0.0.0/8, and are found through /proc")
+        parser.error(
+            "needs Linux: islands have addresses of their own in 127.0.0.0/8, and are found "
+            "through /proc"
+        )
     try:
         preset(args.preset)
     except ValueError as error:
@@ -320,7 +447,11 @@ def main() -> int:
     folder = args.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        told = storm(args, folder / "storm", plan(args.events, args.kinds.split(","), args.gap, args.seed, bool(args.save_every)))
+        told = storm(
+            args,
+            folder / "storm",
+            plan(args.events, args.kinds.split(","), args.gap, args.seed, bool(args.save_every)),
+        )
         (folder / "storm" / "told.json").write_text(json.dumps(told), encoding="utf-8")
         found = evaluate(told, _calm(args, folder, told))
     finally:
@@ -330,8 +461,13 @@ def main() -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.picture is not None:
-        title = f"{args.preset}: {found['events']} events on {args.islands} islands, one each {args.gap:g} s"
-        drawn = picture_of(Tape(told["facts"], told["lives"], told["ends"]), told["events"], args.islands, title)
+        title = (
+            f"{args.preset}: {found['events']} events on {args.islands} islands, one each "
+            f"{args.gap:g} s"
+        )
+        drawn = picture_of(
+            Tape(told["facts"], told["lives"], told["ends"]), told["events"], args.islands, title
+        )
         args.picture.write_text(json.dumps(drawn) + "\n", encoding="utf-8")
         args.picture.with_suffix(".svg").write_text(svg(drawn), encoding="utf-8")
     return 0 if good(found, not args.no_restart) else 1

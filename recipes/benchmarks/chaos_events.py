@@ -1,4 +1,6 @@
-"""What befalls the islands of `chaos.py`: a plan that follows from the seed, and how each kind of event is carried out."""
+"""What befalls the islands of `chaos.py`: a plan that follows from the seed, and how each kind of
+event is carried out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ KINDS = {
     "kill_island": "SIGKILL of all processes of an island",
     "stop": "SIGSTOP for longer than ISLAND_DEAD, then SIGCONT",
     "cut": "all links of an island carry nothing for a while, less than ISLAND_DEAD",
-    "cut_off": "a link or all links of an island end for good: reset, or silent until the others have gone on",
+    "cut_off": "a link or all links of an island end for good: reset, or silent until the others "
+    "have "
+    "gone on",
     "one_way": "an island hears the others and is not heard",
     "store": "SIGKILL of the store, and its start some seconds later",
     "damage": "a bit of what one island sends another is flipped",
@@ -39,9 +43,11 @@ class Event:
     """One event of the plan, and what became of it.
 
     Attributes:
-        gap: seconds after the event before. luck: 0..1, which of the possible victims. how: a second draw, for what a kind leaves open.
+        gap: seconds after the event before. luck: 0..1, which of the possible victims. how: a
+            second draw, for what a kind leaves open.
         victims: islands that were hit; others: those that were training then and were not.
-        struck, over: when it came, and when its cause was gone. lives: number of each island's life when it came.
+        struck, over: when it came, and when its cause was gone. lives: number of each island's life
+            when it came.
         skipped: why it did not come.
     """
 
@@ -59,8 +65,11 @@ class Event:
     skipped: str = ""
 
 
-def plan(count: int, kinds: Sequence[str], gap: float, seed: int, saves: bool = True) -> list[Event]:
-    """The events of a seed: every kind as often as any other, in random order; gaps around their mean, none of less than a fifth of it.
+def plan(
+    count: int, kinds: Sequence[str], gap: float, seed: int, saves: bool = True
+) -> list[Event]:
+    """The events of a seed: every kind as often as any other, in random order; gaps around their
+    mean, none of less than a fifth of it.
 
     Args:
         saves: islands write checkpoints, so that some events may come in one.
@@ -118,10 +127,12 @@ class Storm:
         self.lab.poll()
         time.sleep(0.02)
 
-    # ---- whom -------------------------------------------------------------------------------------------------------------
+    # ---- whom ----------------------------------------------------------------------------------
 
     def _choose(self, event: Event, patience: float) -> list[int]:
-        """The victim, when the event may come; one that takes an island out leaves another that trains."""
+        """The victim, when the event may come; one that takes an island out leaves another that
+        trains.
+        """
         start, fewest = time.monotonic(), 1 if event.kind in ("store", "disk_full") else 2
         while (waited := time.monotonic() - start) < patience:
             training = [slot for slot in range(self.lab.islands) if self.lab.training(slot)]
@@ -134,14 +145,16 @@ class Storm:
                 picks = [slot for slot in training if self.lab.seen[slot].saving]
             elif event.moment != "change":
                 during = "any"
-            if picks and (len(training) >= fewest or (picks[-1] in joining and event.moment == "join")):
+            if picks and (
+                len(training) >= fewest or (picks[-1] in joining and event.moment == "join")
+            ):
                 event.during, event.others = during, training
                 candidates = picks if len(training) >= fewest else joining
                 return [candidates[int(event.luck * len(candidates))]]
             self.tick()
         return []
 
-    # ---- what -------------------------------------------------------------------------------------------------------------
+    # ---- what ----------------------------------------------------------------------------------
 
     def _strike(self, event: Event, victims: list[int]) -> None:
         victim = victims[0]
@@ -150,7 +163,11 @@ class Storm:
         event.lives = {slot: life.number for slot, life in self.lab.now.items()}
         event.struck = event.over = time.monotonic()
         text = getattr(self, f"_{event.kind}")(event, victim)
-        said = f"{event.kind} {text}, during {event.during}" if event.during != "any" else f"{event.kind} {text}"
+        said = (
+            f"{event.kind} {text}, during {event.during}"
+            if event.during != "any"
+            else f"{event.kind} {text}"
+        )
         self.lab.note(f"event: {said}; training: {sorted({*event.others, *event.victims})}")
         self._say(said)
 
@@ -159,7 +176,9 @@ class Storm:
 
     def _kill_rank(self, event: Event, victim: int) -> str:
         rank = int(event.how * self.lab.ranks)
-        self.lab.signal(self.lab.rank_of(victim, rank) or self.lab.processes(victim)[-1:], signal.SIGKILL)
+        self.lab.signal(
+            self.lab.rank_of(victim, rank) or self.lab.processes(victim)[-1:], signal.SIGKILL
+        )
         return f"rank {rank} of island {victim}"
 
     def _kill_island(self, event: Event, victim: int) -> str:
@@ -181,11 +200,16 @@ class Storm:
     def _cut(self, event: Event, victim: int) -> str:
         seconds = self.lab.dead * (0.15 + 0.45 * event.how)
         ways = self._ways(victim, both=True)
-        self._hold(event, victim, ways, seconds, lambda: [self.lab.links.let_go(way) for way in ways])
+        self._hold(
+            event, victim, ways, seconds, lambda: [self.lab.links.let_go(way) for way in ways]
+        )
         return f"island {victim} for {seconds:.1f} s"
 
     def _cut_off(self, event: Event, victim: int) -> str:
-        ways, far = self._ways(victim, both=True), event.others or [s for s in range(self.lab.islands) if s != victim]
+        ways, far = (
+            self._ways(victim, both=True),
+            event.others or [s for s in range(self.lab.islands) if s != victim],
+        )
         if event.how < 0.5:
             other = far[int(event.how * 2 * len(far))]
             self.lab.links.end((victim, other))
@@ -194,7 +218,9 @@ class Storm:
             event.others = [slot for slot in event.others if slot != other]
             return f"the link of islands {victim} and {other}, reset"
         seconds = self.lab.dead + 3 + 2 * event.how
-        self._hold(event, victim, ways, seconds, lambda: [self.lab.links.end(way) for way in ways[::2]])
+        self._hold(
+            event, victim, ways, seconds, lambda: [self.lab.links.end(way) for way in ways[::2]]
+        )
         return f"island {victim}, silent for {seconds:.1f} s, then reset"
 
     def _one_way(self, event: Event, victim: int) -> str:
@@ -220,7 +246,8 @@ class Storm:
         other = far[int(event.how * len(far))]
         self.lab.links.flip((victim, other))
         self.lab.doubt([victim, other])
-        event.victims = [victim, other]  # the one that finds it takes the other for lost; the smaller slots go on
+        # the one that finds it takes the other for lost; the smaller slots go on
+        event.victims = [victim, other]
         event.others = [slot for slot in event.others if slot != other]
         return f"from island {victim} to {other}"
 
@@ -233,7 +260,7 @@ class Storm:
         self.lab.order(f"full-{victim}.{int(event.luck * 97) % self.lab.ranks}")
         return f"at island {victim}"
 
-    # ---- links ------------------------------------------------------------------------------------------------------------
+    # ---- links ---------------------------------------------------------------------------------
 
     def _ways(self, victim: int, both: bool) -> list[tuple[int, int]]:
         """From a victim to all others, and back if `both`, in turns."""
@@ -243,7 +270,14 @@ class Storm:
                 out += [(victim, other), (other, victim)] if both else [(victim, other)]
         return out
 
-    def _hold(self, event: Event, victim: int, ways: Sequence[tuple[int, int]], seconds: float, end: Callable[[], Any]) -> None:
+    def _hold(
+        self,
+        event: Event,
+        victim: int,
+        ways: Sequence[tuple[int, int]],
+        seconds: float,
+        end: Callable[[], Any],
+    ) -> None:
         self.lab.stopped.add(victim)
         event.over = float("inf")
         for way in ways:

@@ -12,8 +12,9 @@ from typing import Any
 Fact = dict[str, Any]
 
 LAST = 8
-"""Messages and steps at the end of a life that was lost, which count only where nobody else tells of them: an island may have acted on a
-message that the others then settled without it. That state is thrown away with it."""
+"""Messages and steps at the end of a life that was lost, which count only where nobody else tells
+of them: an island may have acted on a message that the others then settled without it. That
+state is thrown away with it."""
 
 
 @dataclass
@@ -46,12 +47,14 @@ class Tape:
 
     def __post_init__(self) -> None:
         self.ends = self.ends or max((f["time"] for f in self.facts), default=0.0)
-        self.steps: dict[tuple[int, int], list[Fact]] = defaultdict(list)  # of the first rank, by slot and life
+        # of the first rank, by slot and life
+        self.steps: dict[tuple[int, int], list[Fact]] = defaultdict(list)
         tokens: dict[tuple[int, int, int], int] = {}
         self.lost = {(f["slot"], f["life"]) for f in self.lives if f["status"] not in (None, 0)}
         for f in self.facts:
             if f["what"] == "step":
-                tokens[f["slot"], f["rank"], f["step"]] = f["tokens"]  # once, though two lives may have taken it
+                # once, though two lives may have taken it
+                tokens[f["slot"], f["rank"], f["step"]] = f["tokens"]
                 if f["rank"] == 0:
                     self.steps[f["slot"], f["life"]].append(f)
         found: dict[int, Round] = {}
@@ -59,31 +62,46 @@ class Tape:
         for f in [*self._firm(messages, "n"), *self._firm(messages, "n", last=True)]:
             self._add(found, f)
         self.rounds = [found[n] for n in sorted(found)]
-        self.tokens: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by slot: (step, tokens of a rank)
+        # by slot: (step, tokens of a rank)
+        self.tokens: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for (slot, _, step), count in tokens.items():
             self.tokens[slot].append((step, count))
 
     def _firm(self, facts: Sequence[Fact], key: str, last: bool = False) -> list[Fact]:
-        """What lives have told that went on for a while after it; or, `last`, only the others, where nobody else tells of it."""
+        """What lives have told that went on for a while after it; or, `last`, only the others,
+        where nobody else tells of it.
+        """
         ends: dict[tuple[int, int], int] = {}
         for f in facts:
             ends[f["slot"], f["life"]] = max(ends.get((f["slot"], f["life"]), 0), f[key])
-        shaky = [(f["slot"], f["life"]) in self.lost and f[key] > ends[f["slot"], f["life"]] - LAST for f in facts]
+        shaky = [
+            (f["slot"], f["life"]) in self.lost and f[key] > ends[f["slot"], f["life"]] - LAST
+            for f in facts
+        ]
         firm = [f for f, s in zip(facts, shaky, strict=True) if not s]
         known = {f[key] for f in firm}
-        return [f for f, s in zip(facts, shaky, strict=True) if s and f[key] not in known] if last else firm
+        return (
+            [f for f, s in zip(facts, shaky, strict=True) if s and f[key] not in known]
+            if last
+            else firm
+        )
 
     def _add(self, found: dict[int, Round], f: Fact) -> None:
         slots, counted = tuple(f["slots"]), tuple(f["counted"])
         r = found.setdefault(f["n"], Round(f["n"], f["step"], f["time"], slots, counted))
-        r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step) and (f["slot"], f["life"]) not in self.lost
+        r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step) and (
+            f["slot"],
+            f["life"],
+        ) not in self.lost
         r.first, r.told = min(r.first, f["time"]), r.told + 1
         r.again, r.changed = r.again or f["again"], r.changed or f["changed"]
 
-    # ---- counts ----------------------------------------------------------------------------------------------------------
+    # ---- counts --------------------------------------------------------------------------------
 
     def gaps(self) -> Iterable[tuple[int, int, float, float]]:
-        """(slot, life, from, to) of each two steps that follow each other; of a life that still ran at the end, its last one, too."""
+        """(slot, life, from, to) of each two steps that follow each other; of a life that still ran
+        at the end, its last one, too.
+        """
         still = {(f["slot"], f["life"]) for f in self.lives if f["status"] is None}
         still -= {(f["slot"], f["life"]) for f in self.facts if f["what"] in ("end", "finishing")}
         for (slot, life), steps in self.steps.items():
@@ -98,14 +116,21 @@ class Tape:
         return self.tokens_by_step()[-1][1]
 
     def participating(self) -> float:
-        """Islands that count in a payload, over those whose process was there then (and had begun its script)."""
-        starts = {(f["slot"], f["life"]): f["time"] for f in self.facts if f["what"] == "start" and f["rank"] == 0}
+        """Islands that count in a payload, over those whose process was there then (and had begun
+        its script).
+        """
+        starts = {
+            (f["slot"], f["life"]): f["time"]
+            for f in self.facts
+            if f["what"] == "start" and f["rank"] == 0
+        }
         there = counted = 0
         for r in self.rounds:
             alive = {
                 life["slot"]
                 for life in self.lives
-                if starts.get((life["slot"], life["life"]), float("inf")) <= r.first and r.first < (life["ended"] or float("inf"))
+                if starts.get((life["slot"], life["life"]), float("inf")) <= r.first
+                and r.first < (life["ended"] or float("inf"))
             }
             there, counted = there + len(alive | set(r.counted)), counted + len(r.counted)
         return counted / there if there else 0.0
@@ -115,12 +140,22 @@ class Tape:
         by_step: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
         for f in self._firm([f for f in self.facts if f["what"] == "look" and f["digest"]], "step"):
             by_step[f["rank"], f["step"]][f["slot"]] = f["digest"]
-        out = [f"step {step}, rank {rank}: {seen}" for (rank, step), seen in sorted(by_step.items()) if len(set(seen.values())) > 1]
-        return out + [f"message {r.number}: islands tell different sets" for r in self.rounds if r.unlike]
+        out = [
+            f"step {step}, rank {rank}: {seen}"
+            for (rank, step), seen in sorted(by_step.items())
+            if len(set(seen.values())) > 1
+        ]
+        return out + [
+            f"message {r.number}: islands tell different sets" for r in self.rounds if r.unlike
+        ]
 
     def compared(self) -> int:
         """Steps of which at least two islands have told a digest."""
-        seen = Counter((f["rank"], f["step"], f["slot"]) for f in self.facts if f["what"] == "look" and f["digest"])
+        seen = Counter(
+            (f["rank"], f["step"], f["slot"])
+            for f in self.facts
+            if f["what"] == "look" and f["digest"]
+        )
         return sum(n > 1 for n in Counter((rank, step) for rank, step, _ in seen).values())
 
     def losses(self) -> list[tuple[int, float]]:
@@ -134,11 +169,14 @@ class Tape:
     def loss_by_tokens(self) -> list[tuple[int, float]]:
         """(tokens of completed rounds, loss on held-out text then)."""
         counted = self.tokens_by_step()
-        return [(counted[bisect.bisect_right(counted, (step, float("inf"))) - 1][1], loss) for step, loss in self.losses()]
+        return [
+            (counted[bisect.bisect_right(counted, (step, float("inf"))) - 1][1], loss)
+            for step, loss in self.losses()
+        ]
 
     def tokens_by_step(self) -> list[tuple[int, int]]:
-        """(steps done, tokens of completed rounds up to then): those of a step count with the first round from that step on, if the island
-        is among those that count in it."""
+        """(steps done, tokens of completed rounds up to then): those of a step count with the first
+        round from that step on, if the island is among those that count in it."""
         marks = sorted((r.step, r.number) for r in self.rounds)
         counted = {r.number: r.counted for r in self.rounds}
         sums: dict[int, int] = defaultdict(int)
@@ -163,23 +201,26 @@ def at_tokens(curve: Sequence[tuple[int, float]], tokens: float) -> float | None
     return y1 if x1 == x0 else y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
 
-# ---- events --------------------------------------------------------------------------------------------------------------------
+# ---- events ------------------------------------------------------------------------------------
 
 
 STOOD = ("stop", "kill_rank", "kill_island")
 """Kinds whose victim cannot step by our doing: its own time does not count."""
 
-QUIET = ("poison", "disk_full", "store")  # kinds for which nobody waits, where another event still lasts
+# kinds for which nobody waits, where another event still lasts
+QUIET = ("poison", "disk_full", "store")
 
 AFTER = 15.0  # seconds for which a link that was hurt may be why an island that was not named ends
 
 LINKS = ("cut", "cut_off", "one_way", "damage")
-"""Kinds that hurt a link: either side of it may be left out, and of two islands the one with the lower number goes on."""
+"""Kinds that hurt a link: either side of it may be left out, and of two islands the one with the
+lower number goes on.
+"""
 
 
 def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
-    """For each event the longest time between two steps of an island that lived on. It belongs to the last event that came before it or
-    right after its beginning."""
+    """For each event the longest time between two steps of an island that lived on. It belongs to
+    the last event that came before it or right after its beginning."""
     out, struck = [0.0] * len(events), [e["struck"] for e in events]
     for slot, life, a, b in tape.gaps():
         at = bisect.bisect_right(struck, a + max(0.5, 0.1 * (b - a))) - 1
@@ -193,19 +234,29 @@ def stalls(tape: Tape, events: Sequence[Fact]) -> list[float]:
 
 
 def _stood(events: Sequence[Fact], slot: int, a: float, b: float) -> bool:
-    """Whether an island stood still between a and b by our doing, also where another event came meanwhile."""
+    """Whether an island stood still between a and b by our doing, also where another event came
+    meanwhile.
+    """
     stood = (e for e in events if e["kind"] in STOOD and slot in e["victims"])
     return any(e["struck"] < b and max(e["struck"], e["over"] or 0.0) > a for e in stood)
 
 
 def survived(tape: Tape, event: Fact, events: Sequence[Fact]) -> str:
-    """Empty where those that were not hit went on; else who did not. Where a link was hurt one island may be left out, whichever."""
+    """Empty where those that were not hit went on; else who did not. Where a link was hurt one
+    island may be left out, whichever.
+    """
     why = []
-    went = any(f["time"] > event["struck"] + 0.2 for s, life in event["lives"].items() for f in tape.steps[int(s), life])
+    went = any(
+        f["time"] > event["struck"] + 0.2
+        for s, life in event["lives"].items()
+        for f in tape.steps[int(s), life]
+    )
     went = went or any(life["status"] == 0 for life in tape.lives)
     for slot in sorted({*event["others"], *event["victims"]}):
         over, life = _life(tape, event, slot), event["lives"][str(slot)]
-        went_on = any(f["time"] > event["struck"] + 0.2 for f in tape.steps[slot, life]) or (over is not None and over["status"] == 0)
+        went_on = any(f["time"] > event["struck"] + 0.2 for f in tape.steps[slot, life]) or (
+            over is not None and over["status"] == 0
+        )
         if slot in event["victims"] and event["kind"] not in LINKS:
             continue
         if _lost_by(tape, event, events, slot):
@@ -217,13 +268,22 @@ def survived(tape: Tape, event: Fact, events: Sequence[Fact]) -> str:
 
 
 def returned(tape: Tape, event: Fact, events: Sequence[Fact]) -> list[float]:
-    """Seconds until an island that was lost counts again in a message, from the end of the cause; infinite where it did not come back."""
+    """Seconds until an island that was lost counts again in a message, from the end of the cause;
+    infinite where it did not come back.
+    """
     out = []
     for slot in sorted({*event["others"], *event["victims"]}):
         if not _lost_by(tape, event, events, slot):
             continue
         life = event["lives"][str(slot)]
-        told = [f["time"] for f in tape.facts if f["what"] == "message" and f["slot"] == slot and f["life"] > life and slot in f["counted"]]
+        told = [
+            f["time"]
+            for f in tape.facts
+            if f["what"] == "message"
+            and f["slot"] == slot
+            and f["life"] > life
+            and slot in f["counted"]
+        ]
         cause = min(max(event["struck"], event["over"] or 0.0), tape.ends)
         out.append(max(min(told) - cause, 0.0) if told else float("inf"))
     return out
@@ -236,12 +296,14 @@ def _life(tape: Tape, event: Fact, slot: int) -> Fact | None:
 
 
 def _lost_by(tape: Tape, event: Fact, events: Sequence[Fact], slot: int) -> bool:
-    """Whether an island's life ended by this event: the last one that hit it a short time before, else that hurt a link, else the last one
-    that ever hit it, else the last of all."""
+    """Whether an island's life ended by this event: the last one that hit it a short time before,
+    else that hurt a link, else the last one that ever hit it, else the last of all."""
     over = _life(tape, event, slot)
     if over is None or over["status"] in (None, 0) or over["ended"] < event["struck"]:
         return False
-    came = [e for e in events if e["lives"][str(slot)] == over["life"] and e["struck"] <= over["ended"]]
+    came = [
+        e for e in events if e["lives"][str(slot)] == over["life"] and e["struck"] <= over["ended"]
+    ]
     named = [e for e in came if slot in e["victims"]]
     fresh = [e for e in came if over["ended"] < min(e["over"], tape.ends) + AFTER]
     hit, links = [e for e in fresh if e in named], [e for e in fresh if e["kind"] in LINKS]
@@ -251,4 +313,8 @@ def _lost_by(tape: Tape, event: Fact, events: Sequence[Fact], slot: int) -> bool
 
 def unexpected(lives: Sequence[Fact]) -> list[str]:
     """Lives that ended as no event or expulsion explains: another status than 0, 75, or SIGKILL."""
-    return [f"island {f['slot']}, life {f['life']}: status {f['status']}" for f in lives if f["status"] not in (None, 0, 75, 137)]
+    return [
+        f"island {f['slot']}, life {f['life']}: status {f['status']}"
+        for f in lives
+        if f["status"] not in (None, 0, 75, 137)
+    ]

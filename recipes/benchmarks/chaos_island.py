@@ -1,13 +1,17 @@
-"""One rank of an island of `chaos.py`: an ordinary training script, and what the parent needs to hurt it and to count.
+"""One rank of an island of `chaos.py`: an ordinary training script, and what the parent needs to
+hurt it and to count.
 
-    attach a preset; each step: data, backward, optimizer.step(); every few steps a digest and an evaluation, every few more a checkpoint
+    attach a preset; each step: data, backward, optimizer.step(); every few steps a digest and an
+    evaluation, every few more a checkpoint
 
-Three lines are not ordinary. Connections to other islands go to a relay of the parent (`relayed`). What the others have agreed on is
-written down message by message (`noted`). Three files of the folder are orders: `poison-<slot>` (the next gradients are NaN, Inf or huge),
-`full-<slot>` (the next checkpoint finds no room on the disk) and `finish` (the step after which all islands finish).
+Three lines are not ordinary. Connections to other islands go to a relay of the parent (`relayed`).
+What the others have agreed on is written down message by message (`noted`). Three files of the
+folder are orders: `poison-<slot>` (the next gradients are NaN, Inf or huge), `full-<slot>` (the
+next checkpoint finds no room on the disk) and `finish` (the step after which all islands finish).
 
-It writes one JSON line for each step, message, digest, save, start and end to `facts-<slot>.<rank>.jsonl`; times are those of the machine's
-monotonic clock. A model of 0.1 million parameters, without any other library, so that it starts soon.
+It writes one JSON line for each step, message, digest, save, start and end to
+`facts-<slot>.<rank>.jsonl`; times are those of the machine's monotonic clock. A model of 0.1
+million parameters, without any other library, so that it starts soon.
 """
 
 from __future__ import annotations
@@ -57,16 +61,22 @@ class ByteModel(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: int64 [rows, CONTEXT + n]; the mean loss of the last n bytes of each row, in nats."""
+        """ids: int64 [rows, CONTEXT + n]; the mean loss of the last n bytes of each row, in
+        nats.
+        """
         seen = ids.unfold(1, CONTEXT, 1)[:, :-1]
         x = self.enter(self.embed(seen).flatten(2))
         for layer in self.layers:
             x = x + layer(torch.relu(x))
-        return torch.nn.functional.cross_entropy(self.head(torch.relu(x)).flatten(0, 1), ids[:, CONTEXT:].flatten())
+        return torch.nn.functional.cross_entropy(
+            self.head(torch.relu(x)).flatten(0, 1), ids[:, CONTEXT:].flatten()
+        )
 
 
 class Text:
-    """Real text; the rows of a step are a function of seed, place and step, so an island that comes back needs no position."""
+    """Real text; the rows of a step are a function of seed, place and step, so an island that comes
+    back needs no position.
+    """
 
     def __init__(self, seed: int, place: int):
         train, held_out = stdlib_files()
@@ -75,7 +85,11 @@ class Text:
 
     def batch(self, step: int) -> Tensor:
         """int64 [ROWS, CONTEXT + LENGTH]."""
-        return self._rows(self.ids, ROWS, torch.Generator().manual_seed((self._seed * 1009 + self._place) * 1_000_003 + step))
+        return self._rows(
+            self.ids,
+            ROWS,
+            torch.Generator().manual_seed((self._seed * 1009 + self._place) * 1_000_003 + step),
+        )
 
     @staticmethod
     def _rows(ids: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -96,7 +110,10 @@ class Facts:
     """What this rank tells the parent: whole lines, from any thread."""
 
     def __init__(self, path: Path, **always: Any):
-        self._file, self._always = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), always
+        self._file, self._always = (
+            os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644),
+            always,
+        )
 
     def tell(self, what: str, **fields: Any) -> None:
         line = {"what": what, "time": time.monotonic(), **self._always, **fields}
@@ -104,7 +121,7 @@ class Facts:
             os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
-# ---- what is not ordinary ----------------------------------------------------------------------------------------------------
+# ---- what is not ordinary ----------------------------------------------------------------------
 
 
 def relayed(slot: int, port: int) -> None:
@@ -131,34 +148,52 @@ def relayed(slot: int, port: int) -> None:
 
 
 def noted(facts: Facts) -> None:
-    """From now on each payload that this island has agreed on with the others is written down: number, step, who counts, whether it was
-    settled in a change of members, and made again."""
+    """From now on each payload that this island has agreed on with the others is written down:
+    number, step, who counts, whether it was settled in a change of members, and made again."""
     from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
     from fsdp_demo.exchange.norms import Norms
 
     run, finished, remember = ElasticPeerGroup._run, ElasticPeerGroup._finished, Norms.note
     settled: dict[int, Any] = {}
-    waiting: list[dict[str, Any]] = []  # for the verdict on the norms in it, which comes next in the same thread
+    # for the verdict on the norms in it, which comes next in the same thread
+    waiting: list[dict[str, Any]] = []
 
     def finish(self: Any, message: Any) -> Any:
         view, due = self._driver.machine.record.view, finished(self, message)
-        settled[id(self)] = message.n, message.kind != "gather" and due.settled.attempt > view, self._driver.machine.record.view != view
+        settled[id(self)] = (
+            message.n,
+            message.kind != "gather" and due.settled.attempt > view,
+            self._driver.machine.record.view != view,
+        )
         return due
 
     def exchange(self: Any, header: Any, *words: Any, **named: Any) -> Any:
         settled.pop(id(self), None)
         waiting.clear()
         out = run(self, header, *words, **named)
-        if header.kind == PAYLOAD and id(self) in settled:  # else a newcomer was told what others have agreed on
+        # else a newcomer was told what others have agreed on
+        if header.kind == PAYLOAD and id(self) in settled:
             n, again, changed = settled[id(self)]
-            waiting.append({"n": n, "step": header.step, "slots": list(self.slots), "again": again, "changed": changed})
+            waiting.append(
+                {
+                    "n": n,
+                    "step": header.step,
+                    "slots": list(self.slots),
+                    "again": again,
+                    "changed": changed,
+                }
+            )
         return out
 
     def note(self: Any, members: Any, step: int, headers: Any) -> None:
         remember(self, members, step, headers)
         for told in waiting:
             out = FAR | NOT_FINITE | SKIPPED
-            counted = [s for s, h in zip(told["slots"], headers, strict=True) if h.weight > 0 and not h.flags & out]
+            counted = [
+                s
+                for s, h in zip(told["slots"], headers, strict=True)
+                if h.weight > 0 and not h.flags & out
+            ]
             facts.tell("message", counted=counted, **told)
         waiting.clear()
 
@@ -187,7 +222,7 @@ def full_disk(folder: Path) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# ---- the ordinary loop -------------------------------------------------------------------------------------------------------
+# ---- the ordinary loop -------------------------------------------------------------------------
 
 
 class Training:
@@ -215,8 +250,14 @@ class Training:
 
             fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world,)))
         config = preset(args.preset, **json.loads(args.settings))
-        self.optimizer = base_optimizer(config, self.model.named_parameters(), lr=args.lr or config.lr or 1e-3)
-        self.state = RunState(CheckpointManager(self.folder / self.topology.name, self.topology), self.model, self.optimizer)
+        self.optimizer = base_optimizer(
+            config, self.model.named_parameters(), lr=args.lr or config.lr or 1e-3
+        )
+        self.state = RunState(
+            CheckpointManager(self.folder / self.topology.name, self.topology),
+            self.model,
+            self.optimizer,
+        )
         self.exchange = attach(self.optimizer, config, model=self.model, topology=self.topology)
         self.facts.tell("attached", step=self.exchange.step)
 
@@ -248,8 +289,16 @@ class Training:
         self.optimizer.zero_grad()
         line: Any = exchange._peers
         waited = exchange.metrics()["seconds_waiting"] - before
-        epoch = line._driver.machine.record.epoch if line.elastic and line._driver is not None else -1
-        told = {"loss": loss.item(), "tokens": ROWS * LENGTH, "stall": waited, "epoch": epoch, "members": list(line.alive)}
+        epoch = (
+            line._driver.machine.record.epoch if line.elastic and line._driver is not None else -1
+        )
+        told = {
+            "loss": loss.item(),
+            "tokens": ROWS * LENGTH,
+            "stall": waited,
+            "epoch": epoch,
+            "members": list(line.alive),
+        }
         self.facts.tell("step", step=exchange.step, **told)
         if exchange.step % self.args.look_every == 0:
             self.look()
@@ -260,16 +309,24 @@ class Training:
     def look(self) -> None:
         """A digest of what must be equal on all islands, and the loss on held-out text under it."""
         digest = hashlib.blake2b(digest_size=8)
-        known = self.exchange.shows != "mean" or self.exchange.finished  # else a round of its own would be needed
+        # else a round of its own would be needed
+        known = self.exchange.shows != "mean" or self.exchange.finished
         with self.exchange.outer_parameters(self.model) if known else nullcontext():
             for p in self.model.parameters():
                 here = p.to_local() if hasattr(p, "to_local") else p
-                digest.update(here.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    here.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
             loss = self.model(self.text.held_out).item()
-        self.facts.tell("look", step=self.exchange.step, digest=digest.hexdigest() if known else "", loss=loss)
+        self.facts.tell(
+            "look", step=self.exchange.step, digest=digest.hexdigest() if known else "", loss=loss
+        )
 
     def save(self) -> None:
-        full, step = ordered(self.folder, f"full-{self.slot}.{self.rank}") is not None, self.exchange.step
+        full, step = (
+            ordered(self.folder, f"full-{self.slot}.{self.rank}") is not None,
+            self.exchange.step,
+        )
         failed = self.state.checkpoints.failed_saves
         self.facts.tell("saving", step=step, full=full)
         with full_disk(self.folder) if full else nullcontext():
@@ -290,7 +347,9 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=50)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)  # who stands still is asked where, before it is killed
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S"
+    )
     training = Training(parser.parse_args())
     training.run()
 

@@ -1,4 +1,6 @@
-"""The islands of `chaos.py`, their store and their supervisor: processes of this machine, and what can be done to them."""
+"""The islands of `chaos.py`, their store and their supervisor: processes of this machine, and what
+can be done to them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_parent() -> None:
-    """SIGKILL when this process is gone, however it ends: what stands still does not hear SIGTERM."""
+    """SIGKILL when this process is gone, however it ends: what stands still does not hear
+    SIGTERM.
+    """
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
@@ -47,7 +51,13 @@ class Life:
 
     def facts(self) -> dict[str, Any]:
         ended = None if self.status is None else self.ended
-        return {"slot": self.slot, "life": self.number, "began": self.began, "ended": ended, "status": self.status}
+        return {
+            "slot": self.slot,
+            "life": self.number,
+            "began": self.began,
+            "ended": ended,
+            "status": self.status,
+        }
 
 
 @dataclass
@@ -69,7 +79,8 @@ class Lab:
     """Store, relays and islands.
 
     Attributes:
-        lives: all that were started, in order. seen: by slot. facts: every line that was told, in order of reading.
+        lives: all that were started, in order. seen: by slot. facts: every line that was told, in
+            order of reading.
         stopped: slots that stand still, or whose links do, by our doing.
     """
 
@@ -91,11 +102,15 @@ class Lab:
         self.now: dict[int, Life] = {}
         self.links = Links()
         self.store: subprocess.Popen[bytes] | None = None
-        self._port, self._offsets, self._rests = reserve_port(), dict[Path, int](), dict[Path, bytes]()
+        self._port, self._offsets, self._rests = (
+            reserve_port(),
+            dict[Path, int](),
+            dict[Path, bytes](),
+        )
         self._durable = importlib.util.find_spec("fsdp_demo.comm.stores") is not None
         self._log = (self.folder / "lab.log").open("a", buffering=1)
 
-    # ---- start and end ---------------------------------------------------------------------------------------------------
+    # ---- start and end -------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> str:
@@ -114,32 +129,67 @@ class Lab:
 
     def start_island(self, slot: int) -> None:
         number = self.now[slot].number + 1 if slot in self.now else 0
-        env = dict(os.environ, ISLAND_TRANSPORT="zeromq", ISLAND_COUNT=str(self.islands), ISLAND_RANK=str(slot))
-        env |= {"ISLAND_NAME": f"island{slot}", "ISLAND_RUN": "chaos", "ISLAND_ENDPOINT": self.endpoint, "ISLAND_ADDRESS": address(slot)}
-        env |= {"ISLAND_TIMEOUT": "60", "ISLAND_DEAD": f"{self.dead:g}", "ISLAND_ATTEMPT": str(number), "CHAOS_LIFE": str(number)}
+        env = dict(
+            os.environ,
+            ISLAND_TRANSPORT="zeromq",
+            ISLAND_COUNT=str(self.islands),
+            ISLAND_RANK=str(slot),
+        )
+        env |= {
+            "ISLAND_NAME": f"island{slot}",
+            "ISLAND_RUN": "chaos",
+            "ISLAND_ENDPOINT": self.endpoint,
+            "ISLAND_ADDRESS": address(slot),
+        }
+        env |= {
+            "ISLAND_TIMEOUT": "60",
+            "ISLAND_DEAD": f"{self.dead:g}",
+            "ISLAND_ATTEMPT": str(number),
+            "CHAOS_LIFE": str(number),
+        }
         env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo"}
         if self.relays:
             env["CHAOS_DOOR"] = str(self.links.port)
         words = [sys.executable, str(SCRIPT), "--folder", str(self.folder), *self.words]
         if self.ranks > 1:
             master = ["--master-addr", "127.0.0.1", "--master-port", str(reserve_port())]
-            words[:1] = [sys.executable, "-m", "fsdp_demo.launch", "torchrun", "--nproc-per-node", str(self.ranks), *master]
+            words[:1] = [
+                sys.executable,
+                "-m",
+                "fsdp_demo.launch",
+                "torchrun",
+                "--nproc-per-node",
+                str(self.ranks),
+                *master,
+            ]
         process = self._start(words, env, self.folder / f"island{slot}.log")
         self.now[slot] = life = Life(slot, number, process, time.monotonic())
         self.lives.append(life)
         self.seen[slot] = Seen(number)
         self.note(f"island {slot}: life {number} starts, process {process.pid}")
 
-    def _start(self, words: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    def _start(
+        self, words: Sequence[str], env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
             return subprocess.Popen(
-                words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=_die_with_parent
+                words,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     def ask_where(self) -> None:
         """Let all ranks that live write into their logs where their threads are."""
         for slot, life in self.now.items():
-            starts = [f for f in self.facts if f["what"] == "start" and (f["slot"], f["life"]) == (slot, life.number)]
+            starts = [
+                f
+                for f in self.facts
+                if f["what"] == "start" and (f["slot"], f["life"]) == (slot, life.number)
+            ]
             send([f["pid"] for f in starts if f["pid"] in self.processes(slot)], signal.SIGUSR1)
         time.sleep(0.5)
 
@@ -162,14 +212,19 @@ class Lab:
     def note(self, text: str) -> None:
         """Into the log of the lab, with the time of day as the islands' logs have it."""
         now = time.time()
-        self._log.write(f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} {text}\n")
+        self._log.write(
+            f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} {text}\n"
+        )
 
-    # ---- what is seen ----------------------------------------------------------------------------------------------------
+    # ---- what is seen --------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Look at processes and at what the islands have told; start again what returns."""
         for path in sorted(self.folder.glob("facts-*.jsonl")):
-            slot, rank = (int(word) for word in path.name.removeprefix("facts-").removesuffix(".jsonl").split("."))
+            slot, rank = (
+                int(word)
+                for word in path.name.removeprefix("facts-").removesuffix(".jsonl").split(".")
+            )
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 data = file.read()
@@ -218,13 +273,19 @@ class Lab:
         return life.status is None and slot not in self.stopped and fresh and not seen.ended
 
     def doubt(self, slots: Sequence[int]) -> None:
-        """What was done to these may have made the others go on without them, which they find out at their next message."""
+        """What was done to these may have made the others go on without them, which they find out
+        at their next message.
+        """
         for slot in slots:
             self.seen[slot].doubted = True
 
     def joining(self, slot: int) -> bool:
         """Whether it was started again and is no member yet."""
-        return self.now[slot].status is None and self.now[slot].number > 0 and not self.seen[slot].member
+        return (
+            self.now[slot].status is None
+            and self.now[slot].number > 0
+            and not self.seen[slot].member
+        )
 
     def processes(self, slot: int) -> list[int]:
         """All of an island, ranks last."""
@@ -233,11 +294,15 @@ class Lab:
 
     def rank_of(self, slot: int, number: int) -> list[int]:
         """The process of one rank."""
-        starts = [f for f in self.facts if f["what"] == "start" and (f["slot"], f["life"]) == (slot, self.now[slot].number)]
+        starts = [
+            f
+            for f in self.facts
+            if f["what"] == "start" and (f["slot"], f["life"]) == (slot, self.now[slot].number)
+        ]
         found = [f["pid"] for f in starts if f["rank"] == number % self.ranks]
         return [pid for pid in found[-1:] if pid in self.processes(slot)]
 
-    # ---- what is done ----------------------------------------------------------------------------------------------------
+    # ---- what is done --------------------------------------------------------------------------
 
     def signal(self, pids: Sequence[int], number: int) -> None:
         send(pids, number)

@@ -1,4 +1,5 @@
-"""A picture of a storm: islands over time, and the loss below. From what `chaos.py --picture DATA.json` wrote:
+"""A picture of a storm: islands over time, and the loss below. From what `chaos.py --picture
+DATA.json` wrote:
 
 python recipes/benchmarks/chaos_picture.py DATA.json storm.svg
 """
@@ -21,7 +22,9 @@ STALL = 1.0
 """Seconds between two steps from which on an island is drawn as stalled."""
 
 
-def picture_of(tape: Tape, events: Sequence[dict[str, Any]], islands: int, title: str) -> dict[str, Any]:
+def picture_of(
+    tape: Tape, events: Sequence[dict[str, Any]], islands: int, title: str
+) -> dict[str, Any]:
     """What is to be drawn, as JSON values; seconds from the first step."""
     first = min((steps[0]["time"] for steps in tape.steps.values()), default=0.0)
     spans = {str(slot): _spans(tape, slot, first) for slot in range(islands)}
@@ -29,9 +32,22 @@ def picture_of(tape: Tape, events: Sequence[dict[str, Any]], islands: int, title
     for f in tape.facts:
         if f["what"] == "look" and f["rank"] == 0:
             losses.setdefault(f["step"], []).append((f["time"] - first, f["loss"]))
-    curve = [[min(t for t, _ in told), statistics.fmean(v for _, v in told)] for _, told in sorted(losses.items())]
-    marks = [{"kind": e["kind"], "time": e["struck"] - first, "victims": e["victims"]} for e in events if not e["skipped"]]
-    return {"title": title, "seconds": tape.ends - first, "islands": spans, "events": marks, "loss": curve}
+    curve = [
+        [min(t for t, _ in told), statistics.fmean(v for _, v in told)]
+        for _, told in sorted(losses.items())
+    ]
+    marks = [
+        {"kind": e["kind"], "time": e["struck"] - first, "victims": e["victims"]}
+        for e in events
+        if not e["skipped"]
+    ]
+    return {
+        "title": title,
+        "seconds": tape.ends - first,
+        "islands": spans,
+        "events": marks,
+        "loss": curve,
+    }
 
 
 def _spans(tape: Tape, slot: int, first: float) -> list[list[Any]]:
@@ -45,7 +61,11 @@ def _spans(tape: Tape, slot: int, first: float) -> list[list[Any]]:
         elif b > a:
             out.append([state, a - first, b - first])
 
-    told = {(f["life"], f["what"]): f["time"] for f in tape.facts if f["slot"] == slot and f["what"] in ("start", "finishing")}
+    told = {
+        (f["life"], f["what"]): f["time"]
+        for f in tape.facts
+        if f["slot"] == slot and f["what"] in ("start", "finishing")
+    }
     last = first
     for life in [f for f in tape.lives if f["slot"] == slot]:
         times = [s["time"] for s in tape.steps[slot, life["life"]]]
@@ -70,18 +90,27 @@ def svg(data: dict[str, Any]) -> str:
         return LEFT + (WIDTH - LEFT - 20) * t / seconds
 
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="16" font-size="13">{escape(data["title"])}</text>',
     ]
     for n, (state, colour) in enumerate(COLOURS.items()):
         at = LEFT + 90 * n
-        out.append(f'<rect x="{at}" y="24" width="12" height="12" fill="{colour}"/><text x="{at + 16}" y="34">{state}</text>')
+        out.append(
+            f'<rect x="{at}" y="24" width="12" height="12" fill="{colour}"/><text x="{at + 16}" '
+            f'y="34">{state}</text>'
+        )
     for n, (slot, spans) in enumerate(lanes):
         y = TOP + LANE * n
-        out.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">island {escape(slot)}</text>')
+        out.append(
+            f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">island {escape(slot)}</text>'
+        )
         for state, a, b in spans:
-            where = f'x="{x(a):.1f}" y="{y + 3}" width="{max(x(b) - x(a), 0.3):.2f}" height="{LANE - 6}"'
+            where = (
+                f'x="{x(a):.1f}" y="{y + 3}" width="{max(x(b) - x(a), 0.3):.2f}" '
+                f'height="{LANE - 6}"'
+            )
             out.append(f'<rect {where} fill="{COLOURS[state]}"/>')
     order = {slot: n for n, (slot, _) in enumerate(lanes)}
     right = 0.0
@@ -89,11 +118,24 @@ def svg(data: dict[str, Any]) -> str:
         rows = [order[str(slot)] for slot in event["victims"]] or range(len(lanes))
         for n in rows:
             y = TOP + LANE * n
-            out.append(f'<line x1="{x(event["time"]):.1f}" y1="{y}" x2="{x(event["time"]):.1f}" y2="{y + LANE}" stroke="#b03030"/>')
+            out.append(
+                f'<line x1="{x(event["time"]):.1f}" y1="{y}" x2="{x(event["time"]):.1f}" '
+                f'y2="{y + LANE}" stroke="#b03030"/>'
+            )
         right = max(x(event["time"]) + 3, right + 11)  # of the name before it
         turned = f'transform="translate({right:.1f} {bottom + 8}) rotate(50)"'
         out.append(f'<text font-size="9" {turned}>{event["kind"]}</text>')
-    return "\n".join([*out, *_loss(data["loss"], x, bottom + 56, LOSS - 26), *_axis(seconds, x, height - 22), "</svg>"]) + "\n"
+    return (
+        "\n".join(
+            [
+                *out,
+                *_loss(data["loss"], x, bottom + 56, LOSS - 26),
+                *_axis(seconds, x, height - 22),
+                "</svg>",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _loss(curve: Sequence[Sequence[float]], x: Any, top: float, height: float) -> list[str]:
@@ -101,7 +143,9 @@ def _loss(curve: Sequence[Sequence[float]], x: Any, top: float, height: float) -
         return []
     values = [v for _, v in curve]
     low, high = min(values), max(values)
-    points = " ".join(f"{x(t):.1f},{top + height * (high - v) / max(high - low, 1e-9):.1f}" for t, v in curve)
+    points = " ".join(
+        f"{x(t):.1f},{top + height * (high - v) / max(high - low, 1e-9):.1f}" for t, v in curve
+    )
     label = f'<text x="{LEFT - 8}" y="{{}}" text-anchor="end">{{:.2f}}</text>'
     return [
         label.format(top + 8, high),
@@ -112,7 +156,9 @@ def _loss(curve: Sequence[Sequence[float]], x: Any, top: float, height: float) -
 
 
 def _axis(seconds: float, x: Any, y: float) -> list[str]:
-    step = next(s for s in (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 10**9) if seconds / s <= 12)
+    step = next(
+        s for s in (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 10**9) if seconds / s <= 12
+    )
     marks = [t * step for t in range(int(seconds / step) + 1)]
     text = [f'<text x="{x(t):.1f}" y="{y + 14}" text-anchor="middle">{t} s</text>' for t in marks]
     return [f'<line x1="{x(0):.1f}" y1="{y}" x2="{x(seconds):.1f}" y2="{y}" stroke="#888"/>', *text]
@@ -121,7 +167,9 @@ def _axis(seconds: float, x: Any, y: float) -> list[str]:
 def main() -> None:
     if len(sys.argv) != 3:
         sys.exit("chaos_picture.py: give DATA.json and OUT.svg")
-    Path(sys.argv[2]).write_text(svg(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), encoding="utf-8")
+    Path(sys.argv[2]).write_text(
+        svg(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

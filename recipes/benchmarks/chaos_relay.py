@@ -1,7 +1,9 @@
-"""TCP relays between the islands of `chaos.py`, in the parent's process: what passes can be held, ended or damaged. No root.
+"""TCP relays between the islands of `chaos.py`, in the parent's process: what passes can be held,
+ended or damaged. No root.
 
-Every island has a loopback address of its own, so an address says whose it is. Who wants to connect to another island asks here for a port
-(`chaos_island.py` does so in place of each connection of a line) and connects to that.
+Every island has a loopback address of its own, so an address says whose it is. Who wants to connect
+to another island asks here for a port (`chaos_island.py` does so in place of each connection of a
+line) and connects to that.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Links:
         self.port = self._door.getsockname()[1]
         threading.Thread(target=self._answer, daemon=True).start()
 
-    # ---- faults ----------------------------------------------------------------------------------------------------------
+    # ---- faults --------------------------------------------------------------------------------
 
     def hold(self, way: Way) -> None:
         """Nothing passes this way any more, and nothing is closed: a dead cable."""
@@ -100,7 +102,7 @@ class Links:
         with self._lock:
             self._flips[way] += 1
 
-    # ---- relays ----------------------------------------------------------------------------------------------------------
+    # ---- relays --------------------------------------------------------------------------------
 
     def forget(self, slot: int) -> None:
         """The process that dialled from this island is gone: nobody else connects to its relays."""
@@ -133,7 +135,9 @@ class Links:
                     with self._lock:
                         self._listeners[listener] = way[0]
                     target = wish["host"], int(wish["port"])
-                    threading.Thread(target=self._accept, args=(listener, target, way), daemon=True).start()
+                    threading.Thread(
+                        target=self._accept, args=(listener, target, way), daemon=True
+                    ).start()
                     asker.sendall(f"{listener.getsockname()[1]}\n".encode())
 
     def _accept(self, listener: socket.socket, target: tuple[str, int], way: Way) -> None:
@@ -152,9 +156,13 @@ class Links:
                 with self._lock:
                     self._connections.append(connection)
                 for source, sink, there in ((near, far, way), (far, near, way[::-1])):
-                    threading.Thread(target=self._pass, args=(connection, source, sink, there), daemon=True).start()
+                    threading.Thread(
+                        target=self._pass, args=(connection, source, sink, there), daemon=True
+                    ).start()
 
-    def _pass(self, connection: Connection, source: socket.socket, sink: socket.socket, way: Way) -> None:
+    def _pass(
+        self, connection: Connection, source: socket.socket, sink: socket.socket, way: Way
+    ) -> None:
         with self._lock:
             may = self._open[way]
         with contextlib.suppress(OSError):

@@ -1,12 +1,14 @@
-"""What a checkpoint costs: seconds and bytes of save and load, beside Accelerate's `save_state` and `load_state`, in one run.
+"""What a checkpoint costs: seconds and bytes of save and load, beside Accelerate's `save_state` and
+`load_state`, in one run.
 
     python recipes/benchmarks/checkpoint.py [--model small] [--exchange diloco] [--folder DIR] [--json FILE]
     torchrun --nproc-per-node 2 recipes/benchmarks/checkpoint.py      # FSDP2 over two ranks
 
-`save_state` keeps model, inner optimizer and random states; the exchange's own state, which it lacks, is a row of its own here. Both kinds
-write to the same disk. Ours also syncs files, checks sums and renames (row "seal", "verify"). "blocked" is how long training stands still.
-Medians of `--repeat` rounds after one that is not counted; reads come from the page cache.
-"""
+`save_state` keeps model, inner optimizer and random states; the exchange's own state, which it
+lacks, is a row of its own here. Both kinds write to the same disk. Ours also syncs files, checks
+sums and renames (row "seal", "verify"). "blocked" is how long training stands still. Medians of
+`--repeat` rounds after one that is not counted; reads come from the page cache.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Bench:
 
     def __init__(self, model: str, exchange: str, parent: str | None):
         self.acc = accelerator()
-        made = Ranks.everywhere(self.acc.device).from_first(lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=parent))
+        made = Ranks.everywhere(self.acc.device).from_first(
+            lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=parent)
+        )
         self.folder = folder = Path(made)
         torch.manual_seed(0)
         config = fsdp_demo.load_config(exchange)
@@ -84,7 +88,9 @@ class Bench:
         self.model, self.optimizer = self.acc.prepare(module, optimizer)
         self.topology = fsdp_demo.Topology.from_env({})
         self.checkpoints = CheckpointManager(folder / "ours", self.topology, keep=1)
-        self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=self.topology)
+        self.exchange = fsdp_demo.attach(
+            self.optimizer, config, model=self.model, topology=self.topology
+        )
         self.plain, self.number, self.clock = folder / "accelerate", 0, Clock()
         self.train(2)
 
@@ -98,7 +104,8 @@ class Bench:
     def accelerate(self) -> None:
         if self.acc.is_main_process:
             shutil.rmtree(self.plain, ignore_errors=True)
-        with self.exchange.paused():  # torch.distributed.checkpoint steps an optimizer that has no state
+        # torch.distributed.checkpoint steps an optimizer that has no state
+        with self.exchange.paused():
             self.clock("save_state", lambda: self.acc.save_state(str(self.plain)))
             self.clock("load_state", lambda: self.acc.load_state(str(self.plain)))
 
@@ -109,16 +116,33 @@ class Bench:
 
         def write(folder: Path) -> None:
             writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
-            clock("model", lambda: save(tensors_of(self.model, [unwrap(self.optimizer)]), storage_writer=writer, process_group=group))
+            clock(
+                "model",
+                lambda: save(
+                    tensors_of(self.model, [unwrap(self.optimizer)]),
+                    storage_writer=writer,
+                    process_group=group,
+                ),
+            )
             clock("exchange", lambda: save_exchange(folder / "exchange", self.exchange))
-            clock("loop", lambda: write_part(folder / "loop", f"rank{rank}", {}, {"random": random_states()}))
+            clock(
+                "loop",
+                lambda: write_part(folder / "loop", f"rank{rank}", {}, {"random": random_states()}),
+            )
 
         clock("all", lambda: self.checkpoints.save(self.number, write))
         folder = self.checkpoints.path(self.number)
         clock("verify", lambda: self.checkpoints.verify(self.number))
-        clock("load model", lambda: load_tensors({folder / "model": 1.0}, self.model, [unwrap(self.optimizer)], group))
+        clock(
+            "load model",
+            lambda: load_tensors(
+                {folder / "model": 1.0}, self.model, [unwrap(self.optimizer)], group
+            ),
+        )
         saved = load_exchange(folder / "exchange")
-        clock("load exchange", lambda: self.exchange.load_state_dict(saved.state_for(self.exchange)))
+        clock(
+            "load exchange", lambda: self.exchange.load_state_dict(saved.state_for(self.exchange))
+        )
 
     def behind(self) -> None:
         """The same while training goes on."""
@@ -127,7 +151,10 @@ class Bench:
         def write(folder: Path) -> Callable[[], None]:
             writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
             live = tensors_of(self.model, [unwrap(self.optimizer)])
-            under_way, state = async_save(live, storage_writer=writer, process_group=self.checkpoints.group), snapshot(self.exchange)
+            under_way, state = (
+                async_save(live, storage_writer=writer, process_group=self.checkpoints.group),
+                snapshot(self.exchange),
+            )
 
             def rest() -> None:
                 state.write(folder / "exchange")
@@ -150,7 +177,12 @@ class Bench:
             return "-" if value is None else f"{value:.3f}"
 
         lines: list[tuple[str, float | None, float | None, int | None]] = [
-            ("Accelerate save_state", median("save_state"), median("load_state"), weight(self.plain)),
+            (
+                "Accelerate save_state",
+                median("save_state"),
+                median("load_state"),
+                weight(self.plain),
+            ),
             ("ours: model, optimizer", median("model"), median("load model"), model),
             ("ours: exchange", median("exchange"), median("load exchange"), exchange),
             ("ours: random states", median("loop"), None, None),
@@ -159,15 +191,25 @@ class Bench:
             ("ours, async: blocked", median("blocked"), None, None),
             ("ours, async: until complete", median("complete"), None, None),
         ]
-        text = [[name, seconds(a), seconds(b), "-" if c is None else size(c)] for name, a, b, c in lines]
+        text = [
+            [name, seconds(a), seconds(b), "-" if c is None else size(c)] for name, a, b, c in lines
+        ]
         return [["", "save, s", "load, s", "size"], *text]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help="a json of recipes/models by name or path, or a hub id; fresh weights")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="small",
+        help="a json of recipes/models by name or path, or a hub id; fresh weights",
+    )
     parser.add_argument("--exchange", default="diloco", help="preset name or yaml file")
-    parser.add_argument("--folder", help="where to write, on the disk of interest (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", help="where to write, on the disk of interest (default: a temporary folder)"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", help="write the seconds of all rounds here")
     args = parser.parse_args()
@@ -178,7 +220,10 @@ def main() -> None:
             bench.ours()
             bench.behind()
         if bench.acc.is_main_process:
-            print(f"{args.exchange}, {bench.parameters:,} parameters, {bench.topology.world} ranks, {bench.acc.device}")
+            print(
+                f"{args.exchange}, {bench.parameters:,} parameters, {bench.topology.world} ranks, "
+                f"{bench.acc.device}"
+            )
             print(table(bench.rows()))
         if args.json and bench.acc.is_main_process:
             Path(args.json).write_text(json.dumps(bench.clock.seconds, indent=1) + "\n")

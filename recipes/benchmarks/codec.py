@@ -1,17 +1,21 @@
-"""What compression costs: one exchange of momentum compression against its published form, and every code of values.
+"""What compression costs: one exchange of momentum compression against its published form, and
+every code of values.
 
     python recipes/benchmarks/codec.py [--json FILE] [--device cuda]
     python recipes/benchmarks/codec.py --codes [--json FILE]
 
-The first table: nanoseconds per element of momentum, DCT, top-k, encode, decode and apply on one replica (`hotpath.py`), one thread pinned
-to one core, in the thread's own CPU time (what else runs on the machine is left out, but for the caches it shares), medians of `--repeat`
-rounds in which all forms take turns; bytes of a message per coefficient; the most memory that temporaries take. Whether the same
-coefficients are chosen and the same is left is seen in rounds of their own with fp32 values, where nothing but the order of sums differs.
-bf16 also on gradients of a small model that learns this repository's text.
+The first table: nanoseconds per element of momentum, DCT, top-k, encode, decode and apply on one
+replica (`hotpath.py`), one thread pinned to one core, in the thread's own CPU time (what else runs
+on the machine is left out, but for the caches it shares), medians of `--repeat` rounds in which all
+forms take turns; bytes of a message per coefficient; the most memory that temporaries take. Whether
+the same coefficients are chosen and the same is left is seen in rounds of their own with fp32
+values, where nothing but the order of sums differs. bf16 also on gradients of a small model that
+learns this repository's text.
 
-`--codes`: bits per value, error and nanoseconds of the codes. 2^22 values as dense vectors are coded, in rows of 4096. Errors are relative
-L2 errors of decode(encode(v)), on Gaussian values and on values with heavy tails (Student's t, 3 degrees of freedom). The last column is
-the target for both ways together.
+`--codes`: bits per value, error and nanoseconds of the codes. 2^22 values as dense vectors are
+coded, in rows of 4096. Errors are relative L2 errors of decode(encode(v)), on Gaussian values and
+on values with heavy tails (Student's t, 3 degrees of freedom). The last column is the target for
+both ways together.
 """
 
 from __future__ import annotations
@@ -31,14 +35,27 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.hotpath import BETA, LR, Ours, Published, Watch, arguments, elements, layer, pin, silent, temporaries  # noqa: E402
+from benchmarks.hotpath import (
+    BETA,
+    LR,
+    Ours,
+    Published,
+    Watch,
+    arguments,
+    elements,
+    layer,
+    pin,
+    silent,
+    temporaries,
+)  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, preset  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
 from fsdp_demo.config.channel import BLOCK, CODES  # noqa: E402
 
-TARGETS = {"int8": 3.0, "int4": 3.0, "fp4_e3m0": 12.0, "fp4_e2m1": 12.0}  # ns per value, encode and decode
+# ns per value, encode and decode
+TARGETS = {"int8": 3.0, "int4": 3.0, "fp4_e3m0": 12.0, "fp4_e2m1": 12.0}
 HOT = {  # name: topk, products; None: no transform
     "k8": (8, "fp32"),
     "k32": (32, "fp32"),
@@ -51,7 +68,7 @@ GOALS = {"k8": 8.5, "k32": 10.0, "k8_bf16": 5.2, "k32_bf16": 6.9, "plain_k8": 3.
 REPLICAS = 2
 
 
-# ---- the hot path ------------------------------------------------------------------------------------------------------
+# ---- the hot path ------------------------------------------------------------------------------
 
 
 def config(name: str, code: str = "int8") -> ExchangeConfig:
@@ -66,11 +83,20 @@ def noise(shapes: Sequence[tuple[int, int]], device: str) -> list[Tensor]:
     return [torch.randn(s, device=device) for s in shapes]
 
 
-def times(shapes: Sequence[tuple[int, int]], names: Sequence[str], device: str, repeat: int) -> dict[str, dict[str, float]]:
-    """Medians per stage of every form; those in the published form are called "published 8" and so on."""
+def times(
+    shapes: Sequence[tuple[int, int]], names: Sequence[str], device: str, repeat: int
+) -> dict[str, dict[str, float]]:
+    """Medians per stage of every form; those in the published form are called "published 8" and so
+    on.
+    """
     sizes = sorted({HOT[n][0] for n in names if HOT[n][1] is not None})
-    ours = {n: ([Ours(shapes, config(n), REPLICAS, device) for _ in range(REPLICAS)], Watch(device)) for n in names}
-    theirs = {k: ([Published(shapes, k, device) for _ in range(REPLICAS)], Watch(device)) for k in sizes}
+    ours = {
+        n: ([Ours(shapes, config(n), REPLICAS, device) for _ in range(REPLICAS)], Watch(device))
+        for n in names
+    }
+    theirs = {
+        k: ([Published(shapes, k, device) for _ in range(REPLICAS)], Watch(device)) for k in sizes
+    }
     for round_ in range(repeat + 1):  # the first is a warm-up
         for (me, *others), watch in (*ours.values(), *theirs.values()):
             sent = [o.send(noise(shapes, device), silent) for o in others]
@@ -81,63 +107,113 @@ def times(shapes: Sequence[tuple[int, int]], names: Sequence[str], device: str, 
             all_ = [mine, *sent]
             me.receive(all_ if isinstance(me, Published) else [o.body for o in all_], look)
     found = {n: w.medians(elements(shapes)) for n, (_, w) in ours.items()}
-    return {**found, **{f"published {k}": w.medians(elements(shapes)) for k, (_, w) in theirs.items()}}
+    return {
+        **found,
+        **{f"published {k}": w.medians(elements(shapes)) for k, (_, w) in theirs.items()},
+    }
 
 
-def agreement(shapes: Sequence[tuple[int, int]], name: str, device: str, steps: int = 3) -> dict[str, float]:
-    """The share of coefficients that both forms choose in equal steps with fp32 values, the largest difference of what is left after them
-    relative to the largest element, and the energy of the set chosen, relative to the exact one."""
-    ours, theirs = Ours(shapes, config(name, "fp32"), REPLICAS, device), Published(shapes, HOT[name][0], device)
-    return compared(ours, theirs, [noise(shapes, device) for _ in range(steps)], HOT[name][1] != "fp32")
+def agreement(
+    shapes: Sequence[tuple[int, int]], name: str, device: str, steps: int = 3
+) -> dict[str, float]:
+    """The share of coefficients that both forms choose in equal steps with fp32 values, the largest
+    difference of what is left after them relative to the largest element, and the energy of the
+    set chosen, relative to the exact one."""
+    ours, theirs = (
+        Ours(shapes, config(name, "fp32"), REPLICAS, device),
+        Published(shapes, HOT[name][0], device),
+    )
+    return compared(
+        ours, theirs, [noise(shapes, device) for _ in range(steps)], HOT[name][1] != "fp32"
+    )
 
 
-def compared(ours: Ours, theirs: Published, gradients: Sequence[Sequence[Tensor]], anew: bool) -> dict[str, float]:
-    """See `agreement`; the accumulators start at zero and see the same gradients, times the published rate. `anew`: every step starts from
-    what ours has left; else only the first one does, and differences add up."""
+def compared(
+    ours: Ours, theirs: Published, gradients: Sequence[Sequence[Tensor]], anew: bool
+) -> dict[str, float]:
+    """See `agreement`; the accumulators start at zero and see the same gradients, times the
+    published rate. `anew`: every step starts from what ours has left; else only the first one
+    does, and differences add up."""
     same = total = 0
     energies = []
     for step in gradients:
         if anew:
             theirs.momentum = ours.residuals()
-        exact = [theirs.forward(m * BETA + g * LR).flatten(0, 1).flatten(1) for m, g in zip(theirs.momentum, step, strict=True)]
+        exact = [
+            theirs.forward(m * BETA + g * LR).flatten(0, 1).flatten(1)
+            for m, g in zip(theirs.momentum, step, strict=True)
+        ]
         sent = theirs.send(step, silent)
         ours.send([g * LR for g in step], silent)
         chosen = ours.chosen()
         for (index, _), mine, whole in zip(sent, chosen, exact, strict=True):
-            wanted = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, index.flatten(0, 1), True)
+            wanted = torch.zeros_like(whole, dtype=torch.bool).scatter_(
+                1, index.flatten(0, 1), True
+            )
             same, total = same + int(wanted.gather(1, mine).sum()), total + mine.numel()
-            energies.append((float(whole.gather(1, mine).square().sum()), float(whole[wanted].square().sum())))
-    left = [(o - m).abs().max() / m.abs().max() for o, m in zip(ours.residuals(), theirs.momentum, strict=True)]
+            energies.append(
+                (float(whole.gather(1, mine).square().sum()), float(whole[wanted].square().sum()))
+            )
+    left = [
+        (o - m).abs().max() / m.abs().max()
+        for o, m in zip(ours.residuals(), theirs.momentum, strict=True)
+    ]
     share = sum(e for e, _ in energies) / sum(e for _, e in energies)
     return {"same_coefficients": same / total, "residual_error": float(max(left)), "energy": share}
 
 
-def recorded(device: str, hidden: int = 256, steps: int = 60, last: int = 6) -> tuple[list[tuple[int, int]], list[list[Tensor]]]:
-    """Shapes of the matrices of a small byte-level transformer and their gradients in the last steps of a short training on the source text
-    of this repository, scaled to a root mean square of 1."""
+def recorded(
+    device: str, hidden: int = 256, steps: int = 60, last: int = 6
+) -> tuple[list[tuple[int, int]], list[list[Tensor]]]:
+    """Shapes of the matrices of a small byte-level transformer and their gradients in the last
+    steps of a short training on the source text of this repository, scaled to a root mean square
+    of 1."""
     root = Path(__file__).resolve().parents[2] / "fsdp_demo"
-    text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(root.rglob("*.py")))), dtype=torch.uint8).long().to(device)
+    text = (
+        torch.frombuffer(
+            bytearray(b"".join(p.read_bytes() for p in sorted(root.rglob("*.py")))),
+            dtype=torch.uint8,
+        )
+        .long()
+        .to(device)
+    )
     torch.manual_seed(1)
-    block = nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.Sequential(nn.Embedding(256, hidden), nn.TransformerEncoder(block, 2, enable_nested_tensor=False), nn.Linear(hidden, 256))
+    block = nn.TransformerEncoderLayer(
+        hidden, 4, 4 * hidden, dropout=0.0, batch_first=True, norm_first=True
+    )
+    model = nn.Sequential(
+        nn.Embedding(256, hidden),
+        nn.TransformerEncoder(block, 2, enable_nested_tensor=False),
+        nn.Linear(hidden, 256),
+    )
     model.to(device)
     optimizer, length = torch.optim.AdamW(model.parameters(), lr=1e-3), 64
     mask = nn.Transformer.generate_square_subsequent_mask(length, device=device)
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "layers" in n]
     kept = []
     for step in range(steps):
-        rows = torch.stack([text[i : i + length + 1] for i in torch.randint(len(text) - length - 1, (8,)).tolist()])
+        rows = torch.stack(
+            [text[i : i + length + 1] for i in torch.randint(len(text) - length - 1, (8,)).tolist()]
+        )
         hidden_ = model[1](model[0](rows[:, :-1]), mask=mask, is_causal=True)
         loss = nn.functional.cross_entropy(model[2](hidden_).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         if step >= steps - last:
-            kept.append([p.grad.detach() / p.grad.square().mean().sqrt() for p in matrices if p.grad is not None])
+            kept.append(
+                [
+                    p.grad.detach() / p.grad.square().mean().sqrt()
+                    for p in matrices
+                    if p.grad is not None
+                ]
+            )
         optimizer.step()
     return [tuple(p.shape) for p in matrices], kept  # type: ignore[misc]
 
 
-def hot(shapes: Sequence[tuple[int, int]], names: Sequence[str], device: str, repeat: int, training: int) -> dict[str, dict[str, Any]]:
+def hot(
+    shapes: Sequence[tuple[int, int]], names: Sequence[str], device: str, repeat: int, training: int
+) -> dict[str, dict[str, Any]]:
     """The rows of the first table, as they go into the json file."""
     timed, rows = times(shapes, names, device, repeat), {}
     learned = recorded(device, steps=training) if any(HOT[n][1] == "bf16" for n in names) else None
@@ -155,11 +231,20 @@ def hot(shapes: Sequence[tuple[int, int]], names: Sequence[str], device: str, re
         }
         if products is not None:
             published = timed[f"published {topk}"]
-            row |= {"published_ns": published["all"], "ratio": published["all"] / row["ours_ns"], "published_stages_ns": published}
+            row |= {
+                "published_ns": published["all"],
+                "ratio": published["all"] / row["ours_ns"],
+                "published_stages_ns": published,
+            }
             row["published_temporaries_mb"] = published_memory(shapes, topk, device) / 1e6
             row |= agreement(shapes, n, device)
         if products == "bf16" and learned is not None:
-            found = compared(Ours(learned[0], config(n, "fp32"), 1, device), Published(learned[0], topk, device), learned[1], True)
+            found = compared(
+                Ours(learned[0], config(n, "fp32"), 1, device),
+                Published(learned[0], topk, device),
+                learned[1],
+                True,
+            )
             row |= {"same_recorded": found["same_coefficients"], "energy_recorded": found["energy"]}
         rows[n] = row
     return rows
@@ -186,28 +271,61 @@ def published_memory(shapes: Sequence[tuple[int, int]], topk: int, device: str) 
 
 def show_hot(rows: dict[str, dict[str, Any]]) -> None:
     """Print the first table and what bf16 chooses."""
-    head = ["", "ns, published", "ours", "ratio", "goal", "bytes/coeff.", "same", "residual off by", "energy", "MB, published", "ours"]
+    head = [
+        "",
+        "ns, published",
+        "ours",
+        "ratio",
+        "goal",
+        "bytes/coeff.",
+        "same",
+        "residual off by",
+        "energy",
+        "MB, published",
+        "ours",
+    ]
     body = []
     for name, r in rows.items():
 
         def cell(key: str, form: str, r: dict[str, Any] = r) -> str:
             return format(r[key], form) if r.get(key) is not None else "-"
 
-        verdict = "-" if r["goal_ns"] is None else f"{r['goal_ns']:g}: {'met' if r['ours_ns'] <= r['goal_ns'] else 'missed'}"
-        cells = [cell("published_ns", ".1f"), cell("ours_ns", ".2f"), cell("ratio", ".2f"), verdict, cell("bytes_per_coefficient", ".2f")]
-        cells += [cell("same_coefficients", ".4%"), cell("residual_error", ".0e"), cell("energy", ".4%")]
-        body.append([name, *cells, cell("published_temporaries_mb", ".1f"), cell("workspace_mb", ".1f")])
+        verdict = (
+            "-"
+            if r["goal_ns"] is None
+            else f"{r['goal_ns']:g}: {'met' if r['ours_ns'] <= r['goal_ns'] else 'missed'}"
+        )
+        cells = [
+            cell("published_ns", ".1f"),
+            cell("ours_ns", ".2f"),
+            cell("ratio", ".2f"),
+            verdict,
+            cell("bytes_per_coefficient", ".2f"),
+        ]
+        cells += [
+            cell("same_coefficients", ".4%"),
+            cell("residual_error", ".0e"),
+            cell("energy", ".4%"),
+        ]
+        body.append(
+            [name, *cells, cell("published_temporaries_mb", ".1f"), cell("workspace_mb", ".1f")]
+        )
     print(table([head, *body]))
     for name, r in rows.items():
         if "same_recorded" in r:
-            print(f"{name}, recorded gradients: same {r['same_recorded']:.3%}, energy {r['energy_recorded']:.4%}")
+            print(
+                f"{name}, recorded gradients: same {r['same_recorded']:.3%}, energy "
+                f"{r['energy_recorded']:.4%}"
+            )
 
 
-# ---- codes of values ---------------------------------------------------------------------------------------------------
+# ---- codes of values ---------------------------------------------------------------------------
 
 
 def nanoseconds(run: Callable[[], Any], count: int, repeat: int) -> float:
-    """Median CPU time of `repeat` runs, per one of `count` values; one run before them is not counted."""
+    """Median CPU time of `repeat` runs, per one of `count` values; one run before them is not
+    counted.
+    """
     times = []
     for _ in range(repeat + 1):
         start = time.thread_time_ns()
@@ -221,7 +339,10 @@ def measure(code: str, gaussian: torch.Tensor, heavy: torch.Tensor, repeat: int)
     shape, count = tuple(gaussian.shape), gaussian.numel()
     data = quantize.encode(code, gaussian)
     back = [quantize.decode(code, quantize.encode(code, v), *shape) for v in (gaussian, heavy)]
-    errors = [float((y - v).double().norm() / v.double().norm()) for y, v in zip(back, (gaussian, heavy), strict=True)]
+    errors = [
+        float((y - v).double().norm() / v.double().norm())
+        for y, v in zip(back, (gaussian, heavy), strict=True)
+    ]
     return {
         "code": code,
         "bits": 8 * data.numel() / count,
@@ -235,23 +356,35 @@ def measure(code: str, gaussian: torch.Tensor, heavy: torch.Tensor, repeat: int)
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table; codes without a target have none in the last column."""
-    print(f"{'':<9} {'bits per':>8} {'error,':>8} {'error,':>8} {'ns per value,':>13} {'ns per value,':>13}")
-    print(f"{'code':<9} {'value':>8} {'gaussian':>8} {'t, 3 dof':>8} {'encode':>13} {'decode':>13} {'both':>6}  target")
+    print(
+        f"{'':<9} {'bits per':>8} {'error,':>8} {'error,':>8} {'ns per value,':>13} "
+        f"{'ns per value,':>13}"
+    )
+    print(
+        f"{'code':<9} {'value':>8} {'gaussian':>8} {'t, 3 dof':>8} {'encode':>13} {'decode':>13} "
+        f"{'both':>6}  target"
+    )
     for row in rows:
         both, target = row["ns_encode"] + row["ns_decode"], row["ns_target"]
         verdict = f"{target:g}: {'met' if both <= target else 'missed'}" if target else "-"
         errors = f"{row['error_gaussian']:>8.4f} {row['error_heavy']:>8.4f}"
-        print(f"{row['code']:<9} {row['bits']:>8.3f} {errors} {row['ns_encode']:>13.2f} {row['ns_decode']:>13.2f} {both:>6.2f}  {verdict}")
+        print(
+            f"{row['code']:<9} {row['bits']:>8.3f} {errors} {row['ns_encode']:>13.2f} "
+            f"{row['ns_decode']:>13.2f} {both:>6.2f}  {verdict}"
+        )
 
 
-# ---- the script --------------------------------------------------------------------------------------------------------
+# ---- the script --------------------------------------------------------------------------------
 
 
 def codes(arguments: argparse.Namespace) -> dict[str, Any]:
     """The second table."""
     generator = torch.Generator().manual_seed(0)
-    gaussian, *others = torch.randn(5, arguments.elements // BLOCK, BLOCK, generator=generator).unbind()
-    heavy = others[0] / (sum(o.square() for o in others[1:]) / 3).sqrt()  # the quotient that defines Student's t
+    gaussian, *others = torch.randn(
+        5, arguments.elements // BLOCK, BLOCK, generator=generator
+    ).unbind()
+    # the quotient that defines Student's t
+    heavy = others[0] / (sum(o.square() for o in others[1:]) / 3).sqrt()
     rows = [measure(code, gaussian, heavy, arguments.repeat) for code in CODES]
     show(rows)
     return {"elements": arguments.elements, "codes": rows}
@@ -260,9 +393,15 @@ def codes(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--codes", action="store_true", help="the codes of values instead")
-    parser.add_argument("--elements", type=int, default=1 << 22, help=f"of --codes: values, a multiple of {BLOCK}")
-    parser.add_argument("--only", nargs="*", choices=tuple(HOT), default=list(HOT), help="rows of the table")
-    parser.add_argument("--training", type=int, default=60, help="steps in which gradients are recorded for bf16")
+    parser.add_argument(
+        "--elements", type=int, default=1 << 22, help=f"of --codes: values, a multiple of {BLOCK}"
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=tuple(HOT), default=list(HOT), help="rows of the table"
+    )
+    parser.add_argument(
+        "--training", type=int, default=60, help="steps in which gradients are recorded for bf16"
+    )
     if (args := arguments(parser, repeat=9)) is None:
         return
     if args.elements < BLOCK or args.elements % BLOCK:

@@ -1,10 +1,13 @@
-"""What it costs a replica to decode and apply what R replicas have sent: nanoseconds per element against R.
+"""What it costs a replica to decode and apply what R replicas have sent: nanoseconds per element
+against R.
 
     python recipes/benchmarks/decode.py [--json FILE] [--device cuda]
 
-One layer of Llama-3.2-1B cut over eight shards, `--topk` coefficients of each 64 x 64 block (`hotpath.py` has both forms). The published
-form scatters with counts of every coefficient; ours touches what was sent, in rank order, and transforms once. One thread pinned to one
-core, the thread's own CPU time, medians of `--repeat` rounds in which all R take turns. Messages are made ahead.
+One layer of Llama-3.2-1B cut over eight shards, `--topk` coefficients of each 64 x 64 block
+(`hotpath.py` has both forms). The published form scatters with counts of every coefficient; ours
+touches what was sent, in rank order, and transforms once. One thread pinned to one core, the
+thread's own CPU time, medians of `--repeat` rounds in which all R take turns. Messages are made
+ahead.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ REPLICAS = (1, 2, 4, 8, 16, 32)
 
 
 def measure(
-    shapes: Sequence[tuple[int, int]], topk: int, products: str, replicas: Sequence[int], device: str, repeat: int
+    shapes: Sequence[tuple[int, int]],
+    topk: int,
+    products: str,
+    replicas: Sequence[int],
+    device: str,
+    repeat: int,
 ) -> dict[str, Any]:
     """ns per element of both forms for each number of replicas, by it."""
     config = preset("demo", topk=topk, **{"codec.transform_precision": products})
@@ -49,7 +57,10 @@ def measure(
             ours.receive(bodies[:r], looks[0])
             theirs.receive(sets[:r], looks[1])
     count = elements(shapes)
-    return {str(r): {"ours_ns": w.medians(count)["all"], "published_ns": p.medians(count)["all"]} for r, (w, p) in watches.items()}
+    return {
+        str(r): {"ours_ns": w.medians(count)["all"], "published_ns": p.medians(count)["all"]}
+        for r, (w, p) in watches.items()
+    }
 
 
 def main() -> None:
@@ -63,14 +74,34 @@ def main() -> None:
     torch.manual_seed(0)
     shapes = layer(args.hidden, args.shards)
     found = measure(shapes, args.topk, args.products, args.replicas, args.device, args.repeat)
-    rows = [[r, f"{f['published_ns']:.2f}", f"{f['ours_ns']:.2f}", f"{f['published_ns'] / f['ours_ns']:.2f}"] for r, f in found.items()]
+    rows = [
+        [
+            r,
+            f"{f['published_ns']:.2f}",
+            f"{f['ours_ns']:.2f}",
+            f"{f['published_ns'] / f['ours_ns']:.2f}",
+        ]
+        for r, f in found.items()
+    ]
     print(table([["replicas", "ns per element, published", "ours", "ratio"], *rows]))
     growth = {}
     if {"2", "32"} <= set(found):
-        growth = {form: found["32"][f"{form}_ns"] / found["2"][f"{form}_ns"] for form in ("published", "ours")}
-        print(f"from 2 to 32 replicas: published x {growth['published']:.2f}, ours x {growth['ours']:.2f}")
+        growth = {
+            form: found["32"][f"{form}_ns"] / found["2"][f"{form}_ns"]
+            for form in ("published", "ours")
+        }
+        print(
+            f"from 2 to 32 replicas: published x {growth['published']:.2f}, ours x "
+            f"{growth['ours']:.2f}"
+        )
     if args.json:
-        head = {"topk": args.topk, "products": args.products, "elements": elements(shapes), "repeat": args.repeat, "device": args.device}
+        head = {
+            "topk": args.topk,
+            "products": args.products,
+            "elements": elements(shapes),
+            "repeat": args.repeat,
+            "device": args.device,
+        }
         whole = {**head, "torch": torch.__version__, "growth": growth, "replicas": found}
         args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 

@@ -1,10 +1,13 @@
-"""What `codec.py` and `decode.py` time: one replica's work for one exchange of momentum compression, in the published form and in ours.
+"""What `codec.py` and `decode.py` time: one replica's work for one exchange of momentum
+compression, in the published form and in ours.
 
-Not a program. One layer of Llama-3.2-1B, cut along dim 0 over eight shards; no communication: what the other replicas send is made ahead,
-outside the clock.
+Not a program. One layer of Llama-3.2-1B, cut along dim 0 over eight shards; no communication: what
+the other replicas send is made ahead, outside the clock.
 
-* `Published` is the algorithm of arXiv 2411.19870 as its equations say it, tensor by tensor, and is the yardstick only.
-* `Ours` is the library's own path: an `ChannelRunner` over plain parameters, and the base optimizer.
+* `Published` is the algorithm of arXiv 2411.19870 as its equations say it, tensor by tensor, and is
+  the yardstick only.
+* `Ours` is the library's own path: an `ChannelRunner` over plain parameters, and the base
+  optimizer.
 """
 
 from __future__ import annotations
@@ -41,23 +44,37 @@ BETA, LR, EDGE = 0.999, 1e-3, 64
 def layer(hidden: int = 2048, shards: int = 8) -> list[tuple[int, int]]:
     """Local shapes of the matrices of one layer: query, key, value, output, gate, up, down."""
     small, wide = hidden // 4, 4 * hidden
-    rows = [(hidden, hidden), (small, hidden), (small, hidden), (hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
+    rows = [
+        (hidden, hidden),
+        (small, hidden),
+        (small, hidden),
+        (hidden, hidden),
+        (wide, hidden),
+        (wide, hidden),
+        (hidden, wide),
+    ]
     return [(r // shards, c) for r, c in rows]
 
 
 def arguments(parser: argparse.ArgumentParser, repeat: int) -> argparse.Namespace | None:
-    """Those of a benchmark of one layer, beside the parser's own. None, and said, where there is no such device.
+    """Those of a benchmark of one layer, beside the parser's own. None, and said, where there is no
+    such device.
 
     repeat: by default.
     """
-    parser.add_argument("--hidden", type=int, default=2048, help="width of the layer, a multiple of 256")
+    parser.add_argument(
+        "--hidden", type=int, default=2048, help="width of the layer, a multiple of 256"
+    )
     parser.add_argument("--shards", type=int, default=8, help="how many shards dim 0 is cut into")
     parser.add_argument("--repeat", type=int, default=repeat)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args()
     if args.hidden % 256 or args.hidden // 4 % (64 * args.shards):
-        parser.error(f"--hidden {args.hidden} --shards {args.shards}: a quarter of the width must be a multiple of 64 per shard")
+        parser.error(
+            f"--hidden {args.hidden} --shards {args.shards}: a quarter of the width must be a "
+            "multiple of 64 per shard"
+        )
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no GPU here: nothing measured")
         return None
@@ -72,7 +89,9 @@ def pin() -> None:
 
 
 class Watch:
-    """Seconds of named stages, summed over a round: the thread's own CPU time, or events on a GPU. `medians` over the rounds."""
+    """Seconds of named stages, summed over a round: the thread's own CPU time, or events on a GPU.
+    `medians` over the rounds.
+    """
 
     def __init__(self, device: str):
         self.cuda, self.rounds = device.startswith("cuda"), list[dict[str, float]]()
@@ -100,12 +119,19 @@ class Watch:
 
     def medians(self, elements: int) -> dict[str, float]:
         """Nanoseconds per element of each stage, and of the whole round ("all")."""
-        found = {s: statistics.median(r[s] for r in self.rounds) / elements * 1e9 for s in self.rounds[0]}
-        return {**found, "all": statistics.median(sum(r.values()) for r in self.rounds) / elements * 1e9}
+        found = {
+            s: statistics.median(r[s] for r in self.rounds) / elements * 1e9 for s in self.rounds[0]
+        }
+        return {
+            **found,
+            "all": statistics.median(sum(r.values()) for r in self.rounds) / elements * 1e9,
+        }
 
 
 class Published:
-    """m = beta m + lr g; q = the k largest of each DCT block of m; m -= q; theta -= lr sign(mean of all q over those who sent)."""
+    """m = beta m + lr g; q = the k largest of each DCT block of m; m -= q; theta -= lr sign(mean of
+    all q over those who sent).
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], k: int, device: str):
         self.k, self.d = k, matrix("dct", EDGE, device)
@@ -115,12 +141,18 @@ class Published:
 
     def forward(self, x: Tensor) -> Tensor:
         """Coefficients [y, x, 64, 64] of a matrix."""
-        blocks = x.view(x.shape[0] // EDGE, EDGE, x.shape[1] // EDGE, EDGE).permute(0, 2, 1, 3).contiguous()
+        blocks = (
+            x.view(x.shape[0] // EDGE, EDGE, x.shape[1] // EDGE, EDGE)
+            .permute(0, 2, 1, 3)
+            .contiguous()
+        )
         return torch.einsum("...ij,ai,bj->...ab", blocks, self.d, self.d)
 
     def backward(self, c: Tensor, shape: tuple[int, int]) -> Tensor:
         """The matrix of coefficients."""
-        return torch.einsum("...ab,ai,bj->...ij", c, self.d, self.d).permute(0, 2, 1, 3).reshape(shape)
+        return (
+            torch.einsum("...ab,ai,bj->...ij", c, self.d, self.d).permute(0, 2, 1, 3).reshape(shape)
+        )
 
     def largest(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Indices int64 and values fp32 [y, x, k]."""
@@ -131,19 +163,36 @@ class Published:
     def scattered(self, index: Tensor, values: Tensor) -> Tensor:
         """Coefficients, the mean over those who sent one, zero elsewhere."""
         out = values.new_zeros(*index.shape[:2], EDGE * EDGE)
-        return out.scatter_reduce_(2, index, values, "mean", include_self=False).unflatten(2, (EDGE, EDGE))
+        return out.scatter_reduce_(2, index, values, "mean", include_self=False).unflatten(
+            2, (EDGE, EDGE)
+        )
 
-    def send(self, gradients: Sequence[Tensor], watch: Callable[..., Any]) -> list[tuple[Tensor, Tensor]]:
+    def send(
+        self, gradients: Sequence[Tensor], watch: Callable[..., Any]
+    ) -> list[tuple[Tensor, Tensor]]:
         """What leaves, per tensor."""
-        watch("momentum", lambda: [m.mul_(BETA).add_(g, alpha=LR) for m, g in zip(self.momentum, gradients, strict=True)])
+        watch(
+            "momentum",
+            lambda: [
+                m.mul_(BETA).add_(g, alpha=LR)
+                for m, g in zip(self.momentum, gradients, strict=True)
+            ],
+        )
         coefficients = watch("transform", lambda: [self.forward(m) for m in self.momentum])
         sent = watch("selection", lambda: [self.largest(c) for c in coefficients])
         coefficients.clear()
-        own = watch("own decode", lambda: [self.backward(self.scattered(*q), s) for q, s in zip(sent, self.shapes, strict=True)])
+        own = watch(
+            "own decode",
+            lambda: [
+                self.backward(self.scattered(*q), s) for q, s in zip(sent, self.shapes, strict=True)
+            ],
+        )
         watch("residual", lambda: [m.sub_(o) for m, o in zip(self.momentum, own, strict=True)])
         return list(sent)
 
-    def receive(self, sent: Sequence[list[tuple[Tensor, Tensor]]], watch: Callable[..., Any]) -> None:
+    def receive(
+        self, sent: Sequence[list[tuple[Tensor, Tensor]]], watch: Callable[..., Any]
+    ) -> None:
         """`sent`: of every replica."""
 
         def decode(t: int, shape: tuple[int, int]) -> Tensor:
@@ -151,7 +200,12 @@ class Published:
             return self.backward(self.scattered(index, values), shape)
 
         means = watch("decode", lambda: [decode(t, s) for t, s in enumerate(self.shapes)])
-        watch("apply", lambda: [p.add_(m.sign_(), alpha=-LR) for p, m in zip(self.parameters, means, strict=True)])
+        watch(
+            "apply",
+            lambda: [
+                p.add_(m.sign_(), alpha=-LR) for p, m in zip(self.parameters, means, strict=True)
+            ],
+        )
 
 
 class Ours:
@@ -162,8 +216,13 @@ class Ours:
         size: number of replicas.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], config: ExchangeConfig, size: int, device: str):
-        self.named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s, device=device))) for i, s in enumerate(shapes)]
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], config: ExchangeConfig, size: int, device: str
+    ):
+        self.named = [
+            (f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s, device=device)))
+            for i, s in enumerate(shapes)
+        ]
         self.optimizer = fsdp_demo.base_optimizer(config, self.named, lr=LR)
         (channel,) = config.channels
         self.channel = ChannelRunner(channel, Placement(TorchHost([self.optimizer]), islands=size))
@@ -211,14 +270,21 @@ class Ours:
         """The accumulator in the element domain, per tensor."""
         layout, out = self.channel.layout, [torch.zeros_like(p) for _, p in self.named]
         assert layout is not None and self.channel.accumulator is not None
-        layout.unpack(transform(Codec("dct", "topk"), layout, self.channel.accumulator.clone(), inverse=True), out)
+        layout.unpack(
+            transform(Codec("dct", "topk"), layout, self.channel.accumulator.clone(), inverse=True),
+            out,
+        )
         return out
 
     @property
     def count(self) -> int:
         """Coefficients that it sends."""
         section = self.channel.section
-        return sum(g.count * g.k(section.codec.topk) for g in section.layout.groups) if section is not None else 0
+        return (
+            sum(g.count * g.k(section.codec.topk) for g in section.layout.groups)
+            if section is not None
+            else 0
+        )
 
 
 def silent(_: str, work: Callable[[], Any]) -> Any:

@@ -1,21 +1,26 @@
-"""Seconds that one exchange takes on the link between islands, per payload size: how true is a rehearsed (`--link`) pace?
+"""Seconds that one exchange takes on the link between islands, per payload size: how true is a
+rehearsed (`--link`) pace?
 
-    fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms --launcher torchrun -- recipes/benchmarks/link.py
+    fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms --launcher torchrun --
+    recipes/benchmarks/link.py
 
-Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that slow, and compare the tables. It runs the
-library's own exchanges: `gather` (sparse payloads, one round trip) and `reduce` (dense vectors, header and two legs, three round trips).
-Prints one table on island 0: payload bytes, median seconds of `--repeat` exchanges (the mean of the islands), and what rate and round trip
-alone predict. `--ring` adds gloo's own all_gather, which the library does not use: it passes everything on from neighbour to neighbour,
-R - 1 round trips. (It is not paced: compare it on a link that is slow by itself.)
+Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that
+slow, and compare the tables. It runs the library's own exchanges: `gather` (sparse payloads, one
+round trip) and `reduce` (dense vectors, header and two legs, three round trips). Prints one table
+on island 0: payload bytes, median seconds of `--repeat` exchanges (the mean of the islands), and
+what rate and round trip alone predict. `--ring` adds gloo's own all_gather, which the library does
+not use: it passes everything on from neighbour to neighbour, R - 1 round trips. (It is not paced:
+compare it on a link that is slow by itself.)
 
-`--transport` and `--connections` compare what carries the exchanges, each with a line of its own. They take turns, exchange by exchange, so
-that what else the machines do falls on all alike; the last column is the time over that of the first transport with as many connections.
-`processor` counts what this process computes meanwhile, checksums and sums included, on all its cores:
+`--transport` and `--connections` compare what carries the exchanges, each with a line of its own.
+They take turns, exchange by exchange, so that what else the machines do falls on all alike; the
+last column is the time over that of the first transport with as many connections. `processor`
+counts what this process computes meanwhile, checksums and sums included, on all its cores:
 
     ... recipes/benchmarks/link.py --transport gloo zeromq zeromq+curve --connections 1 8 --sizes 1000 1000000 32000000
 
 `--busy` trains on something small in the main thread meanwhile, as a step under way would.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -51,7 +56,9 @@ class Candidate:
 
 
 def seconds(line: PeerGroup, kind: str, size: int) -> tuple[float, float]:
-    """Seconds of one exchange of `size` bytes, all islands starting together, and those of the processor in this process."""
+    """Seconds of one exchange of `size` bytes, all islands starting together, and those of the
+    processor in this process.
+    """
     body = torch.zeros(size, dtype=torch.uint8)
     vector = torch.zeros(size // 4)
     line.all_gather(torch.zeros(1, dtype=torch.uint8))
@@ -59,28 +66,49 @@ def seconds(line: PeerGroup, kind: str, size: int) -> tuple[float, float]:
     if kind == "gather":
         line.gather(line.header(PAYLOAD), body)
     elif kind == "ring":
-        line.group.allgather([[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]).wait()
+        line.group.allgather(
+            [[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]
+        ).wait()
     else:
         line.gather(line.header(PAYLOAD), body[:0])
         reduce(line, line.header(PAYLOAD), [(vector, "fp32")], [[1.0] * line.size])
     return time.perf_counter() - start, time.process_time() - work
 
 
-def medians(candidates: list[Candidate], kind: str, size: int, repeat: int) -> list[tuple[float, float]]:
-    """Median seconds, and of the processor, of `repeat` exchanges of each candidate, in turns; the first of each does not count.
+def medians(
+    candidates: list[Candidate], kind: str, size: int, repeat: int
+) -> list[tuple[float, float]]:
+    """Median seconds, and of the processor, of `repeat` exchanges of each candidate, in turns; the
+    first of each does not count.
 
-    Means over the islands: who starts half a round trip late finds what the others sent, and those wait longer."""
+    Means over the islands: who starts half a round trip late finds what the others sent, and those
+    wait longer."""
     times = [[seconds(c.line, kind, size) for c in candidates] for _ in range(repeat + 1)]
-    mine = torch.tensor([[statistics.median(column) for column in zip(*each, strict=True)] for each in zip(*times[1:], strict=True)])
+    mine = torch.tensor(
+        [
+            [statistics.median(column) for column in zip(*each, strict=True)]
+            for each in zip(*times[1:], strict=True)
+        ]
+    )
     line = candidates[0].line
-    all_of = [row.clone().view(torch.float32).view_as(mine) for row in line.all_gather(mine.view(-1).view(torch.uint8))]
+    all_of = [
+        row.clone().view(torch.float32).view_as(mine)
+        for row in line.all_gather(mine.view(-1).view(torch.uint8))
+    ]
     return [(float(took), float(work)) for took, work in torch.stack(all_of).mean(0)]
 
 
 def meet(topology: Topology, name: str, connections: int) -> Candidate:
     """A line over a transport; 0 connections: as many as the round trip asks for."""
-    transport, keys = name.removesuffix(CURVE), TOKEN if name.endswith(CURVE) else topology.token * (name != "gloo")
-    as_many = mock.patch.object(peers, "streams", lambda rtt: connections) if connections else nullcontext()
+    transport, keys = (
+        name.removesuffix(CURVE),
+        TOKEN if name.endswith(CURVE) else topology.token * (name != "gloo"),
+    )
+    as_many = (
+        mock.patch.object(peers, "streams", lambda rtt: connections)
+        if connections
+        else nullcontext()
+    )
     with as_many:
         line, _ = replace(topology, transport=transport, token=keys).join(ShardPosition())
     assert line is not None
@@ -88,7 +116,9 @@ def meet(topology: Topology, name: str, connections: int) -> Candidate:
 
 
 def train(work: threading.Thread) -> int:
-    """Steps of a small model in this thread until the other has ended, as an exchange runs beside training; how many."""
+    """Steps of a small model in this thread until the other has ended, as an exchange runs beside
+    training; how many.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
     optimizer, x, steps = torch.optim.AdamW(model.parameters()), torch.randn(32, 64), 0
     while work.is_alive():
@@ -99,42 +129,81 @@ def train(work: threading.Thread) -> int:
     return steps
 
 
-def measure(candidates: list[Candidate], kinds: list[tuple[str, int]], args: argparse.Namespace) -> None:
+def measure(
+    candidates: list[Candidate], kinds: list[tuple[str, int]], args: argparse.Namespace
+) -> None:
     """Measure all cells, and print each on island 0."""
-    say = (lambda text: print(text, flush=True)) if candidates[0].line.rank == 0 else (lambda text: None)
-    link, size = Link.parse(args.expect) if args.expect else Link.from_env() or Link(), candidates[0].line.size
+    say = (
+        (lambda text: print(text, flush=True))
+        if candidates[0].line.rank == 0
+        else (lambda text: None)
+    )
+    link, size = (
+        Link.parse(args.expect) if args.expect else Link.from_env() or Link(),
+        candidates[0].line.size,
+    )
     say(f"{size} islands")
-    names = f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} {'processor':>9}"
+    names = (
+        f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} "
+        f"{'processor':>9}"
+    )
     say(f"{names} {'rate and rtt alone':>18} {'ratio':>6}")
     for kind, legs in kinds:
         for n in args.sizes:
             sent = n * (size - 1) * (2 / size if kind == "reduce" else 1)
-            expected = legs * link.rtt + (8 * sent / link.bits_per_second if link.bits_per_second else 0.0)
+            expected = legs * link.rtt + (
+                8 * sent / link.bits_per_second if link.bits_per_second else 0.0
+            )
             found = medians(candidates, kind, n, args.repeat)
             first: dict[int, float] = {}
             for c, (took, work) in zip(candidates, found, strict=True):
                 ratio = took / first.setdefault(c.connections, took)
-                say(f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {work:>9.4f} {expected:>18.4f} {ratio:>6.2f}")
+                say(
+                    f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {work:>9.4f} "
+                    f"{expected:>18.4f} {ratio:>6.2f}"
+                )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = [1_000, 100_000, 1_000_000, 4_000_000]
-    parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="bytes of one island's payload")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=sizes, help="bytes of one island's payload"
+    )
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--kinds", nargs="*", default=["gather", "reduce"], choices=["gather", "reduce"])
+    parser.add_argument(
+        "--kinds", nargs="*", default=["gather", "reduce"], choices=["gather", "reduce"]
+    )
     known = [*TRANSPORTS, *(name + CURVE for name in TRANSPORTS if name != "gloo")]
-    parser.add_argument("--transport", nargs="*", default=[], choices=known, help="default: ISLAND_TRANSPORT")
-    parser.add_argument("--connections", type=int, nargs="*", default=[0], help="to each island; 0: as the round trip asks for")
+    parser.add_argument(
+        "--transport", nargs="*", default=[], choices=known, help="default: ISLAND_TRANSPORT"
+    )
+    parser.add_argument(
+        "--connections",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="to each island; 0: as the round trip asks for",
+    )
     parser.add_argument("--ring", action="store_true", help="gloo's all_gather, too")
     parser.add_argument("--busy", action="store_true", help="train on something small meanwhile")
-    parser.add_argument("--expect", default="", help="rate,rtt of a real link, for a column (default: the rehearsed one)")
+    parser.add_argument(
+        "--expect",
+        default="",
+        help="rate,rtt of a real link, for a column (default: the rehearsed one)",
+    )
     args = parser.parse_args()
     if args.ring and set(args.transport) - {"gloo"}:
         parser.error("--ring is gloo's own: leave --transport out")
     topology = Topology.from_env()
-    candidates = [meet(topology, name, n) for n in args.connections for name in args.transport or [topology.transport]]
-    kinds = [(kind, {"gather": 1, "reduce": 3}[kind]) for kind in args.kinds] + [("ring", topology.islands - 1)] * args.ring
+    candidates = [
+        meet(topology, name, n)
+        for n in args.connections
+        for name in args.transport or [topology.transport]
+    ]
+    kinds = [(kind, {"gather": 1, "reduce": 3}[kind]) for kind in args.kinds] + [
+        ("ring", topology.islands - 1)
+    ] * args.ring
     steps = 0
     if args.busy:
         work = threading.Thread(target=measure, args=(candidates, kinds, args))

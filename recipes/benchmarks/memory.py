@@ -1,11 +1,13 @@
-"""Memory per rank before anything runs: what every preset keeps and needs, in bytes per parameter and GB; and the same measured.
+"""Memory per rank before anything runs: what every preset keeps and needs, in bytes per parameter
+and GB; and the same measured.
 
     python recipes/benchmarks/memory.py --model llama-3.2-1b --shards 8 --islands 4
     python recipes/benchmarks/memory.py --measure                     # every preset on a small model, planned and measured, on this CPU
 
-Whole shapes on the meta device, no weights; `fsdp_demo.exchange.memory` counts. `--measure` trains a model of plain tensors for a few steps
-against a peer that sends back what it gets, and follows every tensor that the exchange makes until it is freed.
-"""
+Whole shapes on the meta device, no weights; `fsdp_demo.exchange.memory` counts. `--measure` trains
+a model of plain tensors for a few steps against a peer that sends back what it gets, and follows
+every tensor that the exchange makes until it is freed.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,17 +47,27 @@ from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: 
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
 
-PERIODS = {"local_sgd": 2, "local_adam": 2, "desloc": 2, "diloco": 2, "decoupled_momentum": 2, "sparse_loco": 2, "muloco": 2}
+PERIODS = {
+    "local_sgd": 2,
+    "local_adam": 2,
+    "desloc": 2,
+    "diloco": 2,
+    "decoupled_momentum": 2,
+    "sparse_loco": 2,
+    "muloco": 2,
+}
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------------------
+# ---- measuring ---------------------------------------------------------------------------------
 
 
 class Ledger(TorchDispatchMode):
-    """Follows the storages that operations make inside `with`, until they are freed, wherever that happens.
+    """Follows the storages that operations make inside `with`, until they are freed, wherever that
+    happens.
 
-    Exact for tensors; what a kernel takes and frees within one operation is not seen. Two accounts: "device" is what the main thread makes,
-    "host" what the exchange's thread makes, which is on the host also where the shards are on an accelerator.
+    Exact for tensors; what a kernel takes and frees within one operation is not seen. Two accounts:
+    "device" is what the main thread makes, "host" what the exchange's thread makes, which is on the
+    host also where the shards are on an accelerator.
 
     Attributes:
         now, most: bytes held, and the most since `reset`, per account.
@@ -78,11 +90,13 @@ class Ledger(TorchDispatchMode):
         return mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t not in (Tensor, nn.Parameter) for t in types):  # a DTensor: see its local operations
+        # a DTensor: see its local operations
+        if any(t not in (Tensor, nn.Parameter) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         made = [s for t in tensors_of(out) if (s := t.untyped_storage())._cdata not in self._sizes]
-        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))} if made else ()  # most operations make views
+        # most operations make views
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))} if made else ()
         for storage in made:
             if storage._cdata not in given:
                 self._note(storage)
@@ -110,7 +124,9 @@ class Ledger(TorchDispatchMode):
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts: an operation has no others, and torch's own walk takes ten times as long."""
+    """The tensors in lists, tuples and dicts: an operation has no others, and torch's own walk
+    takes ten times as long.
+    """
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -124,7 +140,11 @@ class Echo:
     """A process group whose peers send back what they are sent: replicas that hold the same."""
 
     def __init__(self, size: int):
-        self._size, self._sent, self._wanted = size, dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        self._size, self._sent, self._wanted = (
+            size,
+            dict[int, list[Tensor]](),
+            dict[int, list[Tensor]](),
+        )
         self._done = mock.Mock()
 
     def rank(self) -> int:
@@ -142,7 +162,9 @@ class Echo:
         return self._meet(peer)
 
     def _meet(self, peer: int) -> Any:
-        """Fill the first room that waits for `peer` with what was sent there first, whichever came first."""
+        """Fill the first room that waits for `peer` with what was sent there first, whichever came
+        first.
+        """
         sent, wanted = self._sent.get(peer), self._wanted.get(peer)
         if sent and wanted:
             data = sent.pop(0)
@@ -152,7 +174,9 @@ class Echo:
 
 @contextmanager
 def followed(ledger: Ledger) -> Iterator[None]:
-    """Within this context the ledger follows what exchanges make, and nothing that the inner optimizer makes."""
+    """Within this context the ledger follows what exchanges make, and nothing that the inner
+    optimizer makes.
+    """
 
     def inside(call: Callable[..., Any], mode: Callable[[], Ledger]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +187,9 @@ def followed(ledger: Ledger) -> Iterator[None]:
 
     submit = CommWorker.submit
     with (
-        mock.patch.object(CommWorker, "submit", lambda self, job: submit(self, inside(job, ledger.inner))),
+        mock.patch.object(
+            CommWorker, "submit", lambda self, job: submit(self, inside(job, ledger.inner))
+        ),
         mock.patch.object(StepRuntime, "before", inside(StepRuntime.before, lambda: ledger)),
         mock.patch.object(StepRuntime, "after", inside(StepRuntime.after, lambda: ledger)),
         mock.patch.object(Exchange, "_join", inside(Exchange._join, lambda: ledger)),
@@ -171,11 +197,18 @@ def followed(ledger: Ledger) -> Iterator[None]:
         yield
 
 
-def measure(config: ExchangeConfig, tensors: Tensors, islands: int, steps: int, topology: Topology | None = None) -> Memory:
-    """`plan_memory`'s figures, measured in `steps` steps on the CPU (its `staged=False`), one shard.
+def measure(
+    config: ExchangeConfig,
+    tensors: Tensors,
+    islands: int,
+    steps: int,
+    topology: Topology | None = None,
+) -> Memory:
+    """`plan_memory`'s figures, measured in `steps` steps on the CPU (its `staged=False`), one
+    shard.
 
-    State is what is held between steps at the least, in flight what comes on top at the most (so a step with nothing under way is needed
-    to tell them apart).
+    State is what is held between steps at the least, in flight what comes on top at the most (so a
+    step with nothing under way is needed to tell them apart).
     """
     named = [(n, nn.Parameter(torch.randn(shape))) for n, shape in tensors]
     gradients = [torch.randn(shape) for _, shape in tensors]
@@ -183,19 +216,24 @@ def measure(config: ExchangeConfig, tensors: Tensors, islands: int, steps: int, 
     materialise(optimizer)
     ledger, between, most = Ledger(), [], {"device": 0, "host": 0}
     with followed(ledger):
-        exchange = fsdp_demo.attach(optimizer, config, topology=topology or Topology.from_group(Echo(islands)))
+        exchange = fsdp_demo.attach(
+            optimizer, config, topology=topology or Topology.from_group(Echo(islands))
+        )
         warm(exchange)
         for _ in range(steps):
             for (_, p), g in zip(named, gradients, strict=True):
                 p.grad = g
             ledger.most.update(ledger.now)
             optimizer.step()
-            wait({f.future for f in exchange._queue.flights if f.future is not None})  # the accounts are read when all has arrived
+            # the accounts are read when all has arrived
+            wait({f.future for f in exchange._queue.flights if f.future is not None})
             most = {account: max(most[account], ledger.most[account]) for account in most}
             between.append(dict(ledger.now))
         exchange.detach()
     last = between[-max(c.schedule.sync_every + c.schedule.delay for c in config.channels) :]
-    state, held = ({account: best(b[account] for b in last) for account in most} for best in (min, max))
+    state, held = (
+        {account: best(b[account] for b in last) for account in most} for best in (min, max)
+    )
     return Memory(
         sum(prod(shape) for _, shape in tensors),
         state["device"],
@@ -208,7 +246,9 @@ def measure(config: ExchangeConfig, tensors: Tensors, islands: int, steps: int, 
 
 
 def warm(exchange: Exchange) -> None:
-    """Make the tables that a process makes once (16 kB each at most): they belong to no exchange."""
+    """Make the tables that a process makes once (16 kB each at most): they belong to no
+    exchange.
+    """
     for c in exchange.channels:
         for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
             matrix("dct", n, exchange.shards.device)
@@ -220,11 +260,16 @@ def warm(exchange: Exchange) -> None:
 def small(rows: int = 1024, layers: int = 6, norm: int = 16384) -> Tensors:
     """An embedding, matrices and vectors, by default of 29 M parameters, the largest tensor 16 MB.
 
-    Rows of 4096 elements of the whole and of each fragment divide by 2 and 4: a reduce then cuts equal parts, as `Echo` needs.
+    Rows of 4096 elements of the whole and of each fragment divide by 2 and 4: a reduce then cuts
+    equal parts, as `Echo` needs.
     """
     out: Tensors = [("embed.weight", (4 * rows, rows))]
     for i in range(layers):
-        out += [(f"layers.{i}.up.weight", (2 * rows, rows)), (f"layers.{i}.down.weight", (rows, 2 * rows)), (f"layers.{i}.norm", (norm,))]
+        out += [
+            (f"layers.{i}.up.weight", (2 * rows, rows)),
+            (f"layers.{i}.down.weight", (rows, 2 * rows)),
+            (f"layers.{i}.norm", (norm,)),
+        ]
     return out
 
 
@@ -236,16 +281,22 @@ def shortened(name: str) -> ExchangeConfig:
 
 
 def steps_of(config: ExchangeConfig) -> int:
-    """Steps in which every channel has sent, all that are due together have met, and what was under way has landed."""
-    return lcm(*(c.schedule.sync_every for c in config.channels)) + max(c.schedule.sync_every + c.schedule.delay for c in config.channels)
+    """Steps in which every channel has sent, all that are due together have met, and what was under
+    way has landed.
+    """
+    return lcm(*(c.schedule.sync_every for c in config.channels)) + max(
+        c.schedule.sync_every + c.schedule.delay for c in config.channels
+    )
 
 
-# ---- the table ---------------------------------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One preset on one rank: the inner optimizer's state, what the exchange takes, and the same with `offload_outer_state`."""
+    """One preset on one rank: the inner optimizer's state, what the exchange takes, and the same
+    with `offload_outer_state`.
+    """
 
     preset: str
     inner: str
@@ -261,7 +312,10 @@ def entries(tensors: Tensors, islands: int, shards: int) -> list[Entry]:
         config = preset(name)
         inner = {"sgd": "SGD", "muonadamw": "Muon + AdamW"}.get(config.inner_optimizers[0], "AdamW")
         kept = inner_state(replace(config, lr=1.0), tensors, shards)
-        here, host = (plan_memory(c, tensors, islands, shards) for c in (config, replace(config, offload_outer_state=True)))
+        here, host = (
+            plan_memory(c, tensors, islands, shards)
+            for c in (config, replace(config, offload_outer_state=True))
+        )
         out.append(Entry(name, inner, kept, here, host))
     return out
 
@@ -273,49 +327,114 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry], markdown: bool =
     def kept(m: Memory, place: str) -> int:
         return int(getattr(m, f"{place}_state") + getattr(m, f"{place}_flight"))
 
-    head = ["preset", "inner", "inner state", "device", "host: device", "and host", "workspace", "host: workspace", "messages"]
+    head = [
+        "preset",
+        "inner",
+        "inner state",
+        "device",
+        "host: device",
+        "and host",
+        "workspace",
+        "host: workspace",
+        "messages",
+    ]
     body = []
     for e in rows:
-        moved = [e.inner_state, kept(e.here, "device"), kept(e.host, "device"), kept(e.host, "host")]
+        moved = [
+            e.inner_state,
+            kept(e.here, "device"),
+            kept(e.host, "device"),
+            kept(e.host, "host"),
+        ]
         moved += [e.here.device_workspace, e.host.device_workspace, e.host.host_workspace]
         body.append([e.preset, e.inner, *(figure(n, e.here) for n in moved)])
-    title = f"{facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), {facts['islands']} islands of {facts['shards']} shards"
-    share = f"the first rank of an island, {rows[0].here.parameters / 1e6:.1f} M parameters of its own"
-    text = (
-        "Bytes per parameter of the rank's shards, and GB. Inner state: what the inner optimizer keeps, fp32. Device: what the exchange "
-        "keeps on the GPU, payloads under way included where they are most. Host: device and host: the same with "
-        "offload_outer_state=true, on the GPU and in (pinned) host memory. Workspace: what a step with an exchange takes on the GPU on top "
-        "and gives back, with offload_outer_state=false and with true; chunks of up to 64 MB and copies of single shards are not counted. "
-        "Messages: the same on the host. Parameters, gradients and activations are not in the table."
+    title = (
+        f"{facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), {facts['islands']} "
+        f"islands of {facts['shards']} shards"
     )
-    lines = [f"Memory of the presets at their published settings: {title}", share, "", table([head, *body], markdown), ""]
-    return "\n".join([*lines, textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)])
+    share = (
+        f"the first rank of an island, {rows[0].here.parameters / 1e6:.1f} M parameters of its own"
+    )
+    text = (
+        "Bytes per parameter of the rank's shards, and GB. Inner state: what the inner optimizer "
+        "keeps, fp32. Device: what the exchange "
+        "keeps on the GPU, payloads under way included where they are most. Host: device and host: "
+        "the same with "
+        "offload_outer_state=true, on the GPU and in (pinned) host memory. Workspace: what a step "
+        "with an exchange takes on the GPU on top "
+        "and gives back, with offload_outer_state=false and with true; chunks of up to 64 MB and "
+        "copies of single shards are not counted. "
+        "Messages: the same on the host. Parameters, gradients and activations are not in the "
+        "table."
+    )
+    lines = [
+        f"Memory of the presets at their published settings: {title}",
+        share,
+        "",
+        table([head, *body], markdown),
+        "",
+    ]
+    return "\n".join(
+        [*lines, textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)]
+    )
 
 
 def measured_table(islands: int = 2) -> tuple[str, list[dict[str, Any]]]:
     """Every preset on `small()`: planned and measured, in bytes per parameter."""
     tensors, rows, out = small(), [], []
-    fields = ("device_state", "device_flight", "device_workspace", "host_state", "host_flight", "host_workspace")
+    fields = (
+        "device_state",
+        "device_flight",
+        "device_workspace",
+        "host_state",
+        "host_flight",
+        "host_workspace",
+    )
     for name in presets():
         config = shortened(name)
-        planned, found = plan_memory(config, tensors, islands, staged=False), measure(config, tensors, islands, steps_of(config))
-        rows.append([name, *(f"{planned.per_parameter(f):.2f} / {found.per_parameter(f):.2f}" for f in fields)])
+        planned, found = (
+            plan_memory(config, tensors, islands, staged=False),
+            measure(config, tensors, islands, steps_of(config)),
+        )
+        rows.append(
+            [
+                name,
+                *(f"{planned.per_parameter(f):.2f} / {found.per_parameter(f):.2f}" for f in fields),
+            ]
+        )
         out.append({"preset": name, "planned": asdict(planned), "measured": asdict(found)})
     head = ["preset", *(f.replace("_", " ") for f in fields)]
     largest = max(4 * prod(shape) for _, shape in tensors) / 1e6
     title = (
-        f"Planned / measured, bytes per parameter: {numel(tensors) / 1e6:.1f} M parameters on the CPU, {islands} islands, one shard, the "
-        f"largest tensor {largest:.1f} MB, periods shortened; device: the training thread, host: the exchange's."
+        f"Planned / measured, bytes per parameter: {numel(tensors) / 1e6:.1f} M parameters on the "
+        f"CPU, {islands} islands, one shard, the "
+        f"largest tensor {largest:.1f} MB, periods shortened; device: the training thread, host: "
+        "the exchange's."
     )
     return "\n".join([title, "", table([head, *rows])]), out
 
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.2-1b", metavar="NAME", help="a json of recipes/models by name, or its path")
+    parser.add_argument(
+        "--model",
+        default="llama-3.2-1b",
+        metavar="NAME",
+        help="a json of recipes/models by name, or its path",
+    )
     parser.add_argument("--islands", type=_at_least_one, default=4, metavar="R", help="default: 4")
-    parser.add_argument("--shards", type=_at_least_one, default=8, metavar="S", help="FSDP2 shards of each island (default: 8)")
-    parser.add_argument("--measure", action="store_true", help="measure every preset on a small model and two islands instead")
+    parser.add_argument(
+        "--shards",
+        type=_at_least_one,
+        default=8,
+        metavar="S",
+        help="FSDP2 shards of each island (default: 8)",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure every preset on a small model and two islands instead",
+    )
     parser.add_argument("--markdown", action="store_true", help="the table as markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     args = parser.parse_args()
@@ -325,7 +444,12 @@ def main() -> None:
         else:
             tensors = load(args.model)
             name = Path(args.model).stem if args.model.endswith(".json") else args.model
-            facts = {"model": name, "parameters": numel(tensors), "islands": args.islands, "shards": args.shards}
+            facts = {
+                "model": name,
+                "parameters": numel(tensors),
+                "islands": args.islands,
+                "shards": args.shards,
+            }
             found = entries(tensors, args.islands, args.shards)
             text, rows = presets_table(facts, found, args.markdown), [asdict(e) for e in found]
         if args.json is not None:

@@ -1,18 +1,22 @@
-"""Training speed on a slow link, for real: every preset on islands whose cables have a rate and a delay. Needs Linux and root.
+"""Training speed on a slow link, for real: every preset on islands whose cables have a rate and a
+delay. Needs Linux and root.
 
     python recipes/benchmarks/slow_link.py --json slow_link.json           # the whole grid, some 25 minutes; --quick: some 5
     python recipes/benchmarks/slow_link.py --only full,demo --links none,100Mbit
     python recipes/benchmarks/slow_link.py --islands 4 --rtt 100ms --quick # more islands than cores: read the waiting only
 
-Islands are network namespaces (`slow_link_lab.py`), one process and one core each, that train a small Llama on the Python library's sources
-(`slow_link_island.py`) by the same calls as any script. Of each preset all links are measured in one run, one after the other and back
-again (ABAB), so that a machine that gets slower slows all of them. Per cell: tokens per second of all islands together (median of the
-repeats, and their spread), the ratio to the run on the first link in the same repeat (median), the seconds per step in which training
-stood still for the exchange (and their share of the step), the share of a core that the lab's delay line took from training, and bytes:
-those of the meter, and how many the interface sent for each, with one header per packet.
+Islands are network namespaces (`slow_link_lab.py`), one process and one core each, that train a
+small Llama on the Python library's sources (`slow_link_island.py`) by the same calls as any script.
+Of each preset all links are measured in one run, one after the other and back again (ABAB), so that
+a machine that gets slower slows all of them. Per cell: tokens per second of all islands together
+(median of the repeats, and their spread), the ratio to the run on the first link in the same repeat
+(median), the seconds per step in which training stood still for the exchange (and their share of
+the step), the share of a core that the lab's delay line took from training, and bytes: those of the
+meter, and how many the interface sent for each, with one header per packet.
 
-With --json a preset's rows are written as soon as it is done, and presets that are in the file are not measured again.
-"""
+With --json a preset's rows are written as soon as it is done, and presets that are in the file are
+not measured again.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -38,8 +42,9 @@ from fsdp_demo import ExchangeConfig, Link, preset  # noqa: E402
 from fsdp_demo.comm.link import parse_rtt  # noqa: E402
 
 NO_OFFLOAD = {True: Link(100e6, 0.02), False: Link(10e6, 0.02)}
-"""The links on which headers are counted, for messages over 1 MB and others: on a faster one a short message has left before that of the
-other side comes, whose acknowledgements then travel alone (6.5 % of `demo` at 100 Mbit/s)."""
+"""The links on which headers are counted, for messages over 1 MB and others: on a faster one a
+short message has left before that of the other side comes, whose acknowledgements then travel
+alone (6.5 % of `demo` at 100 Mbit/s)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Case:
 
 
 def cases(period: int, delay: int) -> list[Case]:
-    """The grid's rows: periods are shortened from hundreds of steps, which makes every exchange weigh more than it would.
+    """The grid's rows: periods are shortened from hundreds of steps, which makes every exchange
+    weigh more than it would.
 
     Args:
         delay: steps that dense exchanges get to travel, below `period`.
@@ -73,9 +79,18 @@ def cases(period: int, delay: int) -> list[Case]:
         Case("demo", "demo"),
         Case("demo, delay 1", "demo", {"schedule.delay": 1}),
         Case(f"diloco, period {period}", "diloco", {"period": period}, period),
-        Case(f"diloco, period {period}, delay {delay}", "diloco", {"period": period, "schedule.delay": delay}, period),
-        Case(f"streaming_diloco, period {period}, delay {few}", "streaming_diloco", streaming, period),
-        Case(f"decoupled_momentum, period {period}", "decoupled_momentum", {"period": period}, period),
+        Case(
+            f"diloco, period {period}, delay {delay}",
+            "diloco",
+            {"period": period, "schedule.delay": delay},
+            period,
+        ),
+        Case(
+            f"streaming_diloco, period {period}, delay {few}", "streaming_diloco", streaming, period
+        ),
+        Case(
+            f"decoupled_momentum, period {period}", "decoupled_momentum", {"period": period}, period
+        ),
         Case(
             f"decoupled_momentum, period {period}, delay {few}",
             "decoupled_momentum",
@@ -97,19 +112,25 @@ def _cycle(config: ExchangeConfig) -> int:
 
 
 def quiet_phase(config: ExchangeConfig) -> tuple[int, int]:
-    """(step of the cycle after which the fewest payloads are under way, how many steps those still take)."""
+    """(step of the cycle after which the fewest payloads are under way, how many steps those still
+    take).
+    """
     clocks, cycle = [c.schedule for c in config.channels], _cycle(config)
 
     def under_way(phase: int) -> list[int]:
-        """Steps left of each payload that left before the step `cycle + phase` and is due in it or later."""
+        """Steps left of each payload that left before the step `cycle + phase` and is due in it or
+        later.
+        """
         now = 2 * cycle + phase
-        return [s + c.delay - now + 1 for c in clocks for s in range(now - c.delay, now) if c.due(s)]
+        return [
+            s + c.delay - now + 1 for c in clocks for s in range(now - c.delay, now) if c.due(s)
+        ]
 
     best = min(range(cycle), key=lambda phase: (len(under_way(phase)), phase))
     return best, max(under_way(best), default=0)
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------------------
+# ---- measuring ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -139,12 +160,15 @@ class Cell:
         return statistics.fmean(a[name] for run in self.runs for a in run)
 
 
-def measure(case: Case, islands: Islands, links: Sequence[Link], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    case: Case, islands: Islands, links: Sequence[Link], args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """All cells of one preset: a row each."""
     lead, settle = quiet_phase(case.config)
     islands.lab.shape(None, 0.0)
     parameters = islands.ask(do="attach", run=_run_id(), method=case.preset, settings=case.settings)
-    islands.ask(do="train", settle=0, steps=max(_cycle(case.config) + lead, 2))  # from here on every cycle is like the last
+    # from here on every cycle is like the last
+    islands.ask(do="train", settle=0, steps=max(_cycle(case.config) + lead, 2))
     cells: list[Cell] = []
     for link in links:
         cells.append(Cell(link, case.steps, args.repeat))
@@ -153,17 +177,26 @@ def measure(case: Case, islands: Islands, links: Sequence[Link], args: argparse.
         for cell in cells if repeat % 2 == 0 else reversed(cells):
             if repeat < cell.repeats:
                 _run(cell, islands, settle, cells[0], args)
-    headers = _headers(case, islands, settle, cells[0].count("metered") / max(cells[0].count("messages"), 1) > 1e6)
+    headers = _headers(
+        case, islands, settle, cells[0].count("metered") / max(cells[0].count("messages"), 1) > 1e6
+    )
     islands.lab.shape(None, 0.0)
     islands.ask(do="leave")
-    return [_row(case, cell, cells[0], headers, parameters[0]["parameters"], args) for cell in cells]
+    return [
+        _row(case, cell, cells[0], headers, parameters[0]["parameters"], args) for cell in cells
+    ]
 
 
 def _run(cell: Cell, islands: Islands, settle: int, first: Cell, args: argparse.Namespace) -> None:
-    """One repeat. A cell that would take longer than `--patience` seconds gets fewer repeats, and where every step is alike fewer steps."""
+    """One repeat. A cell that would take longer than `--patience` seconds gets fewer repeats, and
+    where every step is alike fewer steps.
+    """
     _connect(islands, cell.link)
     if not cell.runs and first.runs and first.steps < 10 and cell.link.bits_per_second:
-        each = first.seconds() / first.steps + 8 * first.count("metered") / first.steps / cell.link.bits_per_second
+        each = (
+            first.seconds() / first.steps
+            + 8 * first.count("metered") / first.steps / cell.link.bits_per_second
+        )
         cell.steps = max(1, min(cell.steps, int(args.patience / 2 / each)))
     before = islands.lab.seconds()
     cell.runs.append(islands.ask(do="train", settle=settle, steps=cell.steps))
@@ -184,15 +217,23 @@ def _run_id() -> str:
 
 
 def _headers(case: Case, islands: Islands, settle: int, long: bool) -> float:
-    """Bytes that the interface sends per byte of the meter, where every packet has a header of its own."""
+    """Bytes that the interface sends per byte of the meter, where every packet has a header of its
+    own.
+    """
     _connect(islands, NO_OFFLOAD[long])
     islands.lab.offload(False)
-    answers = islands.ask(do="train", settle=settle, steps=max(3, min(c.schedule.sync_every for c in case.config.channels)))
+    answers = islands.ask(
+        do="train",
+        settle=settle,
+        steps=max(3, min(c.schedule.sync_every for c in case.config.channels)),
+    )
     islands.lab.offload(True)
     return sum(a["tx"] for a in answers) / sum(a["metered"] for a in answers)
 
 
-def _row(case: Case, cell: Cell, first: Cell, headers: float, parameters: int, args: argparse.Namespace) -> dict[str, Any]:
+def _row(
+    case: Case, cell: Cell, first: Cell, headers: float, parameters: int, args: argparse.Namespace
+) -> dict[str, Any]:
     rates, steps = cell.rates, cell.steps
     return {
         "case": case.name,
@@ -224,20 +265,35 @@ def _named(link: Link) -> str:
     return str(link).partition(",")[0]
 
 
-# ---- printing ----------------------------------------------------------------------------------------------------------
+# ---- printing ----------------------------------------------------------------------------------
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    head = "preset|link|tokens/s|spread|ratio|s/step|exposed s/step|share|lab|bytes/step|interface/meter".split("|")
+    head = (
+        "preset|link|tokens/s|spread|ratio|s/step|exposed "
+        "s/step|share|lab|bytes/step|interface/meter"
+    ).split("|")
     body, before = [], None
     for r in rows:
         low, high = r["spread"]
         spread = f"{(high - low) / r['tokens_per_second']:.1%} of {r['repeats']}"
         wire = f"{r['interface_over_meter_without_offload']:.3f}"
-        cells = [f"{r['tokens_per_second']:.0f}{'*' if r['extrapolated'] else ''}", spread, f"{r['ratio']:.3f}"]
+        cells = [
+            f"{r['tokens_per_second']:.0f}{'*' if r['extrapolated'] else ''}",
+            spread,
+            f"{r['ratio']:.3f}",
+        ]
         cells += [f"{r['seconds_per_step']:.3f}", f"{r['exposed_seconds_per_step']:.4f}"]
         cells += [f"{r[name]:.1%}" for name in ("exposed_share", "lab_share")]
-        body.append([r["case"] if r["case"] != before else "", r["link"], *cells, f"{r['bytes_per_step']:,.0f}", wire])
+        body.append(
+            [
+                r["case"] if r["case"] != before else "",
+                r["link"],
+                *cells,
+                f"{r['bytes_per_step']:,.0f}",
+                wire,
+            ]
+        )
         before = r["case"]
     text = table([head, *body])
     if any(r["extrapolated"] for r in rows):
@@ -249,10 +305,28 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     """What the rows of a file have in common; another setting is another file."""
     import torch
 
-    names = ("islands", "rtt", "links", "repeat", "period", "delay", "rows", "length", "layers", "patience")
-    machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    names = (
+        "islands",
+        "rtt",
+        "links",
+        "repeat",
+        "period",
+        "delay",
+        "rows",
+        "length",
+        "layers",
+        "patience",
+    )
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    machine |= {"kernel": platform.release(), "congestion_control": congestion.read_text().strip() if congestion.is_file() else ""}
+    machine |= {
+        "kernel": platform.release(),
+        "congestion_control": congestion.read_text().strip() if congestion.is_file() else "",
+    }
     return {**{name: getattr(args, name) for name in names}, **machine}
 
 
@@ -267,19 +341,46 @@ def _parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[2:]))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", default="", metavar="A,B", help="presets (all their rows)")
-    parser.add_argument("--links", default="none,1Gbit,100Mbit,10Mbit", help="rates; ratios are to the first")
-    parser.add_argument("--rtt", default="20ms", help="round trip of all links but `none`, which has none (default: 20ms)")
+    parser.add_argument(
+        "--links", default="none,1Gbit,100Mbit,10Mbit", help="rates; ratios are to the first"
+    )
+    parser.add_argument(
+        "--rtt",
+        default="20ms",
+        help="round trip of all links but `none`, which has none (default: 20ms)",
+    )
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=5, help="runs per cell")
-    parser.add_argument("--period", type=int, default=20, help="steps between exchanges of the periodic presets")
-    parser.add_argument("--delay", type=int, default=15, help="steps that dense exchanges may take where they overlap; below --period")
+    parser.add_argument(
+        "--period", type=int, default=20, help="steps between exchanges of the periodic presets"
+    )
+    parser.add_argument(
+        "--delay",
+        type=int,
+        default=15,
+        help="steps that dense exchanges may take where they overlap; below --period",
+    )
     parser.add_argument("--rows", type=int, default=1, help="rows per step")
     parser.add_argument("--length", type=int, default=256, help="tokens per row")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds for all repeats of a cell; longer ones get fewer")
-    parser.add_argument("--quick", action="store_true", help="2 runs per cell, a third of the patience")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rows go there, and are taken from there if it exists")
-    parser.add_argument("--logs", default="outputs/slow_link", help="folder of what the islands say")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds for all repeats of a cell; longer ones get fewer",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 runs per cell, a third of the patience"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="rows go there, and are taken from there if it exists",
+    )
+    parser.add_argument(
+        "--logs", default="outputs/slow_link", help="folder of what the islands say"
+    )
     return parser
 
 
@@ -292,12 +393,20 @@ def _checked(parser: Parser, args: argparse.Namespace) -> tuple[list[Case], list
     wanted = [name for name in args.only.split(",") if name]
     unknown = sorted(set(wanted) - {c.preset for c in grid})
     if unknown:
-        parser.error(f"--only {','.join(unknown)}: not in the grid, which has {', '.join(dict.fromkeys(c.preset for c in grid))}")
+        parser.error(
+            f"--only {','.join(unknown)}: not in the grid, which has "
+            f"{', '.join(dict.fromkeys(c.preset for c in grid))}"
+        )
     try:
-        rtt, rates = parse_rtt(args.rtt), [Link.parse(text).bits_per_second for text in args.links.split(",")]
+        rtt, rates = (
+            parse_rtt(args.rtt),
+            [Link.parse(text).bits_per_second for text in args.links.split(",")],
+        )
     except ValueError as error:
         parser.error(str(error))
-    return [c for c in grid if not wanted or c.preset in wanted], [Link(rate, rtt if rate else 0.0) for rate in rates]
+    return [c for c in grid if not wanted or c.preset in wanted], [
+        Link(rate, rtt if rate else 0.0) for rate in rates
+    ]
 
 
 def main() -> None:
@@ -309,7 +418,10 @@ def main() -> None:
         saved = json.loads(args.json.read_text(encoding="utf-8"))
         rows = saved["rows"]
         if saved["settings"] != shared:
-            parser.error(f"--json {args.json} holds rows of other settings or another machine: give another file")
+            parser.error(
+                f"--json {args.json} holds rows of other settings or another machine: give another "
+                "file"
+            )
     todo = [c for c in chosen if c.name not in {r["case"] for r in rows}]
     if todo and (why := missing()):
         parser.error(why)

@@ -1,13 +1,13 @@
 """One island of `slow_link.py`: a process that trains when it is told to and counts what that took.
 
-It reads one JSON command per line from its standard input and answers each with one line. Between commands nothing is under way on the
-link, so that counters of bytes belong to what was asked for.
+It reads one JSON command per line from its standard input and answers each with one line. Between
+commands nothing is under way on the link, so that counters of bytes belong to what was asked for.
 
     {"do": "attach", "run": NAME, "method": P, "settings": {...}}   a fresh model, attached by the library's own door
     {"do": "connect", "run": NAME}                                  new connections in place of the old ones
     {"do": "train", "settle": S, "steps": N}                        S steps that are not timed, then N that are
     {"do": "leave"}                                                 detach
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -28,8 +28,16 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo import Topology, attach, base_optimizer, preset  # noqa: E402
 from fsdp_demo.comm.topology import ShardPosition  # noqa: E402
 
-SHAPE = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "num_attention_heads": 5, "num_key_value_heads": 5}
-"""A Llama of 7.9 million parameters: whole gradients of it take 13 s at 10 Mbit/s, one step of it some tenths of a second on one core."""
+SHAPE = {
+    "hidden_size": 320,
+    "intermediate_size": 896,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+}
+"""A Llama of 7.9 million parameters: whole gradients of it take 13 s at 10 Mbit/s, one step of it
+some tenths of a second on one core.
+"""
 
 
 def pin(island: int) -> None:
@@ -45,7 +53,9 @@ def make_model(layers: int, vocabulary: int) -> torch.nn.Module:
 
     torch.manual_seed(0)
     shape = {**SHAPE, "num_hidden_layers": layers}
-    return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=vocabulary, use_cache=False, tie_word_embeddings=False))
+    return LlamaForCausalLM(
+        LlamaConfig(**shape, vocab_size=vocabulary, use_cache=False, tie_word_embeddings=False)
+    )
 
 
 def interface() -> tuple[int, int]:
@@ -61,7 +71,13 @@ class Island:
         self.rows, self.length, self.layers = rows, length, layers
         self.tokenizer = load_tokenizer("bytes")
         self.topology = Topology.from_env()
-        sets = load_data("stdlib", self.tokenizer, length, island=self.topology.island, islands=self.topology.islands)
+        sets = load_data(
+            "stdlib",
+            self.tokenizer,
+            length,
+            island=self.topology.island,
+            islands=self.topology.islands,
+        )
         self.loader = _Epochs(sets.loaders(rows)[0])
         self.batches = forever(self.loader)
 
@@ -70,11 +86,15 @@ class Island:
         config = preset(method, **settings)
         self.model = make_model(self.layers, self.tokenizer.vocab_size)
         self.optimizer = base_optimizer(config, self.model.named_parameters(), lr=config.lr or 4e-4)
-        self.exchange = attach(self.optimizer, config, model=self.model, topology=Topology.from_env())
+        self.exchange = attach(
+            self.optimizer, config, model=self.model, topology=Topology.from_env()
+        )
         return {"parameters": sum(p.numel() for p in self.model.parameters())}
 
     def connect(self, run: str) -> dict[str, Any]:
-        """TCP remembers what a link was like: a link that has changed gets new connections, as a job on it would have made them."""
+        """TCP remembers what a link was like: a link that has changed gets new connections, as a
+        job on it would have made them.
+        """
         os.environ["ISLAND_RUN"] = run
         self._drained()
         new, _ = Topology.from_env().join(ShardPosition())
@@ -91,7 +111,9 @@ class Island:
         self.optimizer.zero_grad()
 
     def train(self, settle: int, steps: int) -> dict[str, Any]:
-        """All islands start together. What is in flight at the end is waited for, outside the time, so that bytes are complete."""
+        """All islands start together. What is in flight at the end is waited for, outside the time,
+        so that bytes are complete.
+        """
         first = self._drained()
         for _ in range(settle):
             self.step()
@@ -103,13 +125,24 @@ class Island:
         last = self._drained()
         moved = {name: last[name] - first[name] for name in first}
         each = [b - a for a, b in zip([began, *times], times, strict=False)]
-        return {"seconds": seconds, "waiting": waiting, "tokens": steps * self.rows * self.length, "each": each, **moved}
+        return {
+            "seconds": seconds,
+            "waiting": waiting,
+            "tokens": steps * self.rows * self.length,
+            "each": each,
+            **moved,
+        }
 
     def _drained(self) -> dict[str, int]:
         """Counts of the meter and of the interface when nothing is under way."""
         self.exchange.across_islands.mean([0.0])
         meter, (sent, received) = self.exchange.metrics(), interface()
-        return {"metered": meter["bytes_sent"] + meter["setup_bytes"], "messages": meter["messages"], "tx": sent, "rx": received}
+        return {
+            "metered": meter["bytes_sent"] + meter["setup_bytes"],
+            "messages": meter["messages"],
+            "tx": sent,
+            "rx": received,
+        }
 
     def leave(self) -> dict[str, Any]:
         self._drained()

@@ -1,4 +1,5 @@
-"""A small network on one Linux machine: nodes that are network namespaces, cables of any rate and delay between them. Needs root.
+"""A small network on one Linux machine: nodes that are network namespaces, cables of any rate and
+delay between them. Needs root.
 
     lab = Lab(nodes=2)
     lab.up()
@@ -6,12 +7,13 @@
     lab.popen(0, ["ping", "-c", "3", lab.address(1)])
     lab.down()
 
-All cables end in a bridge in a namespace of its own, so taking the lab down is deleting namespaces, and nothing of the machine's own
-network is touched. The rate is a token bucket (`tc tbf`) at both ends of a cable. The delay is a queue of the kernel (NFQUEUE) at the
-receiving node, from which a small loop of this file lets packets go when they are due: many kernels lack netem, packets are neither copied
-nor cut, and at the sender they would count against TCP's limit of what may wait there. (`ping` shows half of it: it reads the time at which
-the interface got the answer.)
-"""
+All cables end in a bridge in a namespace of its own, so taking the lab down is deleting namespaces,
+and nothing of the machine's own network is touched. The rate is a token bucket (`tc tbf`) at both
+ends of a cable. The delay is a queue of the kernel (NFQUEUE) at the receiving node, from which a
+small loop of this file lets packets go when they are due: many kernels lack netem, packets are
+neither copied nor cut, and at the sender they would count against TCP's limit of what may wait
+there. (`ping` shows half of it: it reads the time at which the interface got the answer.)
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -46,9 +48,18 @@ def missing() -> str:
     if not sys.platform.startswith("linux"):
         return f"the network lab needs Linux (network namespaces), this is {sys.platform}"
     if os.geteuid():
-        return "the network lab needs root (it makes network namespaces): run it with sudo, or in a container with --privileged"
-    absent = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
-    return f"the network lab needs {', '.join(absent)}: apt-get install {' '.join(absent)}" if absent else ""
+        return (
+            "the network lab needs root (it makes network namespaces): run it with sudo, or in a "
+            "container with --privileged"
+        )
+    absent = sorted(
+        {package for program, package in PROGRAMS.items() if shutil.which(program) is None}
+    )
+    return (
+        f"the network lab needs {', '.join(absent)}: apt-get install {' '.join(absent)}"
+        if absent
+        else ""
+    )
 
 
 def command(*words: str, check: bool = True) -> str:
@@ -83,17 +94,35 @@ class Lab:
         for i in range(self.nodes):
             space, port = self._space(i), f"p{i}"
             command("ip", "netns", "add", space)
-            self._in(self.hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._in(
+                self.hub,
+                "ip",
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                space,
+            )
             self._in(self.hub, "ip", "link", "set", port, "master", "br0", "up")
             self._in(space, "ip", "link", "set", "lo", "up")
             self._in(space, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             self._in(space, "ip", "link", "set", "eth0", "up")
-            self._in(space, "ethtool", "-K", "eth0", "gro", "on")  # as network cards do: what arrives together is acknowledged together
+            # as network cards do: what arrives together is acknowledged together
+            self._in(space, "ethtool", "-K", "eth0", "gro", "on")
             self._in(self.hub, "ethtool", "-K", port, "gro", "on")
 
     def down(self) -> None:
         """End what runs in the lab and delete it; no error if there is none."""
-        found = [line.split()[0] for line in command("ip", "netns", "list", check=False).splitlines() if line.strip()]
+        found = [
+            line.split()[0]
+            for line in command("ip", "netns", "list", check=False).splitlines()
+            if line.strip()
+        ]
         for space in found:
             if space == self.hub or space.removeprefix(f"{self.name}-").isdigit():
                 for number in (signal.SIGTERM, signal.SIGKILL):
@@ -109,15 +138,18 @@ class Lab:
         self._delay = 0.0
 
     def shape(self, rate: float | None, delay: float) -> None:
-        """Give all cables `rate` bits per second in each direction (None: not limited) and `delay` seconds one way.
+        """Give all cables `rate` bits per second in each direction (None: not limited) and `delay`
+        seconds one way.
 
-        TCP remembers what a link was like: connections that were made before a change creep for seconds (BBR by its smallest round trip,
-        Reno by its threshold)."""
+        TCP remembers what a link was like: connections that were made before a change creep for
+        seconds (BBR by its smallest round trip, Reno by its threshold)."""
         for i in range(self.nodes):
             for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
                 if rate is None:
                     self._in(space, "tc", "qdisc", "del", "dev", device, "root", check=False)
-                else:  # 50 ms of queue, as a modest router has; the burst lets one tick of the timer pass at the wanted rate
+                else:
+                    # 50 ms of queue, as a modest router has; the burst lets one tick of the timer
+                    # pass at the wanted rate
                     bucket = ("tbf", "rate", f"{rate:.0f}bit", "burst", "64kb", "latency", "50ms")
                     self._in(space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
             if delay != self._delay:
@@ -134,16 +166,30 @@ class Lab:
             old.terminate()
             old.wait()
         if delay:
-            words = ["ip", "netns", "exec", space, sys.executable, str(Path(__file__).resolve()), str(delay)]
-            line = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+            words = [
+                "ip",
+                "netns",
+                "exec",
+                space,
+                sys.executable,
+                str(Path(__file__).resolve()),
+                str(delay),
+            ]
+            line = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            )
             assert line.stdout is not None
             if line.stdout.readline() != b"ready\n":
-                raise LabError(f"the delay line of node {node} did not start: does the kernel have NFQUEUE?")
+                raise LabError(
+                    f"the delay line of node {node} did not start: does the kernel have NFQUEUE?"
+                )
             self._lines[node] = line
             self._in(space, "iptables", "-w", "-t", "mangle", "-A", "PREROUTING", *rule)
 
     def seconds(self) -> float:
-        """CPU time that the delay lines have taken, per node: on a machine with few cores it is missing elsewhere."""
+        """CPU time that the delay lines have taken, per node: on a machine with few cores it is
+        missing elsewhere.
+        """
         ticks = 0
         for line in self._lines.values():
             fields = Path(f"/proc/{line.pid}/stat").read_text().rpartition(")")[2].split()
@@ -151,7 +197,9 @@ class Lab:
         return ticks / os.sysconf("SC_CLK_TCK") / self.nodes
 
     def offload(self, on: bool) -> None:
-        """Whether packets leave in aggregates of up to 64 KiB with one header, or each with its own, as on a wire."""
+        """Whether packets leave in aggregates of up to 64 KiB with one header, or each with its
+        own, as on a wire.
+        """
         for i in range(self.nodes):
             for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
                 state = "on" if on else "off"
@@ -169,7 +217,7 @@ class Lab:
         return command("ip", "netns", "exec", space, *words, check=check)
 
 
-# ---- the islands -------------------------------------------------------------------------------------------------------
+# ---- the islands -------------------------------------------------------------------------------
 
 
 class Islands:
@@ -183,7 +231,14 @@ class Islands:
     def __init__(self, lab: Lab, shape: tuple[int, int, int], logs: str):
         self.lab, self.logs = lab, Path(logs)
         self.logs.mkdir(parents=True, exist_ok=True)
-        store = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", f"{lab.address(0)}:{PORT}"]
+        store = [
+            sys.executable,
+            "-m",
+            "fsdp_demo.cli",
+            "store",
+            "--bind",
+            f"{lab.address(0)}:{PORT}",
+        ]
         self.store = lab.popen(0, store, stdout=subprocess.DEVNULL, stderr=self._log("store"))
         self.all = [self._start(i, shape) for i in range(lab.nodes)]
 
@@ -191,12 +246,29 @@ class Islands:
         return open(self.logs / f"{name}.log", "w")
 
     def _start(self, i: int, shape: tuple[int, int, int]) -> subprocess.Popen[Any]:
-        env = dict(os.environ, ISLAND_RANK=str(i), ISLAND_COUNT=str(self.lab.nodes), ISLAND_ADDRESS=self.lab.address(i))
-        env |= {"ISLAND_ENDPOINT": f"{self.lab.address(0)}:{PORT}", "ISLAND_NAME": f"island{i}", "ISLAND_TIMEOUT": str(SILENCE)}
+        env = dict(
+            os.environ,
+            ISLAND_RANK=str(i),
+            ISLAND_COUNT=str(self.lab.nodes),
+            ISLAND_ADDRESS=self.lab.address(i),
+        )
+        env |= {
+            "ISLAND_ENDPOINT": f"{self.lab.address(0)}:{PORT}",
+            "ISLAND_NAME": f"island{i}",
+            "ISLAND_TIMEOUT": str(SILENCE),
+        }
         env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         script = Path(__file__).resolve().parent / "slow_link_island.py"
         words = [sys.executable, str(script), *map(str, shape)]
-        return self.lab.popen(i, words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log(f"island{i}"), text=True)
+        return self.lab.popen(
+            i,
+            words,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log(f"island{i}"),
+            text=True,
+        )
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
         """Tell all islands to do something; their answers."""
@@ -210,7 +282,10 @@ class Islands:
         line = self.all[i].stdout.readline() if ready else ""
         if not line:
             log = (self.logs / f"island{i}.log").read_text().strip().splitlines()
-            raise LabError(f"island {i} {'ended' if ready else 'does not answer'}: {log[-1] if log else 'no word'} ({self.logs})")
+            raise LabError(
+                f"island {i} {'ended' if ready else 'does not answer'}: "
+                f"{log[-1] if log else 'no word'} ({self.logs})"
+            )
         return json.loads(line)
 
     def end(self) -> None:
@@ -221,11 +296,13 @@ class Islands:
             process.wait()
 
 
-# ---- the delay line: netlink messages to and from the kernel's queue ----------------------------------------------------
+# ---- the delay line: netlink messages to and from the kernel's queue ---------------------------
 
-_PACKET, _CONFIG, _VERDICTS = 0, 2, 3  # kinds of messages of the subsystem NFNL_SUBSYS_QUEUE, which is 3
+# kinds of messages of the subsystem NFNL_SUBSYS_QUEUE, which is 3
+_PACKET, _CONFIG, _VERDICTS = 0, 2, 3
 _ACCEPT = 1
-TICK = 0.002  # seconds: how often the line looks while packets wait, or up to twice as often where one is due
+# seconds: how often the line looks while packets wait, or up to twice as often where one is due
+TICK = 0.002
 
 
 def _attribute(kind: int, data: bytes) -> bytes:
@@ -254,8 +331,8 @@ def _numbers(data: bytes) -> list[int]:
 
 
 def hold(delay: float) -> None:
-    """Let each packet of the queue of this namespace go `delay` seconds after it came (within a tick, right on average), in order, until
-    SIGTERM."""
+    """Let each packet of the queue of this namespace go `delay` seconds after it came (within a
+    tick, right on average), in order, until SIGTERM."""
     link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12)  # NETLINK_NETFILTER
     link.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
     link.setsockopt(270, 5, 1)  # NETLINK_NO_ENOBUFS
@@ -263,7 +340,8 @@ def hold(delay: float) -> None:
     link.send(_message(_CONFIG, _attribute(1, struct.pack(">BBH", 1, 0, 0))))  # bind to the queue
     modes = _attribute(2, struct.pack(">IB", 64, 1))  # headers only
     modes += _attribute(3, struct.pack(">I", 1 << 17))  # how many may wait
-    modes += _attribute(4, struct.pack(">I", 4)) + _attribute(5, struct.pack(">I", 4))  # aggregates stay whole
+    # aggregates stay whole
+    modes += _attribute(4, struct.pack(">I", 4)) + _attribute(5, struct.pack(">I", 4))
     link.send(_message(_CONFIG, modes))
     with contextlib.suppress(OSError):
         os.nice(-15)  # packets must leave on time, whatever else wants the core

@@ -1,15 +1,18 @@
-"""A whole training step with and without the exchange: time and memory, a model whole on one rank and in FSDP2 shards on two.
+"""A whole training step with and without the exchange: time and memory, a model whole on one rank
+and in FSDP2 shards on two.
 
     python recipes/benchmarks/step.py [--json FILE] [--device cuda]         # some ten minutes on two cores
     python recipes/benchmarks/step.py --steps 16 --only demo,diloco         # some two
 
-One process per rank holds two copies of a small Llama, one trained alone and one with an exchange attached, and steps them in turns (ABAB),
-so that a machine that gets slower slows both; figures are medians, and ratios of medians. The other replica is played by an echo, which
-costs no time on a link: what is left is what the exchange costs this rank. Steps in which a message leaves or is applied are counted apart
-from those in which nothing is due. "NaN check" is the part of the hooks that asks whether what is sent is finite. Neither copy clips its
-gradients: a loop without the exchange would do that, too. Memory is the most that a process of its own has taken in a few steps (on a GPU:
-that tensors have).
-"""
+One process per rank holds two copies of a small Llama, one trained alone and one with an exchange
+attached, and steps them in turns (ABAB), so that a machine that gets slower slows both; figures are
+medians, and ratios of medians. The other replica is played by an echo, which costs no time on a
+link: what is left is what the exchange costs this rank. Steps in which a message leaves or is
+applied are counted apart from those in which nothing is due. "NaN check" is the part of the hooks
+that asks whether what is sent is finite. Neither copy clips its gradients: a loop without the
+exchange would do that, too. Memory is the most that a process of its own has taken in a few steps
+(on a GPU: that tensors have).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -66,15 +69,26 @@ class Trained:
         self.model, self.exchange, self.inside, self.looking = model, None, 0, 0
         self.optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 4e-4)
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(0, 256, (args["rows"], args["length"]), generator=generator).to(self.device)
+        self.ids = torch.randint(0, 256, (args["rows"], args["length"]), generator=generator).to(
+            self.device
+        )
         if exchange:
             rank, group = (dist.get_rank(), dist.group.WORLD) if world > 1 else (0, None)
-            topology = Topology("mesh", 0, 2, rank=rank, world=world, group=group, peer_group=Echo(2))
+            topology = Topology(
+                "mesh", 0, 2, rank=rank, world=world, group=group, peer_group=Echo(2)
+            )
             self.exchange = attach(self.optimizer, config, model=model, topology=topology)
             ticks: Any = self.exchange._hooks
-            ticks._run_before, ticks._run_after = self._timed("inside", ticks._run_before), self._timed("inside", ticks._run_after)
-            island: Any = self.exchange._island  # whether what is sent is finite; nothing is clipped here
-            island.clip, island.not_finite = self._timed("looking", island.clip), self._timed("looking", island.not_finite)
+            ticks._run_before, ticks._run_after = (
+                self._timed("inside", ticks._run_before),
+                self._timed("inside", ticks._run_after),
+            )
+            # whether what is sent is finite; nothing is clipped here
+            island: Any = self.exchange._island
+            island.clip, island.not_finite = (
+                self._timed("looking", island.clip),
+                self._timed("looking", island.not_finite),
+            )
 
     def _timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -104,12 +118,21 @@ class Trained:
 
 
 def times(config: ExchangeConfig, args: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of steps alone and with the exchange, in turns; and of these, what the exchange's hooks took."""
+    """Seconds of steps alone and with the exchange, in turns; and of these, what the exchange's
+    hooks took.
+    """
     alone, joined = Trained(config, args, False), Trained(config, args, True)
     for trained in (alone, joined):
         for _ in range(3):
             trained.step()
-    out: dict[str, list[float]] = {"alone": [], "idle": [], "busy": [], "idle_hooks": [], "busy_hooks": [], "looking": []}
+    out: dict[str, list[float]] = {
+        "alone": [],
+        "idle": [],
+        "busy": [],
+        "idle_hooks": [],
+        "busy_hooks": [],
+        "looking": [],
+    }
     for _ in range(args["steps"]):
         out["alone"].append(alone.step())
         kind = "busy" if joined.busy() else "idle"
@@ -143,9 +166,15 @@ def work(args: dict[str, Any]) -> None:
         torch.cuda.set_device(rank)
     if world > 1:
         backend = "gloo" if args["device"] == "cpu" else "nccl"
-        dist.init_process_group(backend, init_method=f"file://{args['folder']}/meet", rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, init_method=f"file://{args['folder']}/meet", rank=rank, world_size=world
+        )
     config = preset(args["preset"], **CASES[args["preset"]], clip=None)
-    out = times(config, args) if args["do"] == "times" else memory(config, args, args["do"] == "memory")
+    out = (
+        times(config, args)
+        if args["do"] == "times"
+        else memory(config, args, args["do"] == "memory")
+    )
     if rank == 0:
         Path(args["folder"], "out.json").write_text(json.dumps(out))
     if world > 1:
@@ -158,9 +187,20 @@ def ask(**args: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(args["world"]):
-            words = [sys.executable, __file__, "--work", json.dumps({**args, "rank": rank, "folder": folder})]
-            env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")} | {"OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+            words = [
+                sys.executable,
+                __file__,
+                "--work",
+                json.dumps({**args, "rank": rank, "folder": folder}),
+            ]
+            env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")} | {
+                "OMP_NUM_THREADS": "1"
+            }
+            ranks.append(
+                subprocess.Popen(
+                    words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+            )
         errors = [p.communicate()[1] for p in ranks]
         if any(p.returncode for p in ranks):
             raise RuntimeError("\n".join(e for e in errors if e)[-2000:])
@@ -169,29 +209,61 @@ def ask(**args: Any) -> Any:
 
 def row(setting: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the table."""
-    common = {"preset": name, "world": SETTINGS[setting], "device": args.device, "steps": args.steps}
+    common = {
+        "preset": name,
+        "world": SETTINGS[setting],
+        "device": args.device,
+        "steps": args.steps,
+    }
     common |= {"rows": args.rows, "length": args.length, "layers": args.layers}
     took = ask(do="times", **common)
     alone, joined = ask(do="memory alone", **common), ask(do="memory", **common)
-    return {"setting": setting, "preset": name, "settings": CASES[name], **took, "bytes_alone": alone, "bytes": joined}
+    return {
+        "setting": setting,
+        "preset": name,
+        "settings": CASES[name],
+        **took,
+        "bytes_alone": alone,
+        "bytes": joined,
+    }
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    head = "model|preset|tensors|alone, ms|nothing due|hooks, us|exchange|hooks, ms|NaN check, ms|alone, MB|exchange, MB more".split("|")
+    head = (
+        "model|preset|tensors|alone, ms|nothing due|hooks, us|exchange|hooks, ms|NaN check, "
+        "ms|alone, MB|exchange, MB more"
+    ).split("|")
     body = []
     for r in rows:
-        idle, busy = ("-" if r[k] is None else f"{r[k] / r['alone']:.3f}x" for k in ("idle", "busy"))
+        idle, busy = (
+            "-" if r[k] is None else f"{r[k] / r['alone']:.3f}x" for k in ("idle", "busy")
+        )
         hooks = "-" if r["idle_hooks"] is None else f"{1e6 * r['idle_hooks']:.0f}"
         late = "-" if r["busy_hooks"] is None else f"{1e3 * r['busy_hooks']:.2f}"
         looks = "-" if r["looking"] is None else f"{1e3 * r['looking']:.2f}"
         memory = f"{r['bytes_alone'] / 1e6:.0f}", f"{(r['bytes'] - r['bytes_alone']) / 1e6:.0f}"
-        body.append([r["setting"], r["preset"], str(r["tensors"]), f"{1e3 * r['alone']:.1f}", idle, hooks, busy, late, looks, *memory])
+        body.append(
+            [
+                r["setting"],
+                r["preset"],
+                str(r["tensors"]),
+                f"{1e3 * r['alone']:.1f}",
+                idle,
+                hooks,
+                busy,
+                late,
+                looks,
+                *memory,
+            ]
+        )
     return table([head, *body])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="A,B", help=f"presets out of {', '.join(CASES)}")
+    parser.add_argument(
+        "--only", default="", metavar="A,B", help=f"presets out of {', '.join(CASES)}"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=40, help="steps of each copy")
     parser.add_argument("--rows", type=int, default=1)
@@ -217,7 +289,12 @@ def main() -> None:
     if gpus < max(SETTINGS.values()):
         print("one GPU: the FSDP2 rows need two", file=sys.stderr)
     if args.json is not None:
-        head = {"device": args.device, "torch": torch.__version__, "steps": args.steps, "tokens": args.rows * args.length}
+        head = {
+            "device": args.device,
+            "torch": torch.__version__,
+            "steps": args.steps,
+            "tokens": args.rows * args.length,
+        }
         args.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -43,7 +43,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run: a preset with changes, a learning rate of the inner optimizer, a number of replicas."""
+    """One training run: a preset with changes, a learning rate of the inner optimizer, a number of
+    replicas.
+    """
 
     name: str
     preset: str
@@ -60,19 +62,32 @@ class Cell:
         return preset(self.preset, **{"clip": 1.0, **self.changes})
 
     def key(self, setting: Setting, texts: str) -> str:
-        """Digest of everything that decides the result: the setting, the model, the data, the whole configuration (not the cell's name)."""
-        whole = {"setting": dataclasses.asdict(setting), "texts": texts, "lr": self.lr, "replicas": self.replicas}
+        """Digest of everything that decides the result: the setting, the model, the data, the whole
+        configuration (not the cell's name).
+        """
+        whole = {
+            "setting": dataclasses.asdict(setting),
+            "texts": texts,
+            "lr": self.lr,
+            "replicas": self.replicas,
+        }
         text = json.dumps({**whole, "config": said(self.config())}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def said(node: Any) -> Any:
-    """A configuration as plain data without what stands at its default: a setting that is added later changes no key."""
+    """A configuration as plain data without what stands at its default: a setting that is added
+    later changes no key.
+    """
     if isinstance(node, (list, tuple)):
         return [said(part) for part in node]
     if not dataclasses.is_dataclass(node):
         return node
-    return {f.name: said(getattr(node, f.name)) for f in dataclasses.fields(node) if not _stands_at_default(f, getattr(node, f.name))}
+    return {
+        f.name: said(getattr(node, f.name))
+        for f in dataclasses.fields(node)
+        if not _stands_at_default(f, getattr(node, f.name))
+    }
 
 
 def _stands_at_default(f: dataclasses.Field[Any], value: Any) -> bool:
@@ -89,9 +104,15 @@ def diloco(name: str, **changes: Any) -> Cell:
     return Cell(f"diloco {name}", "diloco", {"period": H, **changes})
 
 
-def sparse(method: str, period: int, topk: int, form: str = "", end: str = "", **changes: Any) -> Cell:
+def sparse(
+    method: str, period: int, topk: int, form: str = "", end: str = "", **changes: Any
+) -> Cell:
     """A cell of a sparse method on pseudo-gradients, named by what decides its bytes."""
-    return Cell(f"{method}{form} H={period} k={topk}{end}", method, {"period": period, "topk": topk, **changes})
+    return Cell(
+        f"{method}{form} H={period} k={topk}{end}",
+        method,
+        {"period": period, "topk": topk, **changes},
+    )
 
 
 ALONE = Cell("one replica alone", "full", replicas=1)
@@ -113,7 +134,11 @@ FIRST = [
     DILOCO,
     DILOCO_HALF,
     DILOCO_FITTED,
-    Cell("streaming_diloco 0.4 / 0.9 (published)", "streaming_diloco", {"period": H, "layers": 1, "momentum_warmup": 0}),
+    Cell(
+        "streaming_diloco 0.4 / 0.9 (published)",
+        "streaming_diloco",
+        {"period": H, "layers": 1, "momentum_warmup": 0},
+    ),
     Cell(
         "streaming_diloco 0.4 / 0.9 warm-up over half the rounds",
         "streaming_diloco",
@@ -121,15 +146,52 @@ FIRST = [
     ),
     Cell(f"desloc H={H} : {3 * H} : {6 * H}", "desloc", {"period": H, "embeddings": True}),
     Cell(f"demo k=32 lr {DEMO_LR:g} DCT on all", "demo", {"momentum.no_transform": []}, lr=DEMO_LR),
-    *(Cell(f"demo k=32 lr {lr:g} plain embeddings", "demo", APART, lr=lr) for lr in (1e-3, DEMO_LR, 4e-3)),
-    Cell("demo in AdamW's form k=32 plain embeddings", "demo", {"inner_optimizer": "adamw", "sign": False, **APART}),
-    Cell("demo in AdamW's form k=32 plain embeddings with sign", "demo", {"inner_optimizer": "adamw", "sign": True, **APART}),
+    *(
+        Cell(f"demo k=32 lr {lr:g} plain embeddings", "demo", APART, lr=lr)
+        for lr in (1e-3, DEMO_LR, 4e-3)
+    ),
+    Cell(
+        "demo in AdamW's form k=32 plain embeddings",
+        "demo",
+        {"inner_optimizer": "adamw", "sign": False, **APART},
+    ),
+    Cell(
+        "demo in AdamW's form k=32 plain embeddings with sign",
+        "demo",
+        {"inner_optimizer": "adamw", "sign": True, **APART},
+    ),
     sparse("decoupled_momentum", 5, 32, " consensus"),
     sparse("decoupled_momentum", 5, 32, " consensus", " with DCT", transform=True),
     sparse("decoupled_momentum", H, 128, " consensus", " with DCT", transform=True),
-    sparse("decoupled_momentum", H, 128, " released replicas", " with DCT", rule="released", transform=True),
-    sparse("decoupled_momentum", H, 128, " released senders", " with DCT", rule="released", reducer="senders", transform=True),
-    sparse("decoupled_momentum", H, 128, " released replicas", " with DCT beta 0.5", rule="released", beta=0.5, transform=True),
+    sparse(
+        "decoupled_momentum",
+        H,
+        128,
+        " released replicas",
+        " with DCT",
+        rule="released",
+        transform=True,
+    ),
+    sparse(
+        "decoupled_momentum",
+        H,
+        128,
+        " released senders",
+        " with DCT",
+        rule="released",
+        reducer="senders",
+        transform=True,
+    ),
+    sparse(
+        "decoupled_momentum",
+        H,
+        128,
+        " released replicas",
+        " with DCT beta 0.5",
+        rule="released",
+        beta=0.5,
+        transform=True,
+    ),
     sparse("sparse_loco", H, 128),
     sparse("sparse_loco", 5, 32),
 ]
@@ -147,7 +209,11 @@ WHERE = {
 def transformed(where: str, source: str) -> Cell:
     plain = WHERE[where]
     channel = {"delta": "delta", "gradient": "momentum"}[source]
-    only: dict[str, Any] = {"transform": False} if plain is None else {"transform": True, f"{channel}.no_transform": plain}
+    only: dict[str, Any] = (
+        {"transform": False}
+        if plain is None
+        else {"transform": True, f"{channel}.no_transform": plain}
+    )
     if source == "gradient":
         return Cell(f"demo k=32 lr {DEMO_LR:g} DCT on {where}", "demo", only, lr=DEMO_LR)
     return sparse("decoupled_momentum", 5, 32, " consensus", f" DCT on {where}", **only)
@@ -169,7 +235,14 @@ ROUNDS_TABLE = [
     diloco("0.7 / 0.9 warm-up over all rounds", momentum_warmup=ROUNDS),
     diloco("H=5 0.7 / 0.9 warm-up over 20 of 96 rounds", period=5, momentum_warmup=20),
     *(
-        sparse("sparse_loco", 5, 32, "", f" outer 0.7 / 0.9 warm-up over {share} rounds", **{**NESTEROV, "applier.momentum_warmup": rounds})
+        sparse(
+            "sparse_loco",
+            5,
+            32,
+            "",
+            f" outer 0.7 / 0.9 warm-up over {share} rounds",
+            **{**NESTEROV, "applier.momentum_warmup": rounds},
+        )
         for share, rounds in (("half the", 48), ("all", 96))
     ),
 ]
@@ -178,7 +251,15 @@ BYTES = [
     FULL,
     LOCAL,
     Cell("local_sgd H=5", "local_sgd", {"period": 5}),
-    *(sparse("sparse_loco", period, topk) for period, topk in ((20, 128), (10, 64), (5, 32), (2, 13), (1, 6))),
+    *(
+        sparse("sparse_loco", period, topk)
+        for period, topk in ((20, 128), (10, 64), (5, 32), (2, 13), (1, 6))
+    ),
 ]
 
-TABLES: dict[str, list[Cell]] = {"first": FIRST, "transform": TRANSFORM, "rounds": ROUNDS_TABLE, "bytes": BYTES}
+TABLES: dict[str, list[Cell]] = {
+    "first": FIRST,
+    "transform": TRANSFORM,
+    "rounds": ROUNDS_TABLE,
+    "bytes": BYTES,
+}

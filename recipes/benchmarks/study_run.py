@@ -1,7 +1,9 @@
-"""One cell of the study: its replicas as processes of this machine, each an island of one rank, and what they measured.
+"""One cell of the study: its replicas as processes of this machine, each an island of one rank, and
+what they measured.
 
-The replicas are forked, so that what is imported and loaded is there at once; they meet through the library's own store and exchange over
-gloo on the loopback interface, as islands on separate machines would.
+The replicas are forked, so that what is imported and loaded is there at once; they meet through the
+library's own store and exchange over gloo on the loopback interface, as islands on separate
+machines would.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Failed(RuntimeError):
 
 @dataclass
 class Texts:
-    """Rows of bytes as ids: train[i] [rows, length] of replica i, held_out [rows, length]; digest of both."""
+    """Rows of bytes as ids: train[i] [rows, length] of replica i, held_out [rows, length]; digest
+    of both.
+    """
 
     train: list[np.ndarray]
     held_out: np.ndarray
@@ -51,7 +55,9 @@ class Texts:
 
 @dataclass
 class Shared:
-    """What the replicas of a cell have in common; `vectors` [replicas, parameters] fp32 lies in shared memory."""
+    """What the replicas of a cell have in common; `vectors` [replicas, parameters] fp32 lies in
+    shared memory.
+    """
 
     endpoint: str
     run: str
@@ -64,7 +70,9 @@ class Shared:
 
 @contextlib.contextmanager
 def store() -> Iterator[str]:
-    """Endpoint of a store in a process of its own (its threads must not run where replicas are forked), ended with this context."""
+    """Endpoint of a store in a process of its own (its threads must not run where replicas are
+    forked), ended with this context.
+    """
     here, there = FORK.Pipe()
     process = FORK.Process(target=_serve, args=(there,), daemon=True)
     process.start()
@@ -89,7 +97,8 @@ def _belong_to_parent() -> None:
 
 
 def run_cell(cell: Cell, setting: Setting, texts: Texts, endpoint: str) -> dict[str, Any]:
-    """Train the replicas of a cell; returns the losses (nats per byte), bytes, exchanges and seconds, as plain data.
+    """Train the replicas of a cell; returns the losses (nats per byte), bytes, exchanges and
+    seconds, as plain data.
 
     Raises:
         Failed: a replica did; the others are ended.
@@ -98,12 +107,16 @@ def run_cell(cell: Cell, setting: Setting, texts: Texts, endpoint: str) -> dict[
     model = fresh_model(setting)
     size = sum(p.numel() for p in model.parameters())
     run = f"study-{os.getpid()}-{time.monotonic_ns()}"
-    shared = Shared(endpoint, run, torch.zeros(cell.replicas, size).share_memory_(), FORK.Barrier(cell.replicas))
+    shared = Shared(
+        endpoint, run, torch.zeros(cell.replicas, size).share_memory_(), FORK.Barrier(cell.replicas)
+    )
     pipes, processes = [], []
     try:
         for i in range(cell.replicas):
             here, there = FORK.Pipe(duplex=False)
-            process = FORK.Process(target=_child, args=(i, cell, setting, texts, model, shared, there), daemon=True)
+            process = FORK.Process(
+                target=_child, args=(i, cell, setting, texts, model, shared, there), daemon=True
+            )
             process.start()
             there.close()
             pipes.append(here)
@@ -130,7 +143,9 @@ def _collect(pipes: list[Connection]) -> list[dict[str, Any]]:
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of the replicas -> of the cell. Losses come as sums over each replica's part of the held-out rows."""
+    """Results of the replicas -> of the cell. Losses come as sums over each replica's part of the
+    held-out rows.
+    """
     rows, losses = sum(r["rows"] for r in results), results[0]["sums"]
     number = {name: sum(r["sums"][name] for r in results) / rows for name in losses}
     curve = np.mean([r["curve"] for r in results], axis=0)
@@ -148,7 +163,15 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _child(i: int, cell: Cell, setting: Setting, texts: Texts, model: torch.nn.Module, shared: Shared, pipe: Connection) -> None:
+def _child(
+    i: int,
+    cell: Cell,
+    setting: Setting,
+    texts: Texts,
+    model: torch.nn.Module,
+    shared: Shared,
+    pipe: Connection,
+) -> None:
     _belong_to_parent()
     try:
         pipe.send(replica(i, cell, setting, texts, model, shared))
@@ -164,7 +187,9 @@ def fresh_model(setting: Setting) -> torch.nn.Module:
 
 
 def batches(rows: np.ndarray, setting: Setting, i: int) -> Iterator[torch.Tensor]:
-    """[batch, length] int64 in the order of replica i, the same for every cell; a new order for every pass over the rows."""
+    """[batch, length] int64 in the order of replica i, the same for every cell; a new order for
+    every pass over the rows.
+    """
     epoch = 0
     while True:
         order = np.random.default_rng([setting.seed, i, epoch]).permutation(len(rows))
@@ -173,13 +198,26 @@ def batches(rows: np.ndarray, setting: Setting, i: int) -> Iterator[torch.Tensor
         epoch += 1
 
 
-def replica(i: int, cell: Cell, setting: Setting, texts: Texts, model: torch.nn.Module, shared: Shared) -> dict[str, Any]:
-    """Train replica i, then evaluate its part of the held-out rows under each reading of "the model"."""
+def replica(
+    i: int, cell: Cell, setting: Setting, texts: Texts, model: torch.nn.Module, shared: Shared
+) -> dict[str, Any]:
+    """Train replica i, then evaluate its part of the held-out rows under each reading of "the
+    model".
+    """
     config = cell.config()
-    islands = {"ISLAND_RANK": str(i), "ISLAND_COUNT": str(cell.replicas)} if cell.replicas > 1 else {}
-    where = {"ISLAND_ENDPOINT": shared.endpoint, "ISLAND_RUN": shared.run, "ISLAND_ADDRESS": HOST, "ISLAND_TIMEOUT": str(PATIENCE)}
+    islands = (
+        {"ISLAND_RANK": str(i), "ISLAND_COUNT": str(cell.replicas)} if cell.replicas > 1 else {}
+    )
+    where = {
+        "ISLAND_ENDPOINT": shared.endpoint,
+        "ISLAND_RUN": shared.run,
+        "ISLAND_ADDRESS": HOST,
+        "ISLAND_TIMEOUT": str(PATIENCE),
+    }
     optimizer = base_optimizer(config, model.named_parameters(), cell.lr)
-    exchange = attach(optimizer, config, model=model, topology=Topology.from_env({**islands, **where}))
+    exchange = attach(
+        optimizer, config, model=model, topology=Topology.from_env({**islands, **where})
+    )
     began = time.monotonic()
     curve = train(model, optimizer, batches(texts.train[i], setting, i), setting)
     seconds = time.monotonic() - began
@@ -196,8 +234,15 @@ def replica(i: int, cell: Cell, setting: Setting, texts: Texts, model: torch.nn.
     }
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Iterator[torch.Tensor], setting: Setting) -> list[float]:
-    """The plain training loop; the exchange hangs on the optimizer's step. Returns the training loss, as means over tenths of the run."""
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: Iterator[torch.Tensor],
+    setting: Setting,
+) -> list[float]:
+    """The plain training loop; the exchange hangs on the optimizer's step. Returns the training
+    loss, as means over tenths of the run.
+    """
     facts = TrainArguments(steps=setting.steps, warmup_steps=setting.warmup)
     rates = LambdaLR(optimizer, lambda step: schedule(step, facts))
     losses = np.zeros(setting.steps)
@@ -212,11 +257,14 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Iterat
     return [float(part.mean()) for part in np.array_split(losses, min(10, setting.steps))]
 
 
-def readings(model: torch.nn.Module, exchange: Exchange, i: int, shared: Shared) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What can be called the model after the last step, as vectors of all parameters, and the counts until then; ends the exchange.
+def readings(
+    model: torch.nn.Module, exchange: Exchange, i: int, shared: Shared
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What can be called the model after the last step, as vectors of all parameters, and the
+    counts until then; ends the exchange.
 
-    method: what the library shows for evaluation. mean: the mean of the replicas' parameters. replica: those of replica 0. finished: what
-    every replica holds after `finish()`.
+    method: what the library shows for evaluation. mean: the mean of the replicas' parameters.
+    replica: those of replica 0. finished: what every replica holds after `finish()`.
     """
 
     def flat() -> torch.Tensor:
@@ -228,10 +276,17 @@ def readings(model: torch.nn.Module, exchange: Exchange, i: int, shared: Shared)
     with exchange.outer_parameters(model):
         method = flat()
     exchange.finish()
-    return {"method": method, "mean": shared.vectors.mean(0), "replica": shared.vectors[0], "finished": flat()}, metrics
+    return {
+        "method": method,
+        "mean": shared.vectors.mean(0),
+        "replica": shared.vectors[0],
+        "finished": flat(),
+    }, metrics
 
 
-def evaluate_all(model: torch.nn.Module, vectors: dict[str, torch.Tensor], rows: np.ndarray, batch: int) -> dict[str, float]:
+def evaluate_all(
+    model: torch.nn.Module, vectors: dict[str, torch.Tensor], rows: np.ndarray, batch: int
+) -> dict[str, float]:
     """`evaluate` under each vector; equal vectors once."""
     found: dict[str, float] = {}
     for name, vector in vectors.items():

@@ -1,15 +1,19 @@
-"""What the exchange costs under DeepSpeed: time of a step at ZeRO-1, 2 and 3 while nothing is due and while it is, and memory of a step.
+"""What the exchange costs under DeepSpeed: time of a step at ZeRO-1, 2 and 3 while nothing is due
+and while it is, and memory of a step.
 
     python recipes/benchmarks/zero.py [--json FILE]
 
-One replica of two ranks on the CPU, a thread and a core for each. In every rank five engines of one model take their steps in turns: AdamW
-plain, and with `diloco` that is never due; SGD plain, and with `demo`, due at every step; AdamW plain once more, whose ratio to the first
-is what chance does. Ratios are of medians. CPU time is the process's own and leaves out what else runs on the machine, but for the
-caches; wall time is worth little on a busy one. "in the exchange" is what the hooks that are not due take of the training thread.
+One replica of two ranks on the CPU, a thread and a core for each. In every rank five engines of one
+model take their steps in turns: AdamW plain, and with `diloco` that is never due; SGD plain, and
+with `demo`, due at every step; AdamW plain once more, whose ratio to the first is what chance does.
+Ratios are of medians. CPU time is the process's own and leaves out what else runs on the machine,
+but for the caches; wall time is worth little on a busy one. "in the exchange" is what the hooks
+that are not due take of the training thread.
 
-Memory: the most that tensors made inside `engine.step()` take, per parameter that the rank holds. ZeRO makes the fp32 gradient of one
-sub-group (stages 1 and 2: parameter group), steps it and frees it; a gradient channel sends one message per step, so it holds them all: 4
-bytes for what is not in the largest one. The rest of the difference is the codec's workspace, as without ZeRO (`memory.py`).
+Memory: the most that tensors made inside `engine.step()` take, per parameter that the rank holds.
+ZeRO makes the fp32 gradient of one sub-group (stages 1 and 2: parameter group), steps it and frees
+it; a gradient channel sends one message per step, so it holds them all: 4 bytes for what is not in
+the largest one. The rest of the difference is the codec's workspace, as without ZeRO (`memory.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ from fsdp_demo import Exchange, base_optimizer, preset  # noqa: E402
 
 RANKS = 2
 NEVER = {"period": 1_000_000}
-ENGINES: dict[str, tuple[str, dict[str, Any], bool]] = {  # name -> preset that chooses the inner optimizer, its changes, attached
+# name -> preset that chooses the inner optimizer, its changes, attached
+ENGINES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "adamw": ("diloco", NEVER, False),
     "adamw, not due": ("diloco", NEVER, True),
     "sgd": ("demo", {}, False),
@@ -63,11 +68,24 @@ def make(model: str, stage: int, kind: str, sub_group: int) -> tuple[Any, Exchan
     config = preset(name, **changes)
     torch.manual_seed(0)
     made = load_model(model, 0)
-    zero = {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0, "sub_group_size": sub_group}
-    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": zero, "steps_per_print": sys.maxsize}
+    zero = {
+        "stage": stage,
+        "overlap_comm": False,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": sub_group,
+    }
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "steps_per_print": sys.maxsize,
+    }
     settings |= {"zero_allow_untested_optimizer": True}
-    optimizer = base_optimizer(config, [p for n, p in made.named_parameters() if "mlp" not in n], 1e-4)
-    optimizer.add_param_group({"params": [p for n, p in made.named_parameters() if "mlp" in n]})  # as with weight decay for some only
+    optimizer = base_optimizer(
+        config, [p for n, p in made.named_parameters() if "mlp" not in n], 1e-4
+    )
+    # as with weight decay for some only
+    optimizer.add_param_group({"params": [p for n, p in made.named_parameters() if "mlp" in n]})
     engine, *_ = deepspeed.initialize(model=made, optimizer=optimizer, config=settings)
     return engine, deepspeed_ext.attach(engine, config) if attached else None
 
@@ -105,11 +123,18 @@ def times(model: str, stage: int, rows: torch.Tensor, repeat: int) -> dict[str, 
             if turn > 1:  # ZeRO-3 records its trace in the first two
                 found[kind].append(seconds)
     held = sum(master.numel() for master in adapter(engines["sgd"][0]).masters())
-    wall, cpu = ({kind: statistics.median(s[i] for s in seconds) for kind, seconds in found.items()} for i in range(2))
+    wall, cpu = (
+        {kind: statistics.median(s[i] for s in seconds) for kind, seconds in found.items()}
+        for i in range(2)
+    )
     for _, attached in engines.values():
         if attached is not None:
             attached.detach()
-    compared = {f"{name}_{kind}": of[kind] / of["adamw"] - 1 for name, of in (("wall", wall), ("cpu", cpu)) for kind in PLAIN}
+    compared = {
+        f"{name}_{kind}": of[kind] / of["adamw"] - 1
+        for name, of in (("wall", wall), ("cpu", cpu))
+        for kind in PLAIN
+    }
     return {
         "stage": stage,
         "held": held,
@@ -147,9 +172,12 @@ def rank(number: int, folder: str, args: argparse.Namespace, results: Any) -> No
         os.sched_setaffinity(0, {cores[number % len(cores)]})
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names that DeepSpeed calls
+    # of names that DeepSpeed calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     without_compiler()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS
+    )
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     rows = torch.randint(256, (args.batch, 64), generator=torch.Generator().manual_seed(number))
     lines = [times(args.model, stage, rows, args.repeat) for stage in (1, 2, 3)]
@@ -176,21 +204,49 @@ def show(lines: list[dict[str, Any]], kept: list[dict[str, Any]], markdown: bool
     head += ["due: ns per element, CPU"]
     body = []
     for x in lines:
-        ratios = [f"{100 * x[f'{name}_{kind}']:+.1f} %" for kind in PLAIN for name in ("wall", "cpu")]
+        ratios = [
+            f"{100 * x[f'{name}_{kind}']:+.1f} %" for kind in PLAIN for name in ("wall", "cpu")
+        ]
         own = f"{1e3 * x['inside']:.2f} ({x['inside'] / x['cpu']['adamw']:.1%})"
         step = f"{1e3 * x['wall']['adamw']:.1f}, {1e3 * x['cpu']['adamw']:.1f}"
-        body.append([f"ZeRO-{x['stage']}", f"{x['held']:,}", step, *ratios[:2], own, *ratios[2:], f"{x['ns_per_element']:.0f}"])
-    head2 = ["most of a step, bytes per parameter", "masters", "largest", *MEASURED, "gradients held"]
+        body.append(
+            [
+                f"ZeRO-{x['stage']}",
+                f"{x['held']:,}",
+                step,
+                *ratios[:2],
+                own,
+                *ratios[2:],
+                f"{x['ns_per_element']:.0f}",
+            ]
+        )
+    head2 = [
+        "most of a step, bytes per parameter",
+        "masters",
+        "largest",
+        *MEASURED,
+        "gradients held",
+    ]
     body2 = []
     for x in kept:
         cells = [f"{x[kind]:.2f}" for kind in MEASURED]
-        body2.append([f"ZeRO-{x['stage']}", str(x["parts"]), f"{x['largest']:.0%}", *cells, f"{4 * (1 - x['largest']):.2f}"])
+        body2.append(
+            [
+                f"ZeRO-{x['stage']}",
+                str(x["parts"]),
+                f"{x['largest']:.0%}",
+                *cells,
+                f"{4 * (1 - x['largest']):.2f}",
+            ]
+        )
     return "\n\n".join([table([head, *body], markdown), table([head2, *body2], markdown)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="small", help="a json of recipes/models by name or path (small)")
+    parser.add_argument(
+        "--model", default="small", help="a json of recipes/models by name or path (small)"
+    )
     parser.add_argument("--batch", type=int, default=2, help="rows of 64 tokens per rank (2)")
     parser.add_argument("--repeat", type=int, default=20, help="steps of every engine (20)")
     parser.add_argument("--markdown", action="store_true", help="the tables as markdown")
@@ -199,7 +255,9 @@ def main() -> None:
     fork = multiprocessing.get_context("fork")
     results, into = fork.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=rank, args=(number, folder, args, into)) for number in range(RANKS)]
+        ranks = [
+            fork.Process(target=rank, args=(number, folder, args, into)) for number in range(RANKS)
+        ]
         for process in ranks:
             process.start()
         while not results.poll(1.0):
@@ -210,8 +268,16 @@ def main() -> None:
             process.join()
     print(show(lines, kept, args.markdown))
     if args.json:
-        head = {"model": args.model, "ranks": RANKS, "repeat": args.repeat, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-        args.json.write_text(json.dumps({**head, "times": lines, "memory": kept}, indent=2) + "\n", encoding="utf-8")
+        head = {
+            "model": args.model,
+            "ranks": RANKS,
+            "repeat": args.repeat,
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+        }
+        args.json.write_text(
+            json.dumps({**head, "times": lines, "memory": kept}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

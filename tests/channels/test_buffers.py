@@ -1,4 +1,6 @@
-"""Buffers: running statistics are averaged with the parameters, and all islands end with the same model."""
+"""Buffers: running statistics are averaged with the parameters, and all islands end with the same
+model.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ CONFIGS = {
 
 
 class Net(torch.nn.Module):
-    """BatchNorm's running statistics, a counter, a table that is not saved, and one in double precision."""
+    """BatchNorm's running statistics, a counter, a table that is not saved, and one in double
+    precision.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        self.first, self.norm, self.last = (
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Linear(8, 1),
+        )
         self.register_buffer("table", torch.arange(4.0), persistent=False)
         self.register_buffer("exact", torch.ones(2, dtype=torch.float64))
 
@@ -40,15 +48,25 @@ class Net(torch.nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def made(config: ExchangeConfig, topology: Topology, state: Any = None, saved: Any = None) -> tuple[Net, Any, Any]:
+def made(
+    config: ExchangeConfig, topology: Topology, state: Any = None, saved: Any = None
+) -> tuple[Net, Any, Any]:
     torch.manual_seed(3)
     model = Net()
     plain = config.inner_optimizers[0] == "sgd"
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01) if plain else torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer: Any = (
+        torch.optim.SGD(model.parameters(), lr=0.01)
+        if plain
+        else torch.optim.AdamW(model.parameters(), lr=0.01)
+    )
     if saved is not None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-    return model, optimizer, fsdp_demo.attach(optimizer, config, model=model, topology=topology, state=state)
+    return (
+        model,
+        optimizer,
+        fsdp_demo.attach(optimizer, config, model=model, topology=topology, state=state),
+    )
 
 
 def step(model: Net, optimizer: Any, exchange: Any, island: int) -> None:
@@ -74,20 +92,26 @@ def test_all_islands_end_with_equal_buffers(run_ranks: Callable[..., Any], name:
         assert not torch.equal(apart[0], apart[1])
         for name in ended[0]:
             assert torch.equal(ended[0][name], ended[1][name]), name
-        assert int(ended[0]["norm.num_batches_tracked"]) == 6 and ended[0]["exact"].dtype == torch.float64
+        assert (
+            int(ended[0]["norm.num_batches_tracked"]) == 6
+            and ended[0]["exact"].dtype == torch.float64
+        )
         return True
 
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(run_ranks: Callable[..., Any]) -> None:
+def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(
+    run_ranks: Callable[..., Any],
+) -> None:
     def island(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS["diloco"], topology)
         tap = Tap(exchange)
         for _ in range(3):
             step(model, optimizer, exchange, i)
         before = copy.deepcopy(model)
-        step(before, torch.optim.SGD(before.parameters(), lr=0.0), exchange, i)  # what the fourth forward makes of the statistics
+        # what the fourth forward makes of the statistics
+        step(before, torch.optim.SGD(before.parameters(), lr=0.0), exchange, i)
         assert not tap.sent
         step(model, optimizer, exchange, i)
         sent = len(tap.sent)
@@ -100,13 +124,16 @@ def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(run_ranks: 
     def run() -> Any:
         (own, mean, sent), (other, same, _) = values(islands(island))
         torch.testing.assert_close(mean, (own + other) / 2)
-        assert torch.equal(mean, same) and sent == 3  # header, two legs: one message for parameters and buffers
+        # header, two legs: one message for parameters and buffers
+        assert torch.equal(mean, same) and sent == 3
         return True
 
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_gradient_presets_average_them_now_and_then(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+def test_gradient_presets_average_them_now_and_then(
+    run_ranks: Callable[..., Any], everywhere: Any
+) -> None:
     everywhere.setattr(buffers, "EVERY", 3)
 
     def island(i: int, topology: Topology) -> Any:
@@ -126,7 +153,9 @@ def test_gradient_presets_average_them_now_and_then(run_ranks: Callable[..., Any
 
 
 @pytest.mark.parametrize("name", ["diloco late", "demo"])
-def test_a_resumed_run_has_the_same_buffers(run_ranks: Callable[..., Any], everywhere: Any, name: str) -> None:
+def test_a_resumed_run_has_the_same_buffers(
+    run_ranks: Callable[..., Any], everywhere: Any, name: str
+) -> None:
     everywhere.setattr(buffers, "EVERY", 3)
 
     def whole(i: int, topology: Topology) -> Any:
@@ -134,12 +163,16 @@ def test_a_resumed_run_has_the_same_buffers(run_ranks: Callable[..., Any], every
         for t in range(10):
             step(model, optimizer, exchange, i)
             if t == 3:  # with a delay, a payload with buffers in it is under way
-                saved[i] = copy.deepcopy((model.state_dict(), optimizer.state_dict(), exchange.state_dict()))
+                saved[i] = copy.deepcopy(
+                    (model.state_dict(), optimizer.state_dict(), exchange.state_dict())
+                )
         exchange.detach()
         return model.state_dict()
 
     def again(i: int, topology: Topology) -> Any:
-        model, optimizer, exchange = made(CONFIGS[name], topology, state=saved[i][2], saved=saved[i])
+        model, optimizer, exchange = made(
+            CONFIGS[name], topology, state=saved[i][2], saved=saved[i]
+        )
         while exchange.step < 10:
             step(model, optimizer, exchange, i)
         exchange.detach()
@@ -155,7 +188,9 @@ def test_a_resumed_run_has_the_same_buffers(run_ranks: Callable[..., Any], every
 
 
 def test_ranks_of_an_island_take_part(run_ranks: Callable[..., Any]) -> None:
-    """Unsharded islands of 2 ranks (the buffers of one island are equal, as DDP has them) and of 1: every rank ends with the mean."""
+    """Unsharded islands of 2 ranks (the buffers of one island are equal, as DDP has them) and of 1:
+    every rank ends with the mean.
+    """
 
     def run(me: Any) -> Any:
         model, optimizer, exchange = made(CONFIGS["local_sgd"], Topology.from_env())
@@ -171,7 +206,9 @@ def test_ranks_of_an_island_take_part(run_ranks: Callable[..., Any]) -> None:
 def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None:
     def island(i: int, topology: Topology) -> Any:
         model = torch.nn.Linear(4, 4)
-        exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, topology=topology)
+        exchange = fsdp_demo.attach(
+            torch.optim.AdamW(model.parameters()), "diloco", model=model, topology=topology
+        )
         exchange.detach()
         return exchange._runtime.buffers
 
@@ -180,7 +217,9 @@ def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
 def test_under_zero(run_ranks: Callable[..., Any], stage: str) -> None:
-    """A ZeRO engine's model keeps its buffers whole on every rank: the mean of the islands, rank by rank."""
+    """A ZeRO engine's model keeps its buffers whole on every rank: the mean of the islands, rank by
+    rank.
+    """
     pytest.importorskip("deepspeed")
     import deepspeed_ext
 

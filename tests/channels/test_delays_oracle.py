@@ -1,4 +1,6 @@
-"""Delays on every kind of channel, below and beyond the period, against the oracles: what lands when, what `flush` and `finish` bring."""
+"""Delays on every kind of channel, below and beyond the period, against the oracles: what lands
+when, what `flush` and `finish` bring.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +22,73 @@ FEW = ("muloco-int4", "sparse_loco-2bit")  # coded: a few elements may be rounde
 
 def outer(delay: int, mix: float = 0.0, **kw: Any) -> Case:
     config = preset(
-        "diloco", momentum_warmup=0, period=P, clip=None, inner_optimizers="as_is", **{"schedule.delay": delay, "applier.mix": mix}
+        "diloco",
+        momentum_warmup=0,
+        period=P,
+        clip=None,
+        inner_optimizers="as_is",
+        **{"schedule.delay": delay, "applier.mix": mix},
     )
-    return Case(config, oracle.Streaming, adamw, {"period": P, "lr": 0.7, "delay": delay, "mix": mix}, **kw)
+    return Case(
+        config, oracle.Streaming, adamw, {"period": P, "lr": 0.7, "delay": delay, "mix": mix}, **kw
+    )
 
 
 def averaged(delay: int, mix: float = 0.0) -> Case:
-    config = preset("local_sgd", period=P, clip=None, **{"schedule.delay": delay, "applier.mix": mix})
+    config = preset(
+        "local_sgd", period=P, clip=None, **{"schedule.delay": delay, "applier.mix": mix}
+    )
     return Case(config, oracle.Averaging, sgd, {"period": P, "delay": delay, "mix": mix})
 
 
 def states(delay: int, of_states: int) -> Case:
-    changes = {"parameter.schedule.delay": delay, "exp_avg.schedule.delay": of_states, "exp_avg_sq.schedule.delay": of_states}
-    config = preset("desloc", embeddings=True, period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None).changed(changes)
-    options = {"period": 3, "states": {"exp_avg": 3, "exp_avg_sq": 6}, "delay": delay, "state_delay": of_states}
+    changes = {
+        "parameter.schedule.delay": delay,
+        "exp_avg.schedule.delay": of_states,
+        "exp_avg_sq.schedule.delay": of_states,
+    }
+    config = preset(
+        "desloc", embeddings=True, period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None
+    ).changed(changes)
+    options = {
+        "period": 3,
+        "states": {"exp_avg": 3, "exp_avg_sq": 6},
+        "delay": delay,
+        "state_delay": of_states,
+    }
     return Case(config, oracle.Averaging, adamw, options)
 
 
 def sparse(rule: str, delay: int, mix: float = 0.0, **kw: Any) -> Case:
-    config = preset("decoupled_momentum", transform=True, rule=rule, period=P, value_dtype="fp32", clip=None, inner_optimizers="as_is")
-    options = {"rule": rule, "period": P, "delay": delay, "mix": mix, "coding": coding(senders=rule == "consensus")}
-    return Case(config.changed({"schedule.delay": delay, "applier.mix": mix}), oracle.DecoupledMomentum, sgd, options, **kw)
+    config = preset(
+        "decoupled_momentum",
+        transform=True,
+        rule=rule,
+        period=P,
+        value_dtype="fp32",
+        clip=None,
+        inner_optimizers="as_is",
+    )
+    options = {
+        "rule": rule,
+        "period": P,
+        "delay": delay,
+        "mix": mix,
+        "coding": coding(senders=rule == "consensus"),
+    }
+    return Case(
+        config.changed({"schedule.delay": delay, "applier.mix": mix}),
+        oracle.DecoupledMomentum,
+        sgd,
+        options,
+        **kw,
+    )
 
 
 def gathered(period: int, delay: int, sign: bool = False, **kw: Any) -> Case:
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", sign=sign, beta=0.9, clip=None).changed(
-        {"schedule.sync_every": period, "schedule.delay": delay}
-    )
+    config = preset(
+        "demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", sign=sign, beta=0.9, clip=None
+    ).changed({"schedule.sync_every": period, "schedule.delay": delay})
     options = {"sign": sign, "beta": 0.9, "period": period, "delay": delay, "coding": coding()}
     return Case(config, oracle.Demo, sgd, options, **kw)
 
@@ -56,7 +98,16 @@ def full(delay: int) -> Case:
 
 
 def streaming(delay: int, mix: float, **kw: Any) -> Case:
-    config = preset("streaming_diloco", momentum_warmup=0, period=6, delay=delay, mix=mix, layers=2, value_dtype="fp32", clip=None)
+    config = preset(
+        "streaming_diloco",
+        momentum_warmup=0,
+        period=6,
+        delay=delay,
+        mix=mix,
+        layers=2,
+        value_dtype="fp32",
+        clip=None,
+    )
     options = {"period": 6, "delay": delay, "mix": mix, "parts": parts(2, "strided")}
     return Case(config, oracle.Streaming, adamw, options, model=LAYERED, **kw)
 
@@ -104,7 +155,13 @@ CASES = {
     "demo-period-4-delay-1": gathered(4, 1),
     "demo-period-2-delay-5": gathered(2, 5, seed=2),
 }
-ON = {"streaming-8": "2x2", "delta-6": "2x2", "consensus-9": "2x2", "demo-period-2-delay-5": "2x2", "state-7-parameter-7": "4x1"}
+ON = {
+    "streaming-8": "2x2",
+    "delta-6": "2x2",
+    "consensus-9": "2x2",
+    "demo-period-2-delay-5": "2x2",
+    "state-7-parameter-7": "4x1",
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,19 +169,38 @@ def test_late_means_follow_the_oracle(run_ranks, name):
     """Step for step, then after `flush`, which applies what is still under way in its order."""
     case, (count, procs, _) = CASES[name], ISLANDS[ON.get(name, "2x1")]
     method = case.make(case.model.start(case.seed), count, case.inner, shards=procs, **case.options)
-    truth = followed(method, [[case.model.island_gradient(case.seed, t, r) for r in range(count)] for t in range(STEPS)])
-    assert method.margin > 5e-6, f"choose another seed: a top-k choice is as close as {method.margin}"
-    waiting = [len(getattr(f, kind, [])) for f in (method, *getattr(method, "fragments", [])) for kind in ("flying", "states_flying")]
+    truth = followed(
+        method,
+        [[case.model.island_gradient(case.seed, t, r) for r in range(count)] for t in range(STEPS)],
+    )
+    assert method.margin > 5e-6, (
+        f"choose another seed: a top-k choice is as close as {method.margin}"
+    )
+    waiting = [
+        len(getattr(f, kind, []))
+        for f in (method, *getattr(method, "fragments", []))
+        for kind in ("flying", "states_flying")
+    ]
     assert any(waiting), "nothing is left to flush"
     method.flush()
-    open_ = {n: (s < 1e-4) for n, s in method.smallest.items()} if getattr(method, "sign", False) else {}
+    open_ = (
+        {n: (s < 1e-4) for n, s in method.smallest.items()}
+        if getattr(method, "sign", False)
+        else {}
+    )
     for rank, (params, final) in enumerate(run_ranks(trained(case, "flush"), count, procs)):
         if params is None:
             continue
         for t, step in enumerate([*params, final]):
-            want = (truth[t] if t < STEPS else [{n: p.detach() for n, p in theta.items()} for theta in method.theta])[rank // procs]
+            want = (
+                truth[t]
+                if t < STEPS
+                else [{n: p.detach() for n, p in theta.items()} for theta in method.theta]
+            )[rank // procs]
             for n, w in want.items():
-                difference = (step[n] - w).abs() * ~open_.get(n, torch.zeros(w.shape, dtype=torch.bool))
+                difference = (step[n] - w).abs() * ~open_.get(
+                    n, torch.zeros(w.shape, dtype=torch.bool)
+                )
                 if name in FEW:
                     assert float((difference > 1e-5).float().mean()) < 0.02, (t, n)
                 else:
@@ -137,8 +213,14 @@ def trained(case: Case, end: str) -> Any:
             return case.inner([p for _, p in named])
 
         feed, model = case.model.feed(case.seed), case.model.make(case.seed)
-        done = (lambda exchange: exchange.flush()) if end == "flush" else (lambda exchange: exchange.finish())
-        out = layered.train(me, model, case.config, inner, feed, STEPS, end=done, equal=lambda t: False)
+        done = (
+            (lambda exchange: exchange.flush())
+            if end == "flush"
+            else (lambda exchange: exchange.finish())
+        )
+        out = layered.train(
+            me, model, case.config, inner, feed, STEPS, end=done, equal=lambda t: False
+        )
         if end == "finish":
             assert out["final_equal"]
         return (out["params"], out["final"]) if me.proc == 0 else (None, None)
@@ -146,11 +228,16 @@ def trained(case: Case, end: str) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", ["delta-3-mixed", "delta-6", "delta-9-mixed", "streaming-5", "streaming-13"])
+@pytest.mark.parametrize(
+    "name", ["delta-3-mixed", "delta-6", "delta-9-mixed", "streaming-5", "streaming-13"]
+)
 def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name):
     case = CASES[name]
     method = case.make(case.model.start(case.seed), 2, case.inner, **case.options)
-    followed(method, [[case.model.island_gradient(case.seed, t, r) for r in range(2)] for t in range(STEPS)])
+    followed(
+        method,
+        [[case.model.island_gradient(case.seed, t, r) for r in range(2)] for t in range(STEPS)],
+    )
     method.finish()
     for _, final in run_ranks(trained(case, "finish"), 2, 1):
         for n, p in method.theta[0].items():
@@ -158,7 +245,9 @@ def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name
 
 
 def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
-    """Parameters averaged late, several under way at once: what differed is corrected once, not once per flight."""
+    """Parameters averaged late, several under way at once: what differed is corrected once, not
+    once per flight.
+    """
     case = averaged(9)
 
     def run(me):
@@ -170,7 +259,9 @@ def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
             return sgd([p for _, p in named])
 
         model = case.model.make(case.seed)
-        return layered.train(me, model, case.config, inner, loss, 30, end=lambda e: e.flush(), equal=lambda t: False)["final"]
+        return layered.train(
+            me, model, case.config, inner, loss, 30, end=lambda e: e.flush(), equal=lambda t: False
+        )["final"]
 
     a, b, c = run_ranks(run, 3, 1)
     mean = {n: p.double() for n, p in case.model.start(case.seed).items()}
@@ -186,22 +277,42 @@ def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
 def test_a_delay_that_keeps_too_much_in_flight_is_refused():
     with pytest.raises(ValueError, match="max_in_flight=16"):
         preset("local_sgd", period=2, **{"schedule.delay": 40})
-    assert preset("local_sgd", period=2, max_in_flight=21, **{"schedule.delay": 40}).channels[0].schedule.in_flight == 21
+    assert (
+        preset("local_sgd", period=2, max_in_flight=21, **{"schedule.delay": 40})
+        .channels[0]
+        .schedule.in_flight
+        == 21
+    )
 
 
-@pytest.mark.parametrize("delay, mix, steps", [(0, 0.5, 20), (0, 0.5, 18), (1, 0.0, 20), (6, 0.0, 18), (3, 0.5, 20)])
+@pytest.mark.parametrize(
+    "delay, mix, steps", [(0, 0.5, 20), (0, 0.5, 18), (1, 0.0, 20), (6, 0.0, 18), (3, 0.5, 20)]
+)
 def test_finish_leaves_averaged_parameters_equal(run_ranks, delay, mix, steps):
-    """Whatever is under way, mixed or rounded: after `finish` the parameters of all replicas are the same bits, near their mean."""
+    """Whatever is under way, mixed or rounded: after `finish` the parameters of all replicas are
+    the same bits, near their mean.
+    """
     case = averaged(delay, mix)
     method = case.make(case.model.start(0), 3, case.inner, **case.options)
-    followed(method, [[case.model.island_gradient(0, t, r) for r in range(3)] for t in range(steps)])
+    followed(
+        method, [[case.model.island_gradient(0, t, r) for r in range(3)] for t in range(steps)]
+    )
 
     def run(me):
         def inner(named):
             return case.inner([p for _, p in named])
 
         model = case.model.make(0)
-        return layered.train(me, model, case.config, inner, case.model.feed(0), steps, end=lambda e: e.finish(), equal=lambda t: False)
+        return layered.train(
+            me,
+            model,
+            case.config,
+            inner,
+            case.model.feed(0),
+            steps,
+            end=lambda e: e.finish(),
+            equal=lambda t: False,
+        )
 
     for out in run_ranks(run, 3, 1):
         assert out["final_equal"]

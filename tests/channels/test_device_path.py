@@ -1,5 +1,6 @@
-"""What a GPU is given to do, on a machine without one: every kind of channel runs on a stand-in (`support/accelerator.py`) that refuses
-whatever would make the host wait, and must come to the bits that the CPU comes to."""
+"""What a GPU is given to do, on a machine without one: every kind of channel runs on a stand-in
+(`support/accelerator.py`) that refuses whatever would make the host wait, and must come to the
+bits that the CPU comes to."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from ..support.threaded import islands, values
 
 CPU, R = torch.device("cpu"), 3
 SHAPES = {"q": (128, 192), "up": (140, 192), "odd": (187, 70), "flat": (9000,), "norm": (192,)}
-ALL = [("embed.weight", (300, 64)), *((f"layers.{i}.{n}.weight", s) for i in range(2) for n, s in SHAPES.items())]
+ALL = [
+    ("embed.weight", (300, 64)),
+    *((f"layers.{i}.{n}.weight", s) for i in range(2) for n, s in SHAPES.items()),
+]
 CASES = {
     "full": preset("full"),
     "demo": preset("demo"),
@@ -35,7 +39,10 @@ CASES = {
     "random": preset("random"),
     "random int8": preset("random", value_dtype="int8"),
     "stride": preset("stride"),
-    **{f"diloco {code}": preset("diloco", period=2, value_dtype=code) for code in ("fp32", "int8", "int4", "2bit")},
+    **{
+        f"diloco {code}": preset("diloco", period=2, value_dtype=code)
+        for code in ("fp32", "int8", "int4", "2bit")
+    },
     "streaming_diloco": preset("streaming_diloco", period=6, delay=2, layers=1),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
     "decoupled_momentum dct": preset("decoupled_momentum", period=2, transform=True),
@@ -47,36 +54,58 @@ CASES = {
 }
 
 
-def random(shape: Sequence[int], seed: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
+def random(
+    shape: Sequence[int], seed: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 class Play:
     """A channel of each kind that a configuration has, on a device, through three rounds."""
 
-    def __init__(self, config: ExchangeConfig, device: torch.device, mode: Accelerator, dtype: torch.dtype, home: str | None):
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        device: torch.device,
+        mode: Accelerator,
+        dtype: torch.dtype,
+        home: str | None,
+    ):
         self.device, self.mode, self.dtype = device, mode, dtype
-        self.parameters = [(n, nn.Parameter(random(s, i, device, dtype))) for i, (n, s) in enumerate(ALL)]
+        self.parameters = [
+            (n, nn.Parameter(random(s, i, device, dtype))) for i, (n, s) in enumerate(ALL)
+        ]
         optimizer = torch.optim.AdamW(self.parameters)
         for i, (_, p) in enumerate(self.parameters):
-            moments = {n: random(p.shape, 100 * j + i, device).abs() for j, n in enumerate(("exp_avg", "exp_avg_sq"), 1)}
+            moments = {
+                n: random(p.shape, 100 * j + i, device).abs()
+                for j, n in enumerate(("exp_avg", "exp_avg_sq"), 1)
+            }
             optimizer.state[p] = {"step": torch.zeros(()), **moments}
         shards = TorchHost([optimizer])
         channels = expand(config, [s.name for s in shards.params])
-        self.channels = [ChannelRunner(c, Placement(shards, islands=R, home=home)) for c in channels]
+        self.channels = [
+            ChannelRunner(c, Placement(shards, islands=R, home=home)) for c in channels
+        ]
         for c in self.channels:
             c.start()
 
     def rounds(self) -> list[Tensor]:
-        """What is sent, written and kept, in order; the first round may wait, for constants to be made."""
+        """What is sent, written and kept, in order; the first round may wait, for constants to be
+        made.
+        """
         seen: list[Tensor] = []
         for c in self.channels:
             bodies: list[Tensor] = []
             for number in range(3):
-                seen += self._round(c, number, bodies, [1.0, 1.0, 1.0] if number < 2 else [1.0, 2.0, 0.5])
+                seen += self._round(
+                    c, number, bodies, [1.0, 1.0, 1.0] if number < 2 else [1.0, 2.0, 0.5]
+                )
         return seen
 
-    def _round(self, c: ChannelRunner, number: int, bodies: list[Tensor], weights: list[float]) -> list[Tensor]:
+    def _round(
+        self, c: ChannelRunner, number: int, bodies: list[Tensor], weights: list[float]
+    ) -> list[Tensor]:
         for i, (_, p) in enumerate(self.parameters):
             p.add_(random(p.shape, 1000 * number + i, self.device, self.dtype), alpha=0.1)
             p.grad = random(p.shape, 2000 * number + i, self.device, self.dtype)
@@ -86,14 +115,27 @@ class Play:
         self.mode.lenient = True
         sent = [t.cpu().clone() for t in ([] if out.body is None else [out.body]) + out.vectors]
         bodies += sent if out.body is not None else []
-        arrived = [pin(b.clone()) for b in (bodies * R)[-R:]]  # what was sent in earlier rounds plays the other replicas
+        # what was sent in earlier rounds plays the other replicas
+        arrived = [pin(b.clone()) for b in (bodies * R)[-R:]]
         means = [pin(v / 2) for v in sent] if out.body is None else []
         self.mode.lenient = number == 0
         c.apply(Incoming(out, Received(arrived, means, weights), out.present))
         self.mode.lenient = True
         delta = c.channel.source == "delta"
-        written = [t.cpu().clone() for t in c.tensors("parameter" if delta else c.channel.source) if t is not None]
-        return [*sent, *written, *(t.cpu().clone() for t in (c.accumulator, c.anchor, c.momentum, c.written) if t is not None)]
+        written = [
+            t.cpu().clone()
+            for t in c.tensors("parameter" if delta else c.channel.source)
+            if t is not None
+        ]
+        return [
+            *sent,
+            *written,
+            *(
+                t.cpu().clone()
+                for t in (c.accumulator, c.anchor, c.momentum, c.written)
+                if t is not None
+            ),
+        ]
 
 
 @pytest.fixture
@@ -105,7 +147,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CODED_GPU", 2400)  # two windows or more are coded at once
 
 
-def compare(config: ExchangeConfig, dtype: torch.dtype = torch.float32, home: str | None = None) -> None:
+def compare(
+    config: ExchangeConfig, dtype: torch.dtype = torch.float32, home: str | None = None
+) -> None:
     with torch.no_grad(), plug_in(), Accelerator() as mode:
         mode.lenient = True
         found = Play(config, DEVICE, mode, dtype, home).rounds()
@@ -127,16 +171,21 @@ def test_outer_state_on_the_host(small: None) -> None:
     compare(CASES["diloco fp32"], home="cpu")
 
 
-# ---- a whole exchange --------------------------------------------------------------------------------------------------
+# ---- a whole exchange --------------------------------------------------------------------------
 
 
-def train(config: ExchangeConfig, device: torch.device, steps: int = 7) -> Callable[[int, Topology], Any]:
+def train(
+    config: ExchangeConfig, device: torch.device, steps: int = 7
+) -> Callable[[int, Topology], Any]:
     """Two islands that train `steps` steps on gradients of noise; what each ends with."""
 
     def island(i: int, topology: Topology) -> Any:
         with Accelerator() as mode:
             with mode.waiting():
-                named = [(f"layers.{n}", nn.Parameter(random((130, 64) if n < 3 else (70,), n, device))) for n in range(4)]
+                named = [
+                    (f"layers.{n}", nn.Parameter(random((130, 64) if n < 3 else (70,), n, device)))
+                    for n in range(4)
+                ]
                 optimizer = torch.optim.SGD(named, lr=0.1, foreach=False)
                 exchange = fsdp_demo.attach(optimizer, config, topology=topology)
             for t in range(steps):
@@ -160,19 +209,36 @@ def train(config: ExchangeConfig, device: torch.device, steps: int = 7) -> Calla
         ("demo", preset("demo")),
         ("demo late", preset("demo", **{"schedule.delay": 2})),
         ("full", preset("full")),
-        ("diloco", preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1, "applier.mix": 0.5})),
+        (
+            "diloco",
+            preset(
+                "diloco",
+                period=2,
+                inner_optimizers="as_is",
+                **{"schedule.delay": 1, "applier.mix": 0.5},
+            ),
+        ),
         ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
     ],
 )
-def test_steps_of_an_exchange_never_wait(run_ranks: Callable[..., Any], name: str, config: ExchangeConfig) -> None:
-    """Only the worker waits, for the copy it is about to send; parameters and the loss are those of the CPU."""
+def test_steps_of_an_exchange_never_wait(
+    run_ranks: Callable[..., Any], name: str, config: ExchangeConfig
+) -> None:
+    """Only the worker waits, for the copy it is about to send; parameters and the loss are those of
+    the CPU.
+    """
 
     def run() -> Any:
         with plug_in() as plug:
             found = values(islands(train(config, DEVICE)))
         expected = values(islands(train(config, CPU)))
-        same = [all(map(torch.equal, a[1], b[1])) and a[0] == pytest.approx(b[0]) for a, b in zip(found, expected, strict=True)]
-        waits = Counter(entry.split(" waits for ")[0] for entry in plug.log if " waits for " in entry)
+        same = [
+            all(map(torch.equal, a[1], b[1])) and a[0] == pytest.approx(b[0])
+            for a, b in zip(found, expected, strict=True)
+        ]
+        waits = Counter(
+            entry.split(" waits for ")[0] for entry in plug.log if " waits for " in entry
+        )
         return same, waits, Counter(plug.log)["everything"], [len(s.held) for s in plug.streams[1:]]
 
     same, waits, everything, held = run_ranks(run, 1, 1)[0]
@@ -183,7 +249,9 @@ def test_steps_of_an_exchange_never_wait(run_ranks: Callable[..., Any], name: st
 
 
 def test_the_average_of_the_released_rule_reads_its_drift() -> None:
-    """The one thing that is read on the device: how far replicas had drifted, each time all parameters are averaged."""
+    """The one thing that is read on the device: how far replicas had drifted, each time all
+    parameters are averaged.
+    """
     config = preset("decoupled_momentum", period=2, rule="released", average_every=1)
     with torch.no_grad(), plug_in(), Accelerator() as mode:
         mode.lenient = True
@@ -193,13 +261,16 @@ def test_the_average_of_the_released_rule_reads_its_drift() -> None:
             play.rounds()
 
 
-# ---- clipping ----------------------------------------------------------------------------------------------------------
+# ---- clipping ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 def test_clipping_reads_nothing(scale: float) -> None:
     gradients = [random(s, i) * scale for i, (_, s) in enumerate(ALL)]
-    host, torchs = [g.clone() for g in gradients], [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    host, torchs = (
+        [g.clone() for g in gradients],
+        [nn.Parameter(torch.zeros_like(g)) for g in gradients],
+    )
     for p, g in zip(torchs, gradients, strict=True):
         p.grad = g.clone()
     IslandGroup(Topology(), ShardPosition()).clip([*host, None], 1.0)
@@ -230,15 +301,21 @@ def test_gradients_that_are_not_finite_become_zeros_and_nobody_waits(limit: floa
             assert float(bad) == float(lost) == 1.0
 
 
-# ---- how much a device is given to do ----------------------------------------------------------------------------------
+# ---- how much a device is given to do ----------------------------------------------------------
 
 
 def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int]:
-    """What one exchange (the second) of 3 replicas takes: operations on the device by name; windows and tensors of the channel."""
+    """What one exchange (the second) of 3 replicas takes: operations on the device by name; windows
+    and tensors of the channel.
+    """
     with torch.no_grad(), plug_in(), Accelerator() as mode:
         shapes = {"q": (128, 128), "up": (256, 128), "norm": (128,)}
         with mode.waiting():
-            named = [(f"layers.{i}.{n}", nn.Parameter(torch.ones(s).to(DEVICE))) for i in range(layers) for n, s in shapes.items()]
+            named = [
+                (f"layers.{i}.{n}", nn.Parameter(torch.ones(s).to(DEVICE)))
+                for i in range(layers)
+                for n, s in shapes.items()
+            ]
             for _, p in named:
                 p.grad = torch.ones_like(p)
             shards = TorchHost([torch.optim.SGD(named)])
@@ -258,20 +335,24 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
 
 @pytest.mark.parametrize("transform", [True, False])
 def test_layers_are_batched(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an exchange's kernels only two per tensor depend on how many there are, those that copy it into a window and back; the others on
-    the number of windows."""
+    """Of an exchange's kernels only two per tensor depend on how many there are, those that copy it
+    into a window and back; the others on the number of windows."""
     config = preset("demo", transform=transform)
     few, windows, tensors = kernels(config, 16)
     many, same, more = kernels(config, 64)
     assert windows == same == 2 and set(few) == set(many)
-    assert sum(many.values()) - sum(few.values()) == many["copy_"] - few["copy_"] == 2 * (more - tensors)
+    assert (
+        sum(many.values()) - sum(few.values())
+        == many["copy_"] - few["copy_"]
+        == 2 * (more - tensors)
+    )
     assert sum(few.values()) - 2 * tensors <= 130
     monkeypatch.setattr(blocks, "WINDOW_GPU", 96)
     cut, windows, _ = kernels(config, 16)
     assert windows == 3 and sum(cut.values()) - sum(few.values()) <= 50
 
 
-# ---- the stand-in ------------------------------------------------------------------------------------------------------
+# ---- the stand-in ------------------------------------------------------------------------------
 
 
 def test_the_stand_in_refuses_what_waits() -> None:
@@ -294,7 +375,10 @@ def test_the_stand_in_refuses_what_waits() -> None:
         for read in reads:
             with pytest.raises(Synchronised):
                 read()
-        for mix in (lambda: a + host, lambda: torch.gather(a, 0, torch.zeros(1, dtype=torch.int64))):
+        for mix in (
+            lambda: a + host,
+            lambda: torch.gather(a, 0, torch.zeros(1, dtype=torch.int64)),
+        ):
             with pytest.raises(AssertionError, match="mixes"):
                 mix()
         there = pin(host.clone()).to(DEVICE, non_blocking=True)

@@ -17,26 +17,52 @@ from fsdp_demo.hosts.torch_params import TorchHost
 
 def shards() -> tuple[nn.Module, TorchHost]:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    return model, TorchHost([torch.optim.SGD([(n, p) for n, p in model.named_parameters()], lr=0.1)])
+    return model, TorchHost(
+        [torch.optim.SGD([(n, p) for n, p in model.named_parameters()], lr=0.1)]
+    )
 
 
 def test_lanes_and_copies() -> None:
     _, here = shards()
-    active_copies = [Placement(here, ShardPosition(1, 0, 3, copy), active_copies=2).active_copy for copy in range(3)]
+    active_copies = [
+        Placement(here, ShardPosition(1, 0, 3, copy), active_copies=2).active_copy
+        for copy in range(3)
+    ]
     assert active_copies == [0, 1, None]
-    assert Placement(here).home_device == here.device and Placement(here, home="meta").home_device.type == "meta"
+    assert (
+        Placement(here).home_device == here.device
+        and Placement(here, home="meta").home_device.type == "meta"
+    )
 
 
 def test_channels_of_a_configuration() -> None:
-    """Those of the configuration, one for buffers on the schedule of what moves parameters, and one over everything."""
+    """Those of the configuration, one for buffers on the schedule of what moves parameters, and one
+    over everything.
+    """
     model, here = shards()
     config = preset("local_sgd", period=3)
     bound = bind(config.channels, config, Placement(here, islands=2), model)
-    assert [c.channel.name for c in bound.channels] == [c.name for c in config.channels] and bound.channels[0].size == 2
-    assert [(b.channel.name, b.channel.schedule.sync_every) for b in bound.buffers] == [("buffers", 3)]
-    assert len(bound.parameters.covered) == 4 and bind(config.channels, config, Placement(here), model).buffers == []
-    beyond = bind(config.channels, config, Placement(here, ShardPosition(1, 0, 2, 1), active_copies=1, islands=2), None)
-    assert beyond.channels[0].section is None and beyond.channels[0].layout is None and beyond.buffers == []
+    assert [c.channel.name for c in bound.channels] == [
+        c.name for c in config.channels
+    ] and bound.channels[0].size == 2
+    assert [(b.channel.name, b.channel.schedule.sync_every) for b in bound.buffers] == [
+        ("buffers", 3)
+    ]
+    assert (
+        len(bound.parameters.covered) == 4
+        and bind(config.channels, config, Placement(here), model).buffers == []
+    )
+    beyond = bind(
+        config.channels,
+        config,
+        Placement(here, ShardPosition(1, 0, 2, 1), active_copies=1, islands=2),
+        None,
+    )
+    assert (
+        beyond.channels[0].section is None
+        and beyond.channels[0].layout is None
+        and beyond.buffers == []
+    )
 
 
 def test_parameters_that_no_channel_covers() -> None:

@@ -1,4 +1,6 @@
-"""The presets on real islands and processes against the oracles: R replicas as lists in one process (`oracles/presets.py`)."""
+"""The presets on real islands and processes against the oracles: R replicas as lists in one process
+(`oracles/presets.py`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from ..support.layered import LAYERED, PROBE, Given
 
 STEPS = 30  # where a clock is slow (DES-LOC's moments every 24 steps), or something warms up
 ROUNDS = 14  # elsewhere: three rounds of the delta presets and the beginning of a fourth
-ISLANDS = {"2x1": (2, 1, True), "3x1": (3, 1, True), "2x2": (2, 2, True), "2x2-unsharded": (2, 2, False), "4x1": (4, 1, True)}
+ISLANDS = {
+    "2x1": (2, 1, True),
+    "3x1": (3, 1, True),
+    "2x2": (2, 2, True),
+    "2x2-unsharded": (2, 2, False),
+    "4x1": (4, 1, True),
+}
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -48,9 +56,10 @@ def heavy(params: Any) -> torch.optim.Optimizer:
 class Case:
     """A configuration, the oracle that must follow it, and how close.
 
-    `tolerance` bounds |real - oracle| per element (parameters are within +-2 or so); the seed, that of the islands where it is given, was
-    chosen so that no top-k choice is closer than 5e-6 (relative to the block's largest value), which rounding cannot turn. `extra` are
-    things both sides do: clip, schedule, micro-batches.
+    `tolerance` bounds |real - oracle| per element (parameters are within +-2 or so); the seed, that
+    of the islands where it is given, was chosen so that no top-k choice is closer than 5e-6
+    (relative to the block's largest value), which rounding cannot turn. `extra` are things both
+    sides do: clip, schedule, micro-batches.
     """
 
     config: ExchangeConfig
@@ -80,20 +89,33 @@ def coding(**kw: Any) -> oracle.Coding:
 def positions(
     config: ExchangeConfig, shapes: dict[str, torch.Size], shards: int, active_copies: int
 ) -> Callable[[int, str, int], torch.Tensor]:
-    """The positions of a seeded selection for the oracle, from the library's own function: masks of local tensors.
+    """The positions of a seeded selection for the oracle, from the library's own function: masks of
+    local tensors.
 
     `active_copies` processes share the blocks of a shard; each draws for its own."""
     channel = config.channels[0]
 
     @cache
     def masks(exchange: int, shard: int) -> dict[str, torch.Tensor]:
-        local = {n: shard_rows(torch.empty(s, device="meta"), shards)[shard].shape for n, s in shapes.items()}
+        local = {
+            n: shard_rows(torch.empty(s, device="meta"), shards)[shard].shape
+            for n, s in shapes.items()
+        }
         out = {n: torch.zeros(s) for n, s in local.items()}
         for active_copy in range(active_copies):
-            layout = Layout(list(local.values()), [kind(channel, n) for n in local], active_copy, active_copies)
+            layout = Layout(
+                list(local.values()), [kind(channel, n) for n in local], active_copy, active_copies
+            )
             work = layout.new("cpu")
             for g in layout.groups:
-                inside = seeded(channel.codec.select, g.r * g.s, g.k(channel.codec.topk), g.count, exchange, config.seed)
+                inside = seeded(
+                    channel.codec.select,
+                    g.r * g.s,
+                    g.k(channel.codec.topk),
+                    g.count,
+                    exchange,
+                    config.seed,
+                )
                 slots = inside // g.s * EDGE + inside % g.s
                 work[(slots + torch.arange(g.start, g.stop)[:, None] * BLOCK).view(-1)] = 1
             layout.unpack(work, list(out.values()))
@@ -102,7 +124,9 @@ def positions(
     return lambda exchange, name, shard: masks(exchange, shard)[name]
 
 
-def seeded_oracle(*args: Any, config: ExchangeConfig, shards: int = 1, active_copies: int = 1, **kw: Any) -> oracle.Demo:
+def seeded_oracle(
+    *args: Any, config: ExchangeConfig, shards: int = 1, active_copies: int = 1, **kw: Any
+) -> oracle.Demo:
     """DeMo at the positions of `config`."""
     shapes = {n: p.shape for n, p in args[0].items()}
     codec = config.channels[0].codec
@@ -125,7 +149,9 @@ def parts(layers: int, order: str) -> list[list[str]]:
     return oracle.fragments(list(layered.SHAPES), layers, order)
 
 
-def delta_case(config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw: Any) -> Case:
+def delta_case(
+    config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw: Any
+) -> Case:
     """Decoupled momentum: `kw` are the oracle's options and the case's fields."""
     fields = {k: kw.pop(k) for k in ("seed", "seeds", "tolerance") if k in kw}
     return Case(
@@ -140,7 +166,9 @@ def delta_case(config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimi
 
 CASES = {
     "full": Case(preset("full"), oracle.Full, adamw),
-    "local_sgd": Case(preset("local_sgd", period=P, clip=None), oracle.Averaging, sgd, {"period": P}, period=P),
+    "local_sgd": Case(
+        preset("local_sgd", period=P, clip=None), oracle.Averaging, sgd, {"period": P}, period=P
+    ),
     "local_adam": Case(
         preset("local_adam", period=P, clip=None),
         oracle.Averaging,
@@ -162,9 +190,19 @@ CASES = {
         {"period": P, "states": {"momentum_buffer": 8}},
         period=P,
     ),
-    "diloco": Case(preset("diloco", momentum_warmup=0, period=P, clip=None), oracle.DiLoCo, adamw, {"period": P}, period=P),
+    "diloco": Case(
+        preset("diloco", momentum_warmup=0, period=P, clip=None),
+        oracle.DiLoCo,
+        adamw,
+        {"period": P},
+        period=P,
+    ),
     "diloco-warmup": Case(
-        preset("diloco", period=P, momentum_warmup=3, clip=None), oracle.DiLoCo, adamw, {"period": P, "warmup": 3}, period=P
+        preset("diloco", period=P, momentum_warmup=3, clip=None),
+        oracle.DiLoCo,
+        adamw,
+        {"period": P, "warmup": 3},
+        period=P,
     ),
     "streaming_diloco": Case(
         preset("streaming_diloco", momentum_warmup=0, clip=None, **STREAM),
@@ -174,27 +212,46 @@ CASES = {
         model=LAYERED,
     ),
     "streaming-sequential": Case(
-        preset("streaming_diloco", momentum_warmup=0, clip=None, **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0}),
+        preset(
+            "streaming_diloco",
+            momentum_warmup=0,
+            clip=None,
+            **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0},
+        ),
         oracle.Streaming,
         adamw,
         {"period": 6, "parts": parts(3, "sequential")},
         model=LAYERED,
     ),
     "demo": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None), oracle.Demo, options={"coding": coding()}, seed=6
+        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
+        oracle.Demo,
+        options={"coding": coding()},
+        seed=6,
     ),
     "demo-v2": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", version=2, beta=0.95, topk=16, clip=None),
+        preset(
+            "demo",
+            **probe.PLAIN_EMBEDDINGS,
+            value_dtype="fp32",
+            version=2,
+            beta=0.95,
+            topk=16,
+            clip=None,
+        ),
         oracle.Demo,
         options={"sign": False, "beta": 0.95, "gain": 0.05, "alpha": 0.2, "coding": coding(k=16)},
         seeds={"2x2": 0, "4x1": 6},
     ),
     "demo-adamw": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", inner_optimizer="adamw", clip=None),
+        preset(
+            "demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", inner_optimizer="adamw", clip=None
+        ),
         oracle.Demo,
         adamw,
         {"sign": False, "coding": coding()},
-        tolerance=1e-4,  # AdamW divides by its own second moment, which is small where little arrives
+        # AdamW divides by its own second moment, which is small where little arrives
+        tolerance=1e-4,
         seeds={"2x2": 11, "4x1": 6},
     ),
     "demo-no-transform": Case(
@@ -206,10 +263,15 @@ CASES = {
     "random": Case(RANDOM, seeded_oracle, options={"config": RANDOM}),
     "stride": Case(STRIDE, seeded_oracle, options={"config": STRIDE, "sign": False, "beta": 0.9}),
     "consensus": delta_case(
-        preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"), coding=coding(), seed=4, seeds={"4x1": 3}
+        preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"),
+        coding=coding(),
+        seed=4,
+        seeds={"4x1": 3},
     ),
     "consensus-replicas-no-transform": delta_case(
-        preset("decoupled_momentum", period=P, value_dtype="fp32", transform=False, reducer="replicas"),
+        preset(
+            "decoupled_momentum", period=P, value_dtype="fp32", transform=False, reducer="replicas"
+        ),
         coding=coding(transform=False, senders=False),
     ),
     "released": delta_case(
@@ -218,14 +280,28 @@ CASES = {
         coding=coding(senders=False),
     ),
     "released-average": delta_case(
-        preset("decoupled_momentum", transform=True, rule="released", period=P, value_dtype="fp32", average_every=3),
+        preset(
+            "decoupled_momentum",
+            transform=True,
+            rule="released",
+            period=P,
+            value_dtype="fp32",
+            average_every=3,
+        ),
         adamw,
         rule="released",
         coding=coding(senders=False),
         average_every=3,
     ),
     "released-senders": delta_case(
-        preset("decoupled_momentum", transform=True, rule="released", period=P, value_dtype="fp32", reducer="senders"),
+        preset(
+            "decoupled_momentum",
+            transform=True,
+            rule="released",
+            period=P,
+            value_dtype="fp32",
+            reducer="senders",
+        ),
         rule="released",
         coding=coding(),
         tolerance=1e-4,  # the momentum grows at every exchange, and rounding with it
@@ -244,7 +320,9 @@ CASES = {
 
 @dataclass
 class Expected:
-    """What an oracle says: per step and replica the parameters; which elements are open because a sign hangs on rounding."""
+    """What an oracle says: per step and replica the parameters; which elements are open because a
+    sign hangs on rounding.
+    """
 
     params: list[list[dict[str, torch.Tensor]]]
     margin: float
@@ -258,32 +336,55 @@ def start(case_seed: int) -> dict[str, torch.Tensor]:
 
 def expected(case: Case, replicas: int, shards: int, seed: int, steps: int = STEPS) -> Expected:
     method = case.make(case.model.start(seed), replicas, case.inner, shards=shards, **case.options)
-    grads = [[case.model.island_gradient(seed, t, r) for r in range(replicas)] for t in range(steps)]
+    grads = [
+        [case.model.island_gradient(seed, t, r) for r in range(replicas)] for t in range(steps)
+    ]
     history = followed(method, grads)
     signed = isinstance(method, oracle.Demo) and method.sign
-    doubtful = {n: (method.smallest[n] < 1e-4) if signed else torch.zeros(p.shape, dtype=torch.bool) for n, p in method.theta[0].items()}
+    doubtful = {
+        n: (method.smallest[n] < 1e-4) if signed else torch.zeros(p.shape, dtype=torch.bool)
+        for n, p in method.theta[0].items()
+    }
     return Expected(history, method.margin, doubtful)
 
 
-def followed(method: oracle.Replicas, grads: Iterable[list[dict[str, torch.Tensor]]]) -> list[list[dict[str, torch.Tensor]]]:
+def followed(
+    method: oracle.Replicas, grads: Iterable[list[dict[str, torch.Tensor]]]
+) -> list[list[dict[str, torch.Tensor]]]:
     """The parameters of an oracle after each step: [step][replica]."""
     history = []
     for every in grads:
         method.step(every)
-        history.append([{n: p.detach().float().clone() for n, p in theta.items()} for theta in method.theta])
+        history.append(
+            [{n: p.detach().float().clone() for n, p in theta.items()} for theta in method.theta]
+        )
     return history
 
 
 def follow(
-    method: oracle.Replicas, seed: int, steps: int, names: list[str] | None = None, skips: tuple[tuple[int, int], ...] = ()
+    method: oracle.Replicas,
+    seed: int,
+    steps: int,
+    names: list[str] | None = None,
+    skips: tuple[tuple[int, int], ...] = (),
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """Run an oracle on the probe's gradients; `skips` are (step, replica) pairs where a replica drops its step. [step][replica]."""
+    """Run an oracle on the probe's gradients; `skips` are (step, replica) pairs where a replica
+    drops its step. [step][replica].
+    """
     history, weights = [], list(method.weights)
     for t in range(steps):
         left_out = [r for s, r in skips if s == t]
         if isinstance(method, oracle.Full):
             method.weights = [0.0 if r in left_out else w for r, w in enumerate(weights)]
-        history += followed(method, [[{} if r in left_out else probe.island_gradient(seed, t, r, names) for r in range(method.R)]])
+        history += followed(
+            method,
+            [
+                [
+                    {} if r in left_out else probe.island_gradient(seed, t, r, names)
+                    for r in range(method.R)
+                ]
+            ],
+        )
     return history
 
 
@@ -303,11 +404,16 @@ def worst_of(
     smallest: dict[str, torch.Tensor] | None = None,
 ) -> float:
     """`worst` for a history; elements whose sign hung on less than 1e-4 are left out."""
-    doubtful = {n: smallest[n] < 1e-4 if smallest else torch.zeros(p.shape, dtype=torch.bool) for n, p in truth[0][replica].items()}
+    doubtful = {
+        n: smallest[n] < 1e-4 if smallest else torch.zeros(p.shape, dtype=torch.bool)
+        for n, p in truth[0][replica].items()
+    }
     return worst(real, replica, Expected(truth, 0.0, doubtful))
 
 
-def trainer(case: Case, seed: int, steps: int, sharded: bool = True, **kw: Any) -> Callable[[Any], Any]:
+def trainer(
+    case: Case, seed: int, steps: int, sharded: bool = True, **kw: Any
+) -> Callable[[Any], Any]:
     """What each rank runs; only the first process of an island hands its parameters back."""
 
     def run(me: Any) -> Any:
@@ -316,17 +422,28 @@ def trainer(case: Case, seed: int, steps: int, sharded: bool = True, **kw: Any) 
         def inner(named: Any) -> torch.optim.Optimizer:
             return case.inner([p for _, p in named])
 
-        out = layered.train(me, model, case.config, inner, feed, steps, sharded, micro=case.micro, **kw)
+        out = layered.train(
+            me, model, case.config, inner, feed, steps, sharded, micro=case.micro, **kw
+        )
         return out["equal"], out["params"] if me.proc == 0 else None
 
     return run
 
 
 BOTH = ("2x2", "4x1")
-FIRST = ("full", "demo", "diloco", "consensus", "released")  # these also on islands that are not sharded
-VARIANTS = ("desloc-momentum", "demo-no-transform", "consensus-replicas-no-transform", "released-senders", "diloco-warmup")
+# these also on islands that are not sharded
+FIRST = ("full", "demo", "diloco", "consensus", "released")
+VARIANTS = (
+    "desloc-momentum",
+    "demo-no-transform",
+    "consensus-replicas-no-transform",
+    "released-senders",
+    "diloco-warmup",
+)
 VARIANTS += ("streaming-sequential",)
-COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VARIANTS] + [(n, "2x2-unsharded") for n in (*FIRST, "random")]
+COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VARIANTS] + [
+    (n, "2x2-unsharded") for n in (*FIRST, "random")
+]
 
 
 @pytest.mark.parametrize("name, islands", COMBINATIONS, ids=[f"{n}-{i}" for n, i in COMBINATIONS])
@@ -352,7 +469,7 @@ def test_follows_the_oracle(run_ranks, name, islands):
             assert equal == [False] * steps
 
 
-# -- a schedule, clipping, accumulation and weight decay, all at once --------------------------------------------------------
+# -- a schedule, clipping, accumulation and weight decay, all at once ----------------------------
 
 
 def warm_then_cosine(t: int) -> float:
@@ -360,39 +477,67 @@ def warm_then_cosine(t: int) -> float:
     return (t + 1) / 4 if t < 4 else 0.1 + 0.9 * math.cos(0.1 * t) ** 2
 
 
-ALL_FOUR = ("full", "local_sgd", "local_adam", "desloc", "diloco", "streaming_diloco", "demo", "demo-v2", "demo-adamw", "random")
+ALL_FOUR = (
+    "full",
+    "local_sgd",
+    "local_adam",
+    "desloc",
+    "diloco",
+    "streaming_diloco",
+    "demo",
+    "demo-v2",
+    "demo-adamw",
+    "random",
+)
 ALL_FOUR += ("stride", "consensus", "released", "released-average", "sparse_loco")
 SEEDS = {"demo": 1, "demo-adamw": 1, "consensus": 1, "sparse_loco": 1}
 CLIPS = {"demo-v2": 0.5, "stride": 5.0}  # of means of which little is sent at a step
 
 
 def all_four(name: str) -> Case:
-    """The case with clipping (the norms of the probe's gradients are about 200), a schedule, weight decay and two micro-batches.
+    """The case with clipping (the norms of the probe's gradients are about 200), a schedule, weight
+    decay and two micro-batches.
 
-    AdamW hardly minds a factor that is the same at all steps, so it is used only where the method needs it."""
+    AdamW hardly minds a factor that is the same at all steps, so it is used only where the method
+    needs it."""
     case, clip = CASES[name], CLIPS.get(name, 100.0)
     config = case.config.changed({"clip": clip, "inner_optimizers": ["as_is"]})
     options = {**case.options, "clip": clip, "schedule": warm_then_cosine}
     if "config" in options:
         options["config"] = config
     inner = adamw if name in ("local_adam", "desloc", "demo-adamw") else decayed
-    return replace(case, config=config, options=options, inner=inner, micro=2, seed=SEEDS.get(name, 0), seeds={})
+    return replace(
+        case,
+        config=config,
+        options=options,
+        inner=inner,
+        micro=2,
+        seed=SEEDS.get(name, 0),
+        seeds={},
+    )
 
 
 @pytest.mark.parametrize("name", ALL_FOUR)
 def test_schedule_clipping_accumulation_and_weight_decay(run_ranks, name):
-    case, procs = all_four(name), 2 if name in ("full", "desloc", "streaming_diloco", "demo", "consensus") else 1
+    case, procs = (
+        all_four(name),
+        2 if name in ("full", "desloc", "streaming_diloco", "demo", "consensus") else 1,
+    )
     results = run_ranks(trainer(case, case.seed, 13, schedule=warm_then_cosine), 2, procs)
     truth = expected(case, 2, procs, case.seed, 13)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
     free = expected(replace(case, options={**case.options, "clip": None}), 2, procs, case.seed, 13)
-    assert max(float((free.params[-1][0][n] - p).abs().max()) for n, p in truth.params[-1][0].items()) > 5e-5  # clipping did something
+    # clipping did something
+    assert (
+        max(float((free.params[-1][0][n] - p).abs().max()) for n, p in truth.params[-1][0].items())
+        > 5e-5
+    )
     for rank, (_, params) in enumerate(results):
         if params is not None:
             assert worst(params, rank // procs, truth) <= case.tolerance
 
 
-# -- codes -------------------------------------------------------------------------------------------------------------------
+# -- codes ---------------------------------------------------------------------------------------
 
 
 def coded(name: str, **changes: Any) -> ExchangeConfig:
@@ -403,10 +548,16 @@ RANDOM_BF16 = coded("random", topk=512, value_dtype="bf16", sign=False)
 CODED: dict[str, Case] = {
     "full-bf16": Case(coded("full", value_dtype="bf16"), oracle.Full, sgd, {"code": "bf16"}),
     "diloco-bf16": Case(
-        coded("diloco", momentum_warmup=0, period=P, value_dtype="bf16"), oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}
+        coded("diloco", momentum_warmup=0, period=P, value_dtype="bf16"),
+        oracle.DiLoCo,
+        sgd,
+        {"period": P, "code": "bf16"},
     ),
     "diloco-int8": Case(
-        coded("diloco", momentum_warmup=0, period=P, value_dtype="int8"), oracle.DiLoCo, sgd, {"period": P, "code": "int8"}
+        coded("diloco", momentum_warmup=0, period=P, value_dtype="int8"),
+        oracle.DiLoCo,
+        sgd,
+        {"period": P, "code": "int8"},
     ),
     "demo-bf16": Case(
         coded("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="bf16", transform=False, sign=False),
@@ -415,7 +566,10 @@ CODED: dict[str, Case] = {
         {"sign": False, "coding": coding(code="bf16", transform=False)},
     ),
     "demo-int8": Case(
-        coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False), oracle.Demo, sgd, {"sign": False, "coding": coding(code="int8")}
+        coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False),
+        oracle.Demo,
+        sgd,
+        {"sign": False, "coding": coding(code="int8")},
     ),
     "desloc-bf16": Case(
         coded("desloc", embeddings=True, period=3, value_dtype="bf16"),
@@ -446,25 +600,38 @@ CODED: dict[str, Case] = {
         model=LAYERED,
     ),
 }
-CODED_AT = [(n, {"diloco-int8": "2x2", "streaming-fp4": "2x2", "sparse_loco-2bit": "3x1"}.get(n, "2x1")) for n in CODED]
-CODED_AT += [(n, "4x1") for n in ("diloco-int8", "streaming-fp4", "sparse_loco-2bit", "muloco-int4")]
+CODED_AT = [
+    (n, {"diloco-int8": "2x2", "streaming-fp4": "2x2", "sparse_loco-2bit": "3x1"}.get(n, "2x1"))
+    for n in CODED
+]
+CODED_AT += [
+    (n, "4x1") for n in ("diloco-int8", "streaming-fp4", "sparse_loco-2bit", "muloco-int4")
+]
 
 
 @pytest.mark.parametrize("name, islands", CODED_AT, ids=[f"{n}-{i}" for n, i in CODED_AT])
 def test_coded_values_follow_the_oracle(run_ranks, name, islands):
-    """Rounding turns a difference of 1e-7 into one of a code now and then: nearly all elements must agree as closely as in fp32."""
+    """Rounding turns a difference of 1e-7 into one of a code now and then: nearly all elements must
+    agree as closely as in fp32.
+    """
     case, (count, procs, _) = CODED[name], ISLANDS[islands]
-    case = replace(case, options={**case.options, "dtype": torch.float32})  # so that hardly a scale or level is rounded another way
+    # so that hardly a scale or level is rounded another way
+    case = replace(case, options={**case.options, "dtype": torch.float32})
     truth = expected(case, count, procs, 3, 13).params
     for rank, (_, params) in enumerate(run_ranks(trainer(case, 3, 13), count, procs)):
         if params is None:
             continue
-        difference = torch.cat([(params[-1][n] - want).abs().reshape(-1) for n, want in truth[-1][rank // procs].items()])
+        difference = torch.cat(
+            [
+                (params[-1][n] - want).abs().reshape(-1)
+                for n, want in truth[-1][rank // procs].items()
+            ]
+        )
         assert float((difference > 2e-6).float().mean()) < 0.02
         assert float(difference.max()) < 0.05
 
 
-# -- computing in bf16, real gradients ---------------------------------------------------------------------------------------
+# -- computing in bf16, real gradients -----------------------------------------------------------
 
 LAYER_NAMES = [n for n, _ in layered.Small().named_parameters()]
 REAL: dict[str, Case] = {
@@ -481,9 +648,16 @@ REAL: dict[str, Case] = {
         adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)},
     ),
-    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"), adamw, coding=coding()),
+    "consensus": delta_case(
+        preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"),
+        adamw,
+        coding=coding(),
+    ),
     "sparse_loco": Case(
-        preset("sparse_loco", period=P, value_dtype="fp32", clip=None), oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}
+        preset("sparse_loco", period=P, value_dtype="fp32", clip=None),
+        oracle.SparseLoCo,
+        adamw,
+        {"period": P, "code": "fp32"},
     ),
 }
 
@@ -493,7 +667,9 @@ REAL_AT = [(n, i) for n in REAL for i in BOTH if i == "2x2" or n in ("full", "st
 
 @pytest.mark.parametrize("name, islands", REAL_AT, ids=[f"{n}-{i}" for n, i in REAL_AT])
 def test_computing_in_bf16(run_ranks, name, islands):
-    """Parameters stay fp32; the gradients of bf16 products, as they arrived before the exchange, are what the oracle gets."""
+    """Parameters stay fp32; the gradients of bf16 products, as they arrived before the exchange,
+    are what the oracle gets.
+    """
     case, (count, procs, _) = REAL[name], ISLANDS[islands]
 
     def run(me):
@@ -501,7 +677,17 @@ def test_computing_in_bf16(run_ranks, name, islands):
             return case.inner([p for _, p in named])
 
         loss = layered.small_loss(bf16=True)
-        out = layered.train(me, layered.Small(), case.config, inner, loss, STEPS, bf16=True, record=True, equal=lambda t: False)
+        out = layered.train(
+            me,
+            layered.Small(),
+            case.config,
+            inner,
+            loss,
+            STEPS,
+            bf16=True,
+            record=True,
+            equal=lambda t: False,
+        )
         return out if me.proc == 0 else None
 
     results = [out for out in run_ranks(run, count, procs) if out is not None]
@@ -511,13 +697,17 @@ def test_computing_in_bf16(run_ranks, name, islands):
     method = case.make(first, count, case.inner, shards=procs, **case.options)
     truth = followed(method, grads)
     for r, out in enumerate(results):
-        difference = torch.cat([(out["params"][-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()])
-        assert float((difference > 1e-5).float().mean()) < (0.001 if isinstance(method, oracle.Sparse) else 1e-9), name
+        difference = torch.cat(
+            [(out["params"][-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()]
+        )
+        assert float((difference > 1e-5).float().mean()) < (
+            0.001 if isinstance(method, oracle.Sparse) else 1e-9
+        ), name
     moved = max(float((p - first[n]).abs().max()) for n, p in truth[-1][0].items())
     assert moved > 1e-2
 
 
-# -- MuLoCo ------------------------------------------------------------------------------------------------------------------
+# -- MuLoCo --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("islands, code", [("4x1", "fp32"), ("2x2", "2bit"), ("4x1", "2bit")])
@@ -528,19 +718,45 @@ def test_muloco_on_measured_updates(run_ranks, islands, code):
 
     def run(me):
         loss = layered.small_loss(bf16=False)
-        out = layered.train(me, layered.Small(), config, MuonAdamW, loss, STEPS, record=True, equal=lambda t: t % P >= P - 2)
+        out = layered.train(
+            me,
+            layered.Small(),
+            config,
+            MuonAdamW,
+            loss,
+            STEPS,
+            record=True,
+            equal=lambda t: t % P >= P - 2,
+        )
         return out if me.proc == 0 else None
 
     results = [out for out in run_ranks(run, count, procs) if out is not None]
     model = layered.Small()
     order = [n for g in MuonAdamW(model.named_parameters()).param_groups for n in g["param_names"]]
-    first = {n: model.get_parameter(n).detach() for n in order}  # groups of values with a common level cross tensors in this order
+    # groups of values with a common level cross tensors in this order
+    first = {n: model.get_parameter(n).detach() for n in order}
     beta = None if code == "fp32" else 0.9
-    method = oracle.MuLoCo(first, count, sgd, shards=procs, period=P, lr=0.8, momentum=0.9, beta=beta, code=code, dtype=torch.float32)
-    updates = [[{n: out["after"][t][n] - p for n, p in out["before"][t].items()} for out in results] for t in range(STEPS)]
+    method = oracle.MuLoCo(
+        first,
+        count,
+        sgd,
+        shards=procs,
+        period=P,
+        lr=0.8,
+        momentum=0.9,
+        beta=beta,
+        code=code,
+        dtype=torch.float32,
+    )
+    updates = [
+        [{n: out["after"][t][n] - p for n, p in out["before"][t].items()} for out in results]
+        for t in range(STEPS)
+    ]
     truth = followed(method, updates)
     assert float(max(u.abs().max() for u in updates[0][0].values())) > 1e-3
     for r, out in enumerate(results):
         assert [e for e in out["equal"] if e is not None] == [False, True] * (STEPS // P)
-        difference = torch.cat([(out["params"][-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()])
+        difference = torch.cat(
+            [(out["params"][-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()]
+        )
         assert float((difference > 1e-5).float().mean()) < (1e-9 if code == "fp32" else 0.02)

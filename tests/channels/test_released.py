@@ -1,4 +1,6 @@
-"""Settings that do what the authors' released code does, against it written out; and what stands beside them by default."""
+"""Settings that do what the authors' released code does, against it written out; and what stands
+beside them by default.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Channel, ExchangeConfig, MuonAdamW, SyncSchedule, base_optimizer, preset
+from fsdp_demo import (
+    Accumulator,
+    Channel,
+    ExchangeConfig,
+    MuonAdamW,
+    SyncSchedule,
+    base_optimizer,
+    preset,
+)
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 
@@ -18,9 +28,19 @@ from ..exchange.test_ends import ended
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.layered import LAYERED
-from .test_presets_oracle import CASES, Case, coded, decayed, expected, followed, sgd, trainer, worst
+from .test_presets_oracle import (
+    CASES,
+    Case,
+    coded,
+    decayed,
+    expected,
+    followed,
+    sgd,
+    trainer,
+    worst,
+)
 
-# -- demo: the learning rate inside the momentum ---------------------------------------------------------------------------------
+# -- demo: the learning rate inside the momentum -------------------------------------------------
 
 
 def warm_up(t: int) -> float:
@@ -30,7 +50,15 @@ def warm_up(t: int) -> float:
 
 INSIDE = replace(
     CASES["demo"],
-    config=preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None, lr_inside=True, inner_optimizers="as_is", sign=True),
+    config=preset(
+        "demo",
+        **probe.PLAIN_EMBEDDINGS,
+        value_dtype="fp32",
+        clip=None,
+        lr_inside=True,
+        inner_optimizers="as_is",
+        sign=True,
+    ),
     inner=decayed,
     options={**CASES["demo"].options, "lr_inside": True, "schedule": warm_up},
     seeds={},
@@ -43,9 +71,12 @@ def test_demo_with_the_rate_inside_follows_the_released_form(run_ranks, procs):
     results = run_ranks(trainer(case, case.seed, 16, schedule=warm_up), islands, procs)
     truth = expected(case, islands, procs, case.seed, 16)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
-    plain = expected(replace(case, options={**case.options, "lr_inside": False}), islands, procs, case.seed, 16)
+    plain = expected(
+        replace(case, options={**case.options, "lr_inside": False}), islands, procs, case.seed, 16
+    )
     parted = [p != plain.params[-1][0][n] for n, p in truth.params[-1][0].items()]
-    assert sum(int(x.sum()) for x in parted) > 0.2 * sum(x.numel() for x in parted)  # a schedule tells them apart
+    # a schedule tells them apart
+    assert sum(int(x.sum()) for x in parted) > 0.2 * sum(x.numel() for x in parted)
     for rank, (_, params) in enumerate(results):
         if params is not None:
             assert worst(params, rank // procs, truth) <= case.tolerance
@@ -57,11 +88,30 @@ def test_each_parameter_has_the_rate_of_its_group(run_ranks):
     def two(params: Any) -> torch.optim.Optimizer:
         every = list(params)
         parts = [[p for p in every if (sum(p.shape) % 3 == 0) == some] for some in (False, True)]
-        return torch.optim.SGD([{"params": part, "lr": rate} for part, rate in zip(parts, (0.01, 0.04), strict=True)])
+        return torch.optim.SGD(
+            [{"params": part, "lr": rate} for part, rate in zip(parts, (0.01, 0.04), strict=True)]
+        )
 
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None, lr_inside=True, sign=False, topk=4096, beta=0.9)
+    config = preset(
+        "demo",
+        **probe.PLAIN_EMBEDDINGS,
+        value_dtype="fp32",
+        clip=None,
+        lr_inside=True,
+        sign=False,
+        topk=4096,
+        beta=0.9,
+    )
     results = run_ranks(lambda me: probe.train(me, config, two, 5)["params"], 2, 1)
-    method = oracle.Demo(probe_start(), 2, two, coding=oracle.Coding(k=4096, code="fp32"), sign=False, beta=0.9, lr_inside=True)
+    method = oracle.Demo(
+        probe_start(),
+        2,
+        two,
+        coding=oracle.Coding(k=4096, code="fp32"),
+        sign=False,
+        beta=0.9,
+        lr_inside=True,
+    )
     truth = followed(method, [[probe.island_gradient(0, t, r) for r in range(2)] for t in range(5)])
     for params in results:
         for t, step in enumerate(params):
@@ -79,9 +129,13 @@ def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
         config = preset("demo", lr_inside=inside, value_dtype="fp32")
-        exchange = fsdp_demo.attach(base_optimizer(config, model.parameters(), lr=2.0**-9), config, model=model)
+        exchange = fsdp_demo.attach(
+            base_optimizer(config, model.parameters(), lr=2.0**-9), config, model=model
+        )
         for t in range(6):
-            model(torch.randn(4, 64, generator=torch.Generator().manual_seed(t))).square().sum().backward()
+            model(
+                torch.randn(4, 64, generator=torch.Generator().manual_seed(t))
+            ).square().sum().backward()
             exchange.optimizers[0].step()
             exchange.optimizers[0].zero_grad()
         exchange.finish()
@@ -92,50 +146,96 @@ def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
 def test_the_rate_is_for_gradients() -> None:
     with pytest.raises(ValueError, match="accumulator.rate=True multiplies gradients"):
         ExchangeConfig(
-            "own", (Channel("delta", "delta", SyncSchedule(2), Accumulator(rate=True), applier=preset("diloco").channels[0].applier),)
+            "own",
+            (
+                Channel(
+                    "delta",
+                    "delta",
+                    SyncSchedule(2),
+                    Accumulator(rate=True),
+                    applier=preset("diloco").channels[0].applier,
+                ),
+            ),
         )
-    assert preset("random", **{"accumulator.rate": True}).channels[0].accumulator == Accumulator(beta=0.999, rate=True)
-    assert Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2))).scale(torch.ones(4), [2.0, 3.0]).tolist() == [3, 3, 2, 2]
+    assert preset("random", **{"accumulator.rate": True}).channels[0].accumulator == Accumulator(
+        beta=0.999, rate=True
+    )
+    assert Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2))).scale(
+        torch.ones(4), [2.0, 3.0]
+    ).tolist() == [3, 3, 2, 2]
 
 
-# -- muloco -------------------------------------------------------------------------------------------------------------------------
+# -- muloco --------------------------------------------------------------------------------------
 
 
 class QuantizedOuterSGD(oracle.Streaming):
-    """The released outer step: e = beta e + lr delta; the code of e is sent and leaves it; SGD steps by lr times the mean."""
+    """The released outer step: e = beta e + lr delta; the code of e is sent and leaves it; SGD
+    steps by lr times the mean.
+    """
 
     def __init__(self, *args: Any, **kw: Any):
         super().__init__(*args, gain=kw.get("lr", 0.8), **kw)
 
 
-MULOCO = {"period": 4, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4", "dtype": torch.float32}
-RELEASED_MULOCO = Case(coded("muloco", period=4, value_dtype="int4", released=True), QuantizedOuterSGD, sgd, MULOCO, model=LAYERED)
+MULOCO = {
+    "period": 4,
+    "lr": 0.8,
+    "momentum": 0.9,
+    "beta": 0.9,
+    "code": "int4",
+    "dtype": torch.float32,
+}
+RELEASED_MULOCO = Case(
+    coded("muloco", period=4, value_dtype="int4", released=True),
+    QuantizedOuterSGD,
+    sgd,
+    MULOCO,
+    model=LAYERED,
+)
 
 
 @pytest.mark.parametrize("steps", [12, 14])
 def test_muloco_released_steps_by_the_square_of_its_rate(run_ranks, steps):
-    """The twin, step for step, then the end, inside a round too, where the mean is plain whatever the gain is."""
+    """The twin, step for step, then the end, inside a round too, where the mean is plain whatever
+    the gain is.
+    """
     case = RELEASED_MULOCO
     method = case.make(LAYERED.start(0), 2, case.inner, **case.options)
-    truth = followed(method, [[LAYERED.island_gradient(0, t, r) for r in range(2)] for t in range(steps)])
+    truth = followed(
+        method, [[LAYERED.island_gradient(0, t, r) for r in range(2)] for t in range(steps)]
+    )
     method.finish()
     for final, equal, last in run_ranks(ended(case, steps), 2, 1):
         assert equal
         for n, p in method.theta[0].items():
-            for got, want in ((last[n], truth[-1][0][n] if steps % 4 == 0 else last[n]), (final[n], p.detach())):
-                assert float(((got - want).abs() > 1e-5).float().mean()) < 0.02, n  # a value may be rounded another way
+            for got, want in (
+                (last[n], truth[-1][0][n] if steps % 4 == 0 else last[n]),
+                (final[n], p.detach()),
+            ):
+                # a value may be rounded another way
+                assert float(((got - want).abs() > 1e-5).float().mean()) < 0.02, n
 
 
 def test_muloco_says_what_is_ours_and_what_is_released() -> None:
     ours, released = preset("muloco").channels[0], preset("muloco", released=True).channels[0]
     assert (ours.accumulator.gain, ours.applier.momentum_warmup) == (1.0, 20)
-    assert (released.accumulator.gain, released.applier.lr, released.applier.momentum_warmup) == (0.8, 0.8, 0)
-    assert preset("muloco", released=True, momentum_warmup=5).channels[0].applier.momentum_warmup == 5
+    assert (released.accumulator.gain, released.applier.lr, released.applier.momentum_warmup) == (
+        0.8,
+        0.8,
+        0,
+    )
+    assert (
+        preset("muloco", released=True, momentum_warmup=5).channels[0].applier.momentum_warmup == 5
+    )
     assert preset("muloco", released=True, value_dtype="fp32").channels[0].accumulator is None
 
 
-def muon_released(p: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
-    """Muon as MuLoCo's code has it: no Nesterov, the rate times sqrt(out / in), decay by the rate itself."""
+def muon_released(
+    p: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float
+) -> torch.Tensor:
+    """Muon as MuLoCo's code has it: no Nesterov, the rate times sqrt(out / in), decay by the rate
+    itself.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     buffer = torch.zeros_like(p)
     for g in grads:
@@ -156,35 +256,51 @@ def test_the_released_muon_is_reachable_by_options(shape) -> None:
     torch.manual_seed(0)
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
     w, v = torch.nn.Parameter(start.clone()), torch.nn.Parameter(torch.ones(5))
-    optimizer = base_optimizer(preset("muloco", released=True), [("w", w), ("v", v)], weight_decay=0.1, **RELEASED)
+    optimizer = base_optimizer(
+        preset("muloco", released=True), [("w", w), ("v", v)], weight_decay=0.1, **RELEASED
+    )
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)
     for g in grads:
         w.grad, v.grad = g.clone(), torch.ones(5)
         optimizer.step()
     want = muon_released(start, grads, 0.0224, 0.1)
-    assert float((w.detach() - want).norm()) < 0.03 * float((start - want).norm())  # products in bf16
-    assert optimizer.param_groups[-1]["lr"] == 0.0224 and optimizer.param_groups[-1]["betas"] == (0.9, 0.99)
+    # products in bf16
+    assert float((w.detach() - want).norm()) < 0.03 * float((start - want).norm())
+    assert optimizer.param_groups[-1]["lr"] == 0.0224 and optimizer.param_groups[-1]["betas"] == (
+        0.9,
+        0.99,
+    )
     assert optimizer.param_groups[0]["nesterov"] is False
 
 
 def test_the_factor_of_muon_is_one_of_three() -> None:
-    named = [("w", torch.nn.Parameter(torch.ones(4, 16))), ("u", torch.nn.Parameter(torch.ones(16, 4)))]
+    named = [
+        ("w", torch.nn.Parameter(torch.ones(4, 16))),
+        ("u", torch.nn.Parameter(torch.ones(16, 4))),
+    ]
     for adjust, groups in (("original", 1), ("match_rms_adamw", 1), ("sqrt_out_in", 2)):
         made = MuonAdamW(named, adjust=adjust)
         assert len(made.param_groups) == groups
-    assert [g["lr"] * g["weight_decay"] for g in made.param_groups] == pytest.approx([0.0224e-4] * 2)
+    assert [g["lr"] * g["weight_decay"] for g in made.param_groups] == pytest.approx(
+        [0.0224e-4] * 2
+    )
     assert [g["lr"] for g in made.param_groups] == [0.0112, 0.0224]
     with pytest.raises(ValueError, match="adjust='sqrt_in_out'.*did you mean 'sqrt_out_in'"):
         MuonAdamW(named, adjust="sqrt_in_out")
 
 
-# -- decoupled momentum -------------------------------------------------------------------------------------------------------------
+# -- decoupled momentum --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["consensus", "released"])
 def test_the_outer_rate_is_that_of_whole_tensors_too(rule) -> None:
     applier = preset("decoupled_momentum", rule=rule, lr=0.3).channels[0].applier
     assert (applier.lr, applier.dense_lr) == (0.3, 0.3)
-    assert preset("decoupled_momentum", rule=rule, lr=0.3, **{"applier.dense_lr": 0.5}).channels[0].applier.dense_lr == 0.5
+    assert (
+        preset("decoupled_momentum", rule=rule, lr=0.3, **{"applier.dense_lr": 0.5})
+        .channels[0]
+        .applier.dense_lr
+        == 0.5
+    )
     usual = preset("decoupled_momentum", rule=rule).channels[0].applier
     assert usual.lr == usual.dense_lr == (0.7 if rule == "released" else 1.0)

@@ -1,4 +1,6 @@
-"""A save while the durable store is being started again: training does not wait for it, and a later save asks it."""
+"""A save while the durable store is being started again: training does not wait for it, and a later
+save asks it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path:
     def fn(me: Any) -> Any:
         registry.PATIENCE = 60.0
         store = Durable(tmp_path / "keys")
-        board = registry.CheckpointRegistry(fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r"))
+        board = registry.CheckpointRegistry(
+            fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r")
+        )
         before = board.exchange([1])
         store.kill()
         with pytest.raises(StoreSilent) as error:

@@ -38,7 +38,9 @@ def run(model, optimizer, steps, seed=0):
 
 def saved(folder, preset="diloco", steps=5, **changes):
     """A folder with one part, and the state in it."""
-    model, optimizer, exchange = attached(preset, **({"period": 2} if preset == "diloco" else {}), **changes)
+    model, optimizer, exchange = attached(
+        preset, **({"period": 2} if preset == "diloco" else {}), **changes
+    )
     run(model, optimizer, steps)
     save_exchange(folder, exchange)
     state = copy.deepcopy(exchange.state_dict())
@@ -57,10 +59,12 @@ def equal(a, b):
         return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(equal, a, b))
-    return (a == b and type(a) is type(b)) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+    return (a == b and type(a) is type(b)) or (
+        isinstance(a, float) and math.isnan(a) and math.isnan(b)
+    )
 
 
-# -- the form on disk -------------------------------------------------------------------------------------------------------
+# -- the form on disk ----------------------------------------------------------------------------
 
 
 def test_a_tree_comes_back_bit_for_bit_and_without_pickle(tmp_path):
@@ -100,7 +104,9 @@ def test_a_part_tells_who_saved_it(tmp_path):
         "world": 1,
     }
     assert fsdp_demo.ExchangeConfig.from_dict(head["config"]).digest() == head["digest"]
-    assert [p["name"] for p in head["parameters"]] == ["weight", "bias"] and head["parameters"][0]["shape"] == [66, 70]
+    assert [p["name"] for p in head["parameters"]] == ["weight", "bias"] and head["parameters"][0][
+        "shape"
+    ] == [66, 70]
 
 
 PRESETS = {
@@ -155,14 +161,22 @@ def test_attach_takes_a_saved_state_bit_for_bit(run_ranks, name, sharded):
         steps(model, optimizer, 5, 9)
         same = equal(state, exchange.state_dict()) and equal(whole, probe.parts(model))
         exchange.detach()
-        late = [crc32(f / f"rank{me.proc}.safetensors") for f in (folder, me.folder / f"late{me.island}")]
+        late = [
+            crc32(f / f"rank{me.proc}.safetensors")
+            for f in (folder, me.folder / f"late{me.island}")
+        ]
         return same, flights, late[0] == late[1]
 
     for same, flights, late in run_ranks(job, islands=2, procs=2 if sharded else 1):
-        assert same and late and flights == (2 if name == "demo, delayed" else 1 if name == "streaming_diloco" else 0)
+        assert (
+            same
+            and late
+            and flights
+            == (2 if name == "demo, delayed" else 1 if name == "streaming_diloco" else 0)
+        )
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------
 
 
 def cut(path, keep):
@@ -184,12 +198,18 @@ def newer(path):
 
 DAMAGE = {
     "no part": (lambda f: [p.unlink() for p in f.iterdir()], "no part of an exchange's state"),
-    "no json": (lambda f: (f / "rank0.json").rename(f / "rank0.json.part"), "only unfinished files"),
+    "no json": (
+        lambda f: (f / "rank0.json").rename(f / "rank0.json.part"),
+        "only unfinished files",
+    ),
     "no tensors": (lambda f: (f / "rank0.safetensors").unlink(), "rank0.safetensors is missing"),
     "cut": (lambda f: cut(f / "rank0.safetensors", 1000), "has 1000 bytes.*half-written or cut"),
     "cut json": (lambda f: cut(f / "rank0.json", 200), "rank0.json is damaged"),
     "flipped json": (lambda f: flip(f / "rank0.json", -300), "rank0.json is damaged"),
-    "newer": (lambda f: newer(f / "rank0.json"), "format 3, written by fsdp_demo 9.1.*install fsdp_demo 9.1 or newer"),
+    "newer": (
+        lambda f: newer(f / "rank0.json"),
+        "format 3, written by fsdp_demo 9.1.*install fsdp_demo 9.1 or newer",
+    ),
 }
 
 
@@ -212,9 +232,18 @@ def test_flipped_tensors_are_found_when_they_are_read(tmp_path):
 
 
 FOREIGN = {
-    "preset": (lambda: {"preset": "decoupled_momentum", "period": 2}, "saved by preset 'diloco', this run has 'decoupled_momentum'"),
-    "shapes": (lambda: {"model": nn.Linear(70, 65), "period": 2}, "another model: weight is .66, 70. there, .65, 70. here"),
-    "names": (lambda: {"model": nn.Sequential(nn.Linear(70, 66)), "period": 2}, r"another model: 0.weight is absent there"),
+    "preset": (
+        lambda: {"preset": "decoupled_momentum", "period": 2},
+        "saved by preset 'diloco', this run has 'decoupled_momentum'",
+    ),
+    "shapes": (
+        lambda: {"model": nn.Linear(70, 65), "period": 2},
+        "another model: weight is .66, 70. there, .65, 70. here",
+    ),
+    "names": (
+        lambda: {"model": nn.Sequential(nn.Linear(70, 66)), "period": 2},
+        r"another model: 0.weight is absent there",
+    ),
 }
 
 
@@ -239,11 +268,24 @@ def test_an_outline_has_names_and_no_tensors(tmp_path):
     whole = saved(tmp_path)
     outline = load_exchange(tmp_path).outline(0)
     assert (outline.step, outline.last) == (5, whole["last"])
-    assert all(set(work) == {"tensor"} for kept in outline.channels.values() for work in kept.workspaces.values())
+    assert all(
+        set(work) == {"tensor"}
+        for kept in outline.channels.values()
+        for work in kept.workspaces.values()
+    )
     head, state = read_part(tmp_path / "rank0.json")
-    late = {"step": 4, "members": ["delta"], "parts": {"delta": {"step": 4, "speed": 2}}, "arrived": None}
+    late = {
+        "step": 4,
+        "members": ["delta"],
+        "parts": {"delta": {"step": 4, "speed": 2}},
+        "arrived": None,
+    }
     write_part(tmp_path, "rank0", head, {**state, "in_flight": [late]})
-    with pytest.raises(ValueError, match=r"rank0.json holds what this fsdp_demo, .*'speed'.*install that one, or start the exchange anew"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank0.json holds what this fsdp_demo, .*'speed'.*install that one, or start the "
+        r"exchange anew",
+    ):
         load_exchange(tmp_path).outline(0)
     with pytest.raises(ValueError, match="'speed'"):
         inspect(tmp_path)
@@ -255,7 +297,10 @@ def test_parts_of_several_islands_and_of_lost_ranks(tmp_path):
         for rank in range(2):
             head, state = read_part(tmp_path / "a" / "rank0.json")
             write_part(
-                tmp_path / f"replica{island}", f"rank{rank}", head | {"island": island, "rank": rank, "world": 2, "islands": 2}, state
+                tmp_path / f"replica{island}",
+                f"rank{rank}",
+                head | {"island": island, "rank": rank, "world": 2, "islands": 2},
+                state,
             )
     shutil.rmtree(tmp_path / "a")
     found = load_exchange(tmp_path)
@@ -282,7 +327,11 @@ def test_the_first_form_is_refused_by_name(tmp_path, below):
     place = tmp_path / below
     place.mkdir(exist_ok=True)
     (place / "rank0.pt").write_bytes(b"a pickle")
-    with pytest.raises(ValueError, match=r"rank0.pt has format 0 .*go on with the fsdp_demo that saved it; .*attach\(\.\.\., step=STEP\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank0.pt has format 0 .*go on with the fsdp_demo that saved it; "
+        r".*attach\(\.\.\., step=STEP\)",
+    ):
         load_exchange(tmp_path)
     _, _, exchange = attached(period=2)
     save_exchange(place, exchange)  # a json beside it counts
@@ -290,7 +339,7 @@ def test_the_first_form_is_refused_by_name(tmp_path, below):
     assert load_exchange(tmp_path).heads[0]["format"] == 2
 
 
-# -- which checkpoints stay -------------------------------------------------------------------------------------------------
+# -- which checkpoints stay ----------------------------------------------------------------------
 
 
 def single(tmp_path, keep=2):
@@ -304,9 +353,16 @@ def write(text="x"):
 def test_a_checkpoint_is_whole_or_not_there(tmp_path):
     kept = single(tmp_path)
     kept.save(10, write())
-    assert kept.complete() == [10] and sorted(p.name for p in tmp_path.iterdir()) == [".life.json", "checkpoint-10"]
+    assert kept.complete() == [10] and sorted(p.name for p in tmp_path.iterdir()) == [
+        ".life.json",
+        "checkpoint-10",
+    ]
     content = json.loads((kept.path(10) / MANIFEST).read_text())
-    assert content["version"] == 1 and content["step"] == 10 and content["files"]["a.txt"]["bytes"] == 1
+    assert (
+        content["version"] == 1
+        and content["step"] == 10
+        and content["files"]["a.txt"]["bytes"] == 1
+    )
 
     def fails(folder):
         (folder / "a.txt").write_text("half")
@@ -331,13 +387,18 @@ def test_the_newest_stay(tmp_path):
     for step in range(1, 5):
         kept.save(step, write())
     assert kept.complete() == [3, 4] and kept.common == 4
-    assert [single(tmp_path).resolve_resume_step(), single(tmp_path / "other").resolve_resume_step()] == [4, None]
+    assert [
+        single(tmp_path).resolve_resume_step(),
+        single(tmp_path / "other").resolve_resume_step(),
+    ] == [4, None]
     with pytest.raises(ValueError, match=r"holds checkpoints of steps \[3, 4\]: go on from there"):
         single(tmp_path).resolve_resume_step(resume=False)
     cut(kept.path(4) / MANIFEST, 20)
     assert single(tmp_path).resolve_resume_step() == 3
     manifest = kept.path(3) / MANIFEST
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 2, "package": "9.1"}))
+    manifest.write_text(
+        json.dumps(json.loads(manifest.read_text()) | {"version": 2, "package": "9.1"})
+    )
     with pytest.raises(ValueError, match="version 2, written by fsdp_demo 9.1"):
         single(tmp_path).resolve_resume_step()
     with pytest.raises(ValueError, match="keep=0"):
@@ -361,7 +422,9 @@ def test_training_goes_on_while_one_is_written(tmp_path):
 
 
 def plays(me, plan, keep=2, resume=True, take_over=False):
-    """Saves the steps of `plan` for this island in turns with the others, then what is there and what is agreed on in the next run."""
+    """Saves the steps of `plan` for this island in turns with the others, then what is there and
+    what is agreed on in the next run.
+    """
     topology = fsdp_demo.Topology.from_env()
     kept = CheckpointManager(me.folder / f"home{me.island}", topology, keep)
     for turn, (island, steps) in enumerate(plan, 1):
@@ -370,11 +433,15 @@ def plays(me, plan, keep=2, resume=True, take_over=False):
                 kept.save(step, lambda folder: (folder / f"rank{me.proc}").write_text("x") and None)
         with open(me.folder / f"done{me.rank}", "a") as file:
             file.write("x")
-        while sum(len(p.read_text()) for p in me.folder.glob("done*")) < turn * me.islands * me.procs:
+        while (
+            sum(len(p.read_text()) for p in me.folder.glob("done*")) < turn * me.islands * me.procs
+        ):
             time.sleep(0.01)
     kept.close()
     try:
-        return kept.complete(), CheckpointManager(me.folder / f"home{me.island}", topology, keep).resolve_resume_step(resume, take_over)
+        return kept.complete(), CheckpointManager(
+            me.folder / f"home{me.island}", topology, keep
+        ).resolve_resume_step(resume, take_over)
     except ValueError as error:
         return kept.complete(), str(error)
 
@@ -382,7 +449,10 @@ def plays(me, plan, keep=2, resume=True, take_over=False):
 def test_no_island_removes_what_another_still_needs(run_ranks):
     """Island 0 is far ahead; island 1 has said that it holds 2, and later 8."""
     ahead = [(0, [2]), (1, [2]), (0, [4, 6, 8, 10]), (1, [])]
-    assert run_ranks(plays, islands=2, procs=2, args=(ahead,)) == [([2, 4, 6, 8, 10], 2)] * 2 + [([2], 2)] * 2
+    assert (
+        run_ranks(plays, islands=2, procs=2, args=(ahead,))
+        == [([2, 4, 6, 8, 10], 2)] * 2 + [([2], 2)] * 2
+    )
     after = [*ahead, (1, [4, 6, 8]), (0, [12])]
     (mine, step), _, (theirs, _), _ = run_ranks(plays, islands=2, procs=2, args=(after,))
     assert step == 8 and mine == [8, 10, 12] and theirs == [6, 8]
@@ -391,7 +461,10 @@ def test_no_island_removes_what_another_still_needs(run_ranks):
 def test_nothing_in_common_is_refused_with_what_each_holds(run_ranks):
     plan = [(0, [4]), (1, [6])]
     for _, text in run_ranks(plays, islands=2, procs=1, args=(plan,)):
-        assert "no checkpoint is held by all islands (island0: 4; island1: 6)" in text and "--take-over" in text
+        assert (
+            "no checkpoint is held by all islands (island0: 4; island1: 6)" in text
+            and "--take-over" in text
+        )
     for _, step in run_ranks(plays, islands=2, procs=2, args=(plan, 2, True, True)):
         assert step == 6
     for _, step in run_ranks(plays, islands=2, procs=1, args=([(0, [4])], 2, True, True)):
@@ -402,8 +475,12 @@ def test_nothing_in_common_is_refused_with_what_each_holds(run_ranks):
 
 def test_one_that_resumes_beside_one_that_does_not_is_refused(run_ranks):
     def job(me):
-        with pytest.raises(ValueError, match="islands differ in resume .island0: True, island1: False"):
-            CheckpointManager(me.folder / str(me.island), fsdp_demo.Topology.from_env()).resolve_resume_step(resume=me.island == 0)
+        with pytest.raises(
+            ValueError, match="islands differ in resume .island0: True, island1: False"
+        ):
+            CheckpointManager(
+                me.folder / str(me.island), fsdp_demo.Topology.from_env()
+            ).resolve_resume_step(resume=me.island == 0)
 
     run_ranks(job, islands=2, procs=2)
 

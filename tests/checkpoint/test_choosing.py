@@ -1,4 +1,6 @@
-"""From which state each island goes on: what all hold, what may be joined, and who must ask a person."""
+"""From which state each island goes on: what all hold, what may be joined, and who must ask a
+person.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_states_between_the_same_exchanges_are_joined_each_at_its_own_step():
     a = [*at(10, applied="9"), *at(17, applied="9", kind="emergency")]
     b = [*at(10, applied="9"), *at(19, applied="9", kind="emergency")]
     assert chosen([a, b]) == [17, 19] and chosen([a, b], "auto") == [17, 19]
-    late = [*at(10, applied="9"), *at(21, applied="20", kind="emergency")]  # has applied what the other has lost
+    # has applied what the other has lost
+    late = [*at(10, applied="9"), *at(21, applied="20", kind="emergency")]
     assert chosen([a, late]) == [17, 10]
 
 
@@ -50,7 +53,8 @@ def test_equal_steps_after_unlike_exchanges_are_not_common():
     held = [at(20, applied="19", kind="emergency"), at(20, applied="9", kind="emergency")]
     with pytest.raises(NeedsDecision, match="at equal steps they have applied unlike exchanges"):
         chosen(held)
-    assert chosen([[*at(10, applied="9"), *held[0]], [*at(10, applied="9"), *held[1]]]) == [10, 20]  # between the same ones: 9
+    # between the same ones: 9
+    assert chosen([[*at(10, applied="9"), *held[0]], [*at(10, applied="9"), *held[1]]]) == [10, 20]
 
 
 def test_states_of_earlier_releases_count_at_equal_steps_only():
@@ -63,16 +67,24 @@ def test_of_a_checkpoint_and_an_emergency_the_one_that_fits():
     both = [*at(20, applied="9"), *at(20, applied="19", kind="emergency")]
     found = choose(["a", "b"], [both, at(20, applied="19", kind="emergency")], "common")
     assert [h.kind for h in found] == ["emergency", "emergency"]
-    assert [h.kind for h in choose(["a", "b"], [both, at(20, applied="9")], "common")] == ["checkpoint", "checkpoint"]
+    assert [h.kind for h in choose(["a", "b"], [both, at(20, applied="9")], "common")] == [
+        "checkpoint",
+        "checkpoint",
+    ]
 
 
 def test_auto_takes_over_only_where_an_island_holds_none():
     for held in ([at(10), []], [[], at(10)], [at(1, kind="emergency"), []]):
         with pytest.raises(NeedsDecision, match="--resume auto"):
             chosen(held)
-        assert chosen(held, "auto") == [held[0][0].step if held[0] else None, held[1][0].step if held[1] else None]
+        assert chosen(held, "auto") == [
+            held[0][0].step if held[0] else None,
+            held[1][0].step if held[1] else None,
+        ]
     assert chosen([at(10, 20), at(10), []], "auto") == [10, 10, None]
-    with pytest.raises(NeedsDecision, match="step 12 of island1.*--take-over.*start anew") as caught:
+    with pytest.raises(
+        NeedsDecision, match="step 12 of island1.*--take-over.*start anew"
+    ) as caught:
         chosen([at(10), at(12)], "auto")
     assert "no checkpoint is held by all islands (island0: 10; island1: 12)" in str(caught.value)
     assert chosen([at(10), at(12)], "take_over") == [None, 12]
@@ -80,7 +92,9 @@ def test_auto_takes_over_only_where_an_island_holds_none():
 
 
 def test_swapped_folders_are_refused_copies_are_not():
-    with pytest.raises(NeedsDecision, match=r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"):
+    with pytest.raises(
+        NeedsDecision, match=r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"
+    ):
         chosen([at(10, owner=1), at(10, owner=0)])
     assert chosen([at(10, owner=1), at(10, owner=0)], "take_over") == [10, 10]
     assert chosen([at(10, owner=0), at(10, owner=0)]) == [10, 10]  # a copy of one island's folder
@@ -94,12 +108,18 @@ STATES = st.builds(Held, st.integers(0, 6), st.just("checkpoint"), st.sampled_fr
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(STATES, max_size=5), min_size=1))
 def test_what_is_chosen_is_held_and_fits(held):
-    """Of any lists: each island gets a state of its own; all are of one step, or have applied the same."""
+    """Of any lists: each island gets a state of its own; all are of one step, or have applied the
+    same.
+    """
     for states in [together(held), *alike(held)]:
         if states is None:
             continue
         assert all(state in each for state, each in zip(states, held, strict=True))
-        assert len({h.step for h in states}) == 1 or len({h.applied for h in states}) == 1 and states[0].applied
+        assert (
+            len({h.step for h in states}) == 1
+            or len({h.applied for h in states}) == 1
+            and states[0].applied
+        )
         assert len({h.applied for h in states if h.applied}) <= 1
     if (common := together(held)) is not None and (same := alike(held)):
         assert min(h.step for h in common) >= max(s[0].step for s in same)
@@ -113,7 +133,8 @@ def test_what_heads_say(tmp_path):
     part(0, applied={"b": 4, "a": -1})
     part(1, applied={"a": -1, "b": 4})
     assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1, "")
-    assert look(tmp_path, 3) == ("", -1, "")  # another number of islands: equal steps only, and nobody owns it
+    # another number of islands: equal steps only, and nobody owns it
+    assert look(tmp_path, 3) == ("", -1, "")
     part(1, applied={"a": -1, "b": 9})
     with pytest.raises(ValueError, match="unlike exchanges"):
         look(tmp_path, 2)
@@ -124,14 +145,16 @@ def test_what_heads_say(tmp_path):
         look(tmp_path, 2, [5])
 
 
-# -- one rule for plain loops, the Trainer and DeepSpeed ---------------------------------------------------------------------------
+# -- one rule for plain loops, the Trainer and DeepSpeed -----------------------------------------
 
 
 class Told(CheckpointRegistry):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
-        super().__init__(fsdp_demo.Topology("islands", islands=1 + len(others), name="island0", transport="gloo"))
+        super().__init__(
+            fsdp_demo.Topology("islands", islands=1 + len(others), name="island0", transport="gloo")
+        )
         self.others = list(others)
 
     def meet(self, note):
@@ -148,7 +171,10 @@ def note(*steps, **more):
 def test_a_board_chooses_for_all_islands():
     assert Told(note(10, 20)).choose(at(10, 20, 30), "common") == [Held(20)] * 2
     assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [Held(10), None]
-    with pytest.raises(NeedsDecision, match=r"islands differ in resume \(island0: True, island1: False\): give the same on all"):
+    with pytest.raises(
+        NeedsDecision,
+        match=r"islands differ in resume \(island0: True, island1: False\): give the same on all",
+    ):
         Told(note(10, resume=False)).choose(at(10), "common", resume=True)
     for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5, 6]]}):
         with pytest.raises(ValueError, match="note of another form"):
@@ -156,12 +182,24 @@ def test_a_board_chooses_for_all_islands():
 
 
 def test_a_board_knows_what_all_hold_by_now():
-    assert Told([[10, "9"], [20, "19"]]).common([*at(10, applied="9"), *at(20, applied="9"), *at(30)]) == 10
-    assert Told(None).common(at(10)) is None and Told([]).common(at(10)) is None and Told([[10, ""]]).common(at(10, 20)) == 10
+    assert (
+        Told([[10, "9"], [20, "19"]]).common([*at(10, applied="9"), *at(20, applied="9"), *at(30)])
+        == 10
+    )
+    assert (
+        Told(None).common(at(10)) is None
+        and Told([]).common(at(10)) is None
+        and Told([[10, ""]]).common(at(10, 20)) == 10
+    )
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 30), unique=True), st.integers(-1, 31), st.integers(1, 6), st.none() | st.integers(0, 30))
+@given(
+    st.lists(st.integers(0, 30), unique=True),
+    st.integers(-1, 31),
+    st.integers(1, 6),
+    st.none() | st.integers(0, 30),
+)
 def test_rotation_deletes_nothing_that_is_needed(steps, common, keep, best):
     steps = sorted(steps)
     gone = superfluous(steps, common, keep, best)
@@ -176,7 +214,10 @@ def test_the_third_failure_in_a_row_raises(caplog):
         failures.failed("checkpoint of step 4 not saved", full, speaks=False)
         failures.made()
     assert (failures.count, failures.in_a_row) == (4, 0)
-    text = "island1: checkpoint of step 4 not saved ([Errno 28] No space left); training goes on, failure 1 in a row of the 3 that end it"
+    text = (
+        "island1: checkpoint of step 4 not saved ([Errno 28] No space left); training goes on, "
+        "failure 1 in a row of the 3 that end it"
+    )
     assert [r.message for r in caplog.records] == [text + see("save-failed")] * 2
     failures.failed("it", full)
     failures.failed("it", full)
@@ -191,13 +232,20 @@ class Begun(fsdp_demo.Topology):
 
 
 def test_islands_that_have_not_begun_are_not_asked():
-    """What they hold is not waited for, folders are those of slots, and rotation goes on without them until they say something."""
+    """What they hold is not waited for, folders are those of slots, and rotation goes on without
+    them until they say something.
+    """
     store = Asker(dist.HashStore(), "the test", 5.0)
-    boards = {i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0)) for i in (0, 1, 2, 3)}
+    boards = {
+        i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0))
+        for i in (0, 1, 2, 3)
+    }
     for registry in boards.values():
         registry._asker = store
     for i in (2, 3):
-        store.set(f"note/{i}", json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]}))
+        store.set(
+            f"note/{i}", json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]})
+        )
     assert boards[0].choose([Held(10, owner=0)], "common") == [Held(10, owner=i) for i in (0, 2, 3)]
     boards[2].exchange([[10, ""]])
     assert boards[0].common(at(10)) is None  # island 3 has not said anything yet

@@ -1,4 +1,5 @@
-"""An exchange that was cut off by a loss: the emergency states, taken up again, give the run that was never interrupted, bit for bit.
+"""An exchange that was cut off by a loss: the emergency states, taken up again, give the run that
+was never interrupted, bit for bit.
 
 Islands are threads; what is cut off is one of their messages, on its way (`Tap`).
 """
@@ -30,7 +31,9 @@ CONFIGS = {
     "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner_optimizers="as_is"),
     "consensus": preset("decoupled_momentum", period=4, inner_optimizers="as_is"),
     "released": preset("decoupled_momentum", rule="released", period=4, inner_optimizers="as_is"),
-    "released, averaged": preset("decoupled_momentum", rule="released", period=2, average_every=2, inner_optimizers="as_is"),
+    "released, averaged": preset(
+        "decoupled_momentum", rule="released", period=2, average_every=2, inner_optimizers="as_is"
+    ),
     "sparse_loco": preset("sparse_loco", period=4, inner_optimizers="as_is"),
     "muloco": preset("muloco", period=4, inner_optimizers="as_is"),
     "local_sgd": preset("local_sgd", period=4),
@@ -41,7 +44,9 @@ STEPS = 18
 
 
 def cut_after(exchange: Any, step: int, sends: int) -> None:
-    """From step `step` on, let `sends` more messages leave; then the line is dead, on this side as on the other."""
+    """From step `step` on, let `sends` more messages leave; then the line is dead, on this side as
+    on the other.
+    """
     left = [sends]
 
     def change(data: torch.Tensor, index: int) -> torch.Tensor:
@@ -73,13 +78,23 @@ def left(small: Small) -> Any:
 
 
 def end_of(small: Small) -> Any:
-    """What a small run holds, but for what is counted anew in every life, and for norms, which are those of what has come so far."""
+    """What a small run holds, but for what is counted anew in every life, and for norms, which are
+    those of what has come so far.
+    """
     params, optimizer, state = left(small)
-    return params, optimizer, {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses", "norms")}
+    return (
+        params,
+        optimizer,
+        {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses", "norms")},
+    )
 
 
-def interrupted(config: ExchangeConfig, at: int, sends: int, count: int = 2) -> tuple[list[Any], list[int]]:
-    """The same with a line that is cut at step `at` after `sends` messages; the states are saved as `guard` does, and taken up again."""
+def interrupted(
+    config: ExchangeConfig, at: int, sends: int, count: int = 2
+) -> tuple[list[Any], list[int]]:
+    """The same with a line that is cut at step `at` after `sends` messages; the states are saved as
+    `guard` does, and taken up again.
+    """
 
     def first(i: int, topology: Topology) -> Any:
         small = Small(topology, config)
@@ -105,8 +120,12 @@ def interrupted(config: ExchangeConfig, at: int, sends: int, count: int = 2) -> 
 
 @pytest.mark.parametrize("sends", [0, 1])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_was_cut_off_is_made_up_for_bit_for_bit(run_ranks: Callable[..., Any], name: str, sends: int) -> None:
-    """Cut in the middle of a message: before anything left, or after one of the two islands' first messages."""
+def test_what_was_cut_off_is_made_up_for_bit_for_bit(
+    run_ranks: Callable[..., Any], name: str, sends: int
+) -> None:
+    """Cut in the middle of a message: before anything left, or after one of the two islands' first
+    messages.
+    """
     config = CONFIGS[name]
 
     def run() -> Any:
@@ -114,7 +133,14 @@ def test_what_was_cut_off_is_made_up_for_bit_for_bit(run_ranks: Callable[..., An
         for at in (7, 8):
             found, steps = interrupted(config, at, sends)
             if not all(same(a, b) for a, b in zip(found, expected, strict=True)):
-                return at, steps, [[same(x, y) for x, y in zip(a, b, strict=True)] for a, b in zip(found, expected, strict=True)]
+                return (
+                    at,
+                    steps,
+                    [
+                        [same(x, y) for x, y in zip(a, b, strict=True)]
+                        for a, b in zip(found, expected, strict=True)
+                    ],
+                )
         return "the same"
 
     assert run_ranks(run, 1, 1, timeout=100) == ["the same"]
@@ -132,13 +158,25 @@ def test_the_very_first_exchange_is_made_up_for(run_ranks: Callable[..., Any], n
     assert run_ranks(run, 1, 1, timeout=100) == [([0, 0], [True, True])]
 
 
-APART = ["diloco", "diloco, int8", "consensus", "released", "sparse_loco", "muloco", "local_sgd", "diloco, late", "local_sgd, late"]
+APART = [
+    "diloco",
+    "diloco, int8",
+    "consensus",
+    "released",
+    "sparse_loco",
+    "muloco",
+    "local_sgd",
+    "diloco, late",
+    "local_sgd, late",
+]
 
 
 @pytest.mark.parametrize("name", APART)
-def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(run_ranks: Callable[..., Any], name: str) -> None:
-    """Steps 9 and 11 of periods of 4 (with a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from
-    where it was; nothing is lost."""
+def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(
+    run_ranks: Callable[..., Any], name: str
+) -> None:
+    """Steps 9 and 11 of periods of 4 (with a delay 8 and 9, while a payload is under way): no
+    exchange lies between. Each goes on from where it was; nothing is lost."""
     config, steps = CONFIGS[name], [9, 8] if "late" in name else [11, 9]
 
     def first(i: int, topology: Topology) -> Any:
@@ -156,15 +194,21 @@ def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(run_ranks: Ca
         expected = whole(config)
         saved.extend(values(threaded.islands(first)))
         found = values(threaded.islands(second))
-        return [b for b, _ in found], all(same(a, b) for (_, a), b in zip(found, expected, strict=True))
+        return [b for b, _ in found], all(
+            same(a, b) for (_, a), b in zip(found, expected, strict=True)
+        )
 
     saved: list[Any] = []
     assert run_ranks(run, 1, 1, timeout=100) == [(steps, True)]
 
 
 @pytest.mark.parametrize("name", ["diloco", "consensus", "released, averaged", "local_sgd"])
-def test_one_stopped_before_an_exchange_that_the_other_had_begun(run_ranks: Callable[..., Any], name: str) -> None:
-    """Island 1 leaves after step 7 of periods of 4, or of 2: island 0 loses it in the exchange of step 8, which both make up for."""
+def test_one_stopped_before_an_exchange_that_the_other_had_begun(
+    run_ranks: Callable[..., Any], name: str
+) -> None:
+    """Island 1 leaves after step 7 of periods of 4, or of 2: island 0 loses it in the exchange of
+    step 8, which both make up for.
+    """
     config = CONFIGS[name]
 
     def first(i: int, topology: Topology) -> Any:
@@ -185,14 +229,20 @@ def test_one_stopped_before_an_exchange_that_the_other_had_begun(run_ranks: Call
         expected = whole(config)
         saved.extend(values(threaded.islands(first, timeout=3)))
         found = values(threaded.islands(second))
-        return [s[2]["step"] for s in saved], all(same(a, b) for a, b in zip(found, expected, strict=True))
+        return [s[2]["step"] for s in saved], all(
+            same(a, b) for a, b in zip(found, expected, strict=True)
+        )
 
     saved: list[Any] = []
     assert run_ranks(run, 1, 1, timeout=100) == [([8, 7], True)]
 
 
-def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(run_ranks: Callable[..., Any]) -> None:
-    """Island 1 comes back without what it had sent: the other takes its payload back, and all go on equal."""
+def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(
+    run_ranks: Callable[..., Any],
+) -> None:
+    """Island 1 comes back without what it had sent: the other takes its payload back, and all go on
+    equal.
+    """
     config = CONFIGS["consensus"]
 
     def first(i: int, topology: Topology) -> Any:
@@ -204,7 +254,12 @@ def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(run_ranks: C
 
     def second(i: int, topology: Topology) -> Any:
         params, optimizer, state = saved[i]
-        small = Small(topology, config, seed=99, saved=(params, optimizer, {**state, "in_flight": [] if i else state["in_flight"]}))
+        small = Small(
+            topology,
+            config,
+            seed=99,
+            saved=(params, optimizer, {**state, "in_flight": [] if i else state["in_flight"]}),
+        )
         small.train(STEPS)
         small.exchange.finish()
         return small.exchange.digests_equal(), [bool(p.isfinite().all()) for p in small.params]
@@ -218,7 +273,9 @@ def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(run_ranks: C
 
 
 def test_a_regular_save_that_finds_the_loss_is_refused_once(run_ranks: Callable[..., Any]) -> None:
-    """A checkpoint must not be sealed without what was under way; the emergency that follows holds it."""
+    """A checkpoint must not be sealed without what was under way; the emergency that follows holds
+    it.
+    """
     config = CONFIGS["demo, late"]
 
     def island(i: int, topology: Topology) -> Any:

@@ -1,4 +1,6 @@
-"""Parts that the first release has saved (format 1): the same tensors, settings under other names."""
+"""Parts that the first release has saved (format 1): the same tensors, settings under other
+names.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ def as_format_1(path: Path, **changes: Any) -> int:
     part = json.loads(json.loads(path.read_text())["part"])
     config, digest = before(preset("diloco", period=2)), 12345
     head = {("lanes" if k == "active_copies" else k): v for k, v in part["head"].items()}
-    part["head"] = {**head, "format": 1, "package": "0.1.0", "config": config, "digest": digest, **changes}
+    part["head"] = {
+        **head,
+        "format": 1,
+        "package": "0.1.0",
+        "config": config,
+        "digest": digest,
+        **changes,
+    }
     part["state"]["digest"] = digest
     text = json.dumps(part)
     path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "part": text}))
@@ -55,14 +64,20 @@ def test_a_run_goes_on_from_it(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     as_format_1(tmp_path / "rank0.json")
     saved = load_exchange(tmp_path)
     (head,) = saved.heads
-    assert head["digest"] == exchange.config.digest() and head["config"] == exchange.config.to_dict()
+    assert (
+        head["digest"] == exchange.config.digest() and head["config"] == exchange.config.to_dict()
+    )
     assert head["active_copies"] == 1 and "lanes" not in head and head["format"] == 1
     anchor = exchange.channels[0].anchor
     assert anchor is not None
     anchor = anchor.clone()
     exchange.detach()
     again = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, step=3, state=saved)
-    assert again.step == 3 and again.channels[0].anchor is not None and torch.equal(again.channels[0].anchor, anchor)
+    assert (
+        again.step == 3
+        and again.channels[0].anchor is not None
+        and torch.equal(again.channels[0].anchor, anchor)
+    )
     assert "another configuration" not in caplog.text
     steps(model, optimizer, 1)
     assert again.step == 4
@@ -73,6 +88,13 @@ def test_one_that_cannot_be_read_names_its_writer(tmp_path: Path) -> None:
     _, _, exchange = attached()
     save_exchange(tmp_path, exchange)
     exchange.detach()
-    as_format_1(tmp_path / "rank0.json", config={"preset": "diloco", "channels": [{"name": "delta", "never": 1}]})
-    with pytest.raises(ValueError, match=r"has format 1, and its settings cannot be read .*never.*: resume it with fsdp_demo 0\.1\.0"):
+    as_format_1(
+        tmp_path / "rank0.json",
+        config={"preset": "diloco", "channels": [{"name": "delta", "never": 1}]},
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"has format 1, and its settings cannot be read .*never.*: resume it with "
+        r"fsdp_demo 0\.1\.0",
+    ):
         load_exchange(tmp_path)

@@ -1,4 +1,6 @@
-"""Checkpoints of one step whose exchanges had the contributions of unlike islands are not common (K9)."""
+"""Checkpoints of one step whose exchanges had the contributions of unlike islands are not common
+(K9).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def steps(*each: list[Held], how: str = "common") -> list[int | None]:
 
 
 def test_equal_steps_with_unlike_histories_are_not_common() -> None:
-    a, b = [held(10, ALL), held(20, ALL, applied="19")], [held(10, ALL), held(20, TWO, applied="19")]
+    a, b = (
+        [held(10, ALL), held(20, ALL, applied="19")],
+        [held(10, ALL), held(20, TWO, applied="19")],
+    )
     assert steps(a, b) == [10, 10]
     with pytest.raises(NeedsDecision, match="or the contributions of unlike islands"):
         steps(a[1:], b[1:])
@@ -67,7 +72,12 @@ def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_heads_say_it(tmp_path: Path) -> None:
     def write(rank: int, **more: Any) -> None:
-        write_part(tmp_path, f"rank{rank}", {"islands": 3, "island": 1, "applied": {"a": 9}, "rank": rank, **more}, {})
+        write_part(
+            tmp_path,
+            f"rank{rank}",
+            {"islands": 3, "island": 1, "applied": {"a": 9}, "rank": rank, **more},
+            {},
+        )
 
     write(0)
     assert look(tmp_path, 3) == ('{"a": 9}', 1, ""), "an earlier release"
@@ -90,7 +100,8 @@ def test_a_history_changes_where_others_take_part_than_before() -> None:
     two.hear(2, (0, 2))
     assert len({one.digest, two.digest, BEGUN}) == 3
     before = one.digest
-    for step, slots in ((2, (0, 2)), (1, (0, 1, 2)), (3, ()), (4, (0, 2))):  # again, older, not known, as before
+    # again, older, not known, as before
+    for step, slots in ((2, (0, 2)), (1, (0, 1, 2)), (3, ()), (4, (0, 2))):
         one.hear(step, slots)
         assert one.digest == before
     again = History(3)
@@ -128,7 +139,9 @@ def trained(me: Any) -> Any:
 
 def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
     pytest.importorskip("zmq")
-    one, died, two = run_ranks(trained, 3, 1, env={"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4"})
+    one, died, two = run_ranks(
+        trained, 3, 1, env={"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4"}
+    )
     assert died == 9 and one == two
     heads, saved, old, now = one
     assert heads[0] == BEGUN != heads[1] == saved == now and old == {}

@@ -1,4 +1,6 @@
-"""A plain loop with checkpoints on an island that joins a run under way: nothing is resumed, the step is that of the others."""
+"""A plain loop with checkpoints on an island that joins a run under way: nothing is resumed, the
+step is that of the others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ..support import joining
 def test_an_old_checkpoint_of_its_own_is_left_alone(run_ranks) -> None:
     config = preset("demo", inner_optimizer="adamw")
 
-    def life(me, where, steps: int, resume: bool) -> tuple[list[int], int, list[torch.Tensor], list[int]]:
+    def life(
+        me, where, steps: int, resume: bool
+    ) -> tuple[list[int], int, list[torch.Tensor], list[int]]:
         """One life of a loop as in the docstring of `RunState`."""
         model, optimizer, schedule = made(config, 7)
         checkpoints = CheckpointManager(me.folder / "newcomer", where)
@@ -40,10 +44,19 @@ def test_an_old_checkpoint_of_its_own_is_left_alone(run_ranks) -> None:
     def run(me) -> None:
         record, truth = recorded(config, 8)
         assert life(me, fsdp_demo.Topology(name="newcomer"), 3, False)[3] == [3]
-        for at, until, resume, held in ((2, 5, True, [3, 7]), (4, 6, False, [3, 7])):  # a supervisor may start it either way
-            where = joining.topology(joining.Fed(record, at, until), kind="islands", run=f"at{at}", endpoint=os.environ["ISLAND_ENDPOINT"])
+        # a supervisor may start it either way
+        for at, until, resume, held in ((2, 5, True, [3, 7]), (4, 6, False, [3, 7])):
+            where = joining.topology(
+                joining.Fed(record, at, until),
+                kind="islands",
+                run=f"at{at}",
+                endpoint=os.environ["ISLAND_ENDPOINT"],
+            )
             taken, began, parameters, kept = life(me, where, 7, resume)
             assert began == until and taken == list(range(until, 7)) and sorted(kept) == held
-            assert joining.same(parameters[:-1], [p for p in truth[7]["parameters"] if p is not None][: len(parameters) - 1])
+            assert joining.same(
+                parameters[:-1],
+                [p for p in truth[7]["parameters"] if p is not None][: len(parameters) - 1],
+            )
 
     run_ranks(run, islands=1, procs=1)

@@ -1,4 +1,6 @@
-"""A saved exchange on another number of islands, shards and copies (`fsdp_demo/checkpoint/reshard.py`)."""
+"""A saved exchange on another number of islands, shards and copies
+(`fsdp_demo/checkpoint/reshard.py`).
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,18 @@ MOVES = [
 ]
 
 
-THOROUGH = [(n, CHANGES.get(n, {})) for n in ("demo", "decoupled_momentum", "desloc", "streaming_diloco")]  # all that a channel may keep
+# all that a channel may keep
+THOROUGH = [
+    (n, CHANGES.get(n, {})) for n in ("demo", "decoupled_momentum", "desloc", "streaming_diloco")
+]
 CASES = [
-    pytest.param(name, changes, before, after, marks=() if number % 4 == 0 or (name, changes) in THOROUGH else pytest.mark.slow)
+    pytest.param(
+        name,
+        changes,
+        before,
+        after,
+        marks=() if number % 4 == 0 or (name, changes) in THOROUGH else pytest.mark.slow,
+    )
     for number, (before, after) in enumerate(MOVES)
     for name, changes in PRESETS
 ]
@@ -78,16 +89,22 @@ def kept(ranks: list, channel: str, key: str) -> list[dict[str, torch.Tensor]]:
 def near(got: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> None:
     assert got.shape == wanted.shape
     if got.numel():
-        assert (got - wanted).abs().max() <= bound * max(1.0, float(wanted.abs().max())), float((got - wanted).abs().max())
+        assert (got - wanted).abs().max() <= bound * max(1.0, float(wanted.abs().max())), float(
+            (got - wanted).abs().max()
+        )
 
 
-@pytest.mark.parametrize("saved, islands", [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (4, 2), (5, 3), (3, 7)])
+@pytest.mark.parametrize(
+    "saved, islands", [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (4, 2), (5, 3), (3, 7)]
+)
 def test_shares_keep_the_mean(saved: int, islands: int) -> None:
     rows = [[row.get(j, 0.0) for j in range(saved)] for row in shares(range(saved), islands)]
     wanted = oracle.weights(saved, islands)
     for row, expected in zip(rows, wanted, strict=True):
         assert row == pytest.approx(expected) and sum(row) == pytest.approx(1.0)
-    assert [sum(column) for column in zip(*rows, strict=True)] == pytest.approx([islands / saved] * saved)
+    assert [sum(column) for column in zip(*rows, strict=True)] == pytest.approx(
+        [islands / saved] * saved
+    )
 
 
 def test_shares_of_islands_that_are_left() -> None:
@@ -114,7 +131,9 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
                     blocks = kind(settings, n) if key == "accumulator" else "dense"
                     parts = [[shard[n] for shard in of] for of in old]
                     senders = key == "accumulator" and settings.reducer.mean_over == "senders"
-                    wanted = oracle.accumulator(parts, blocks, i, after.islands, after.shards, senders)
+                    wanted = oracle.accumulator(
+                        parts, blocks, i, after.islands, after.shards, senders
+                    )
                     for shard, expected in zip(got, wanted, strict=True):
                         near(shard[n], expected)
         for i, island in enumerate(new):
@@ -125,13 +144,22 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
         each = [100 * (j + 1) * before.shards * before.copies for j in range(before.islands)]
         tokens = sum(rank.state["tokens"][0] for rank in island)
         assert tokens == round(sum(w * t for w, t in zip(rows[i], each, strict=True)))
-        assert all(rank.state["last"] == saved[0][0].state["last"] and rank.state["step"] == resharded.STEP for rank in island)
+        assert all(
+            rank.state["last"] == saved[0][0].state["last"] and rank.state["step"] == resharded.STEP
+            for rank in island
+        )
 
 
 @pytest.mark.parametrize("after", [Form(1, 2), Form(3, 2), Form(4, 2), Form(4, 1), Form(3, 2, 2)])
-@pytest.mark.parametrize("name, changes", [("random", {}), ("muloco", {}), ("decoupled_momentum", {"rule": "released"})])
-def test_divisor_replicas_keeps_the_mean_exactly(name: str, changes: dict, after: Form, tmp_path) -> None:
-    """Values are multiples of 2^-18, not transformed: the islands' sum over their number is the same number."""
+@pytest.mark.parametrize(
+    "name, changes", [("random", {}), ("muloco", {}), ("decoupled_momentum", {"rule": "released"})]
+)
+def test_divisor_replicas_keeps_the_mean_exactly(
+    name: str, changes: dict, after: Form, tmp_path
+) -> None:
+    """Values are multiples of 2^-18, not transformed: the islands' sum over their number is the
+    same number.
+    """
     conf, before = config(name, changes), Form(2, 2)
     saved = resharded.all_ranks(conf, before)
     new = converted(saved, after, conf, tmp_path)
@@ -140,7 +168,10 @@ def test_divisor_replicas_keeps_the_mean_exactly(name: str, changes: dict, after
         for n in SHAPES:
             sums = []
             for ranks in (saved, new):
-                whole = [torch.cat([shard[n] for shard in kept(island, c.name, "accumulator")]).double() for island in ranks]
+                whole = [
+                    torch.cat([shard[n] for shard in kept(island, c.name, "accumulator")]).double()
+                    for island in ranks
+                ]
                 sums.append(torch.stack(whole).sum(0))
             assert torch.equal(sums[0] * after.islands, sums[1] * before.islands)
 
@@ -152,12 +183,21 @@ def test_divisor_senders_is_carried_over_and_reported(name: str, tmp_path, caplo
     channel = saved[0][0].channels[0].channel.name
     with caplog.at_level(logging.WARNING, "fsdp_demo"):
         new = converted(saved, Form(3, 2), conf, tmp_path)
-    assert "accumulators of 2 islands go to 3, their mean over the islands falls by 33 %" in caplog.text
+    assert (
+        "accumulators of 2 islands go to 3, their mean over the islands falls by 33 %"
+        in caplog.text
+    )
     for old, island in zip(saved, new, strict=False):  # the two that were there: bit for bit
         for a, b in zip(old, island, strict=True):
-            assert torch.equal(a.state["channels"][channel]["accumulator"], b.state["channels"][channel]["accumulator"])
+            assert torch.equal(
+                a.state["channels"][channel]["accumulator"],
+                b.state["channels"][channel]["accumulator"],
+            )
     third = kept(new[2], channel, "accumulator")
-    dense, mean = third[0]["layers.1.bias"], sum(kept(i, channel, "accumulator")[0]["layers.1.bias"] for i in saved) / 2
+    dense, mean = (
+        third[0]["layers.1.bias"],
+        sum(kept(i, channel, "accumulator")[0]["layers.1.bias"] for i in saved) / 2,
+    )
     assert not third[0]["layers.1.weight"].any() and torch.equal(dense, mean)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fsdp_demo"):
@@ -167,10 +207,14 @@ def test_divisor_senders_is_carried_over_and_reported(name: str, tmp_path, caplo
 
 @pytest.mark.parametrize("name, changes", PRESETS)
 def test_there_and_back(name: str, changes: dict, tmp_path) -> None:
-    """2 shards -> 1 -> 2 is what it was, within 1e-6; what is not transformed, and what lies as it lay, bit for bit."""
+    """2 shards -> 1 -> 2 is what it was, within 1e-6; what is not transformed, and what lies as it
+    lay, bit for bit.
+    """
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, Form(2, 2))
-    back = converted(converted(saved, Form(2, 1), conf, tmp_path / "a"), Form(2, 2), conf, tmp_path / "b")
+    back = converted(
+        converted(saved, Form(2, 1), conf, tmp_path / "a"), Form(2, 2), conf, tmp_path / "b"
+    )
     worst = 0.0
     for old, new in zip((r for i in saved for r in i), (r for i in back for r in i), strict=True):
         for channel, state in old.state["channels"].items():
@@ -187,8 +231,13 @@ def test_there_and_back(name: str, changes: dict, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name, changes", PRESETS)
-@pytest.mark.parametrize("before, after", [(Form(2, 2), Form(2, 2)), (Form(2, 1, 3), Form(2, 1)), (Form(2, 2), Form(2, 2, 2))])
-def test_same_shards_bit_for_bit(name: str, changes: dict, before: Form, after: Form, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "before, after",
+    [(Form(2, 2), Form(2, 2)), (Form(2, 1, 3), Form(2, 1)), (Form(2, 2), Form(2, 2, 2))],
+)
+def test_same_shards_bit_for_bit(
+    name: str, changes: dict, before: Form, after: Form, tmp_path
+) -> None:
     """Equal local tensors: no transform, whatever the lanes."""
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, before)
@@ -196,7 +245,11 @@ def test_same_shards_bit_for_bit(name: str, changes: dict, before: Form, after: 
     for i in range(2):
         for c in saved[0][0].channels:
             for key in c.state().workspaces:
-                for a, b in zip(kept(saved[i], c.channel.name, key), kept(new[i], c.channel.name, key), strict=True):
+                for a, b in zip(
+                    kept(saved[i], c.channel.name, key),
+                    kept(new[i], c.channel.name, key),
+                    strict=True,
+                ):
                     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
@@ -212,9 +265,14 @@ DELAYED = [
 
 
 @pytest.mark.parametrize("name, changes", DELAYED)
-@pytest.mark.parametrize("before, after", [MOVES[0], (Form(2, 2), Form(1, 4)), (Form(2, 1, 2), Form(2, 2)), (Form(2, 2), Form(3, 2))])
+@pytest.mark.parametrize(
+    "before, after",
+    [MOVES[0], (Form(2, 2), Form(1, 4)), (Form(2, 1, 2), Form(2, 2)), (Form(2, 2), Form(3, 2))],
+)
 def test_what_is_under_way(name: str, changes: dict, before: Form, after: Form, tmp_path) -> None:
-    """The mean that has arrived, in elements, is the same under the new layout; own parts are mixed; a second conversion keeps it."""
+    """The mean that has arrived, in elements, is the same under the new layout; own parts are
+    mixed; a second conversion keeps it.
+    """
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, before)
     resharded.launch(saved, 11)
@@ -225,20 +283,44 @@ def test_what_is_under_way(name: str, changes: dict, before: Form, after: Form, 
         channel, blocks = c.channel.name, {n: kind(c.channel, n) for n in SHAPES}
         wanted = resharded.tensors(saved[0], channel, lambda r: _mean(r, channel))  # noqa: B023
         for ranks in (*new, *again):
-            got = resharded.tensors(ranks, channel, lambda r: r.state["in_flight"][0]["arrived"]["decoded"][channel])  # noqa: B023
+            got = resharded.tensors(
+                ranks,
+                channel,
+                lambda r, channel=channel: r.state["in_flight"][0]["arrived"]["decoded"][channel],
+            )
             for n in wanted[0]:
-                near(oracle.whole([s[n] for s in got], blocks[n]), oracle.whole([s[n] for s in wanted], blocks[n]), 2e-6)
+                near(
+                    oracle.whole([s[n] for s in got], blocks[n]),
+                    oracle.whole([s[n] for s in wanted], blocks[n]),
+                    2e-6,
+                )
         part = saved[0][0].state["in_flight"][0]["parts"][channel]
         for i, ranks in enumerate(new):
             mine = ranks[0].state["in_flight"][0]["parts"][channel]
-            assert (mine["present"] is None) == (part["present"] is None) and (mine["own"] is None) == (part["own"] is None)
+            assert (mine["present"] is None) == (part["present"] is None) and (
+                mine["own"] is None
+            ) == (part["own"] is None)
             if mine["present"] is not None:
                 assert mine["present"] == part["present"]  # the union is that of island 0
             if part["own"] is not None:
-                old = [resharded.tensors(r, channel, lambda r: r.state["in_flight"][0]["parts"][channel]["own"]) for r in saved]  # noqa: B023
-                own = resharded.tensors(ranks, channel, lambda r: r.state["in_flight"][0]["parts"][channel]["own"])  # noqa: B023
+                old = [
+                    resharded.tensors(
+                        r,
+                        channel,
+                        lambda r, channel=channel: r.state["in_flight"][0]["parts"][channel]["own"],
+                    )
+                    for r in saved
+                ]
+                own = resharded.tensors(
+                    ranks,
+                    channel,
+                    lambda r, channel=channel: r.state["in_flight"][0]["parts"][channel]["own"],
+                )
                 for n in own[0]:
-                    near(torch.cat([s[n] for s in own]), oracle.mixed([torch.cat([s[n] for s in o]) for o in old], rows[i]))
+                    near(
+                        torch.cat([s[n] for s in own]),
+                        oracle.mixed([torch.cat([s[n] for s in o]) for o in old], rows[i]),
+                    )
 
 
 def _mean(rank, channel: str) -> torch.Tensor:
@@ -255,8 +337,13 @@ def _mean(rank, channel: str) -> torch.Tensor:
     return c.mean(Received(bodies, means, [1.0] * len(bodies)), flight["step"]).clone()
 
 
-@pytest.mark.parametrize("name, changes", [("demo", {"schedule.delay": 2}), ("muloco", {"period": 4, "schedule.delay": 2})])
-def test_what_did_not_arrive_everywhere_is_taken_back(name: str, changes: dict, tmp_path, caplog) -> None:
+@pytest.mark.parametrize(
+    "name, changes",
+    [("demo", {"schedule.delay": 2}), ("muloco", {"period": 4, "schedule.delay": 2})],
+)
+def test_what_did_not_arrive_everywhere_is_taken_back(
+    name: str, changes: dict, tmp_path, caplog
+) -> None:
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, Form(2, 2))
     before = [[r.channels[0].accumulator.clone() for r in island] for island in saved]
@@ -287,7 +374,10 @@ def test_an_island_is_lost(tmp_path, caplog) -> None:
         state = convert(load_exchange(folders[0]), rank)
     assert "saved by 2 islands, complete are [0]: what the others held is lost" in caplog.text
     whole = {n: resharded.value(0, "delta", "anchor", n) for n in SHAPES}
-    assert torch.equal(state["channels"]["delta"]["anchor"], resharded.local(rank.channels[0], rank.channels[0].position, whole))
+    assert torch.equal(
+        state["channels"]["delta"]["anchor"],
+        resharded.local(rank.channels[0], rank.channels[0].position, whole),
+    )
 
 
 def test_errors(tmp_path) -> None:
@@ -300,33 +390,69 @@ def test_errors(tmp_path) -> None:
         convert(load_exchange(*folders), rank)
     folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path / "other")
     other = resharded.make(config("demo", {}), Form(1, 1), 0, Form(1).places(0)[0])
-    with pytest.raises(ValueError, match=r"saved channels are \['delta'\], this configuration has \['momentum'\]"):
+    with pytest.raises(
+        ValueError, match=r"saved channels are \['delta'\], this configuration has \['momentum'\]"
+    ):
         convert(load_exchange(*folders), other)
-    with pytest.raises(ValueError, match=r"saved state has \['anchor', 'momentum'\], this configuration keeps \['anchor'\]"):
-        convert(load_exchange(*folders), resharded.make(config("diloco", {"momentum": 0.0}), Form(1, 1), 0, Form(1).places(0)[0]))
+    with pytest.raises(
+        ValueError,
+        match=r"saved state has \['anchor', 'momentum'\], this configuration keeps \['anchor'\]",
+    ):
+        convert(
+            load_exchange(*folders),
+            resharded.make(
+                config("diloco", {"momentum": 0.0}), Form(1, 1), 0, Form(1).places(0)[0]
+            ),
+        )
     rank.shards.params[0] = replace(rank.shards.params[0], shape=(124, 61))
-    with pytest.raises(ValueError, match=r"layers.0.weight of shape \(124, 122\) lies here as \(124, 61\)"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.weight of shape \(124, 122\) lies here as \(124, 61\)"
+    ):
         convert(load_exchange(*folders), rank)
 
 
 def test_low_precision_parameters(tmp_path) -> None:
     """bf16 parameters keep `written` beside the anchor; it is mixed as the parameters are."""
     conf, form = config("diloco", {}), Form(2, 2)
-    saved = [[resharded.make(conf, form, i, p, fill=True, dtype=torch.bfloat16) for p in form.places(i)] for i in range(2)]
+    saved = [
+        [resharded.make(conf, form, i, p, fill=True, dtype=torch.bfloat16) for p in form.places(i)]
+        for i in range(2)
+    ]
     found = load_exchange(*resharded.save(saved, tmp_path))
     rank = resharded.make(conf, Form(1, 1), 0, Form(1).places(0)[0], dtype=torch.bfloat16)
     state = convert(found, rank)
-    whole = {n: (resharded.value(0, "delta", "written", n) + resharded.value(1, "delta", "written", n)) / 2 for n in SHAPES}
-    near(state["channels"]["delta"]["written"], resharded.local(rank.channels[0], rank.channels[0].position, whole))
+    whole = {
+        n: (resharded.value(0, "delta", "written", n) + resharded.value(1, "delta", "written", n))
+        / 2
+        for n in SHAPES
+    }
+    near(
+        state["channels"]["delta"]["written"],
+        resharded.local(rank.channels[0], rank.channels[0].position, whole),
+    )
 
 
 def test_average_of_states() -> None:
-    a = {"step": 4, "state": {"0": {"exp_avg": torch.tensor([1.0, 3.0]), "step": torch.tensor(4.0)}}, "group": [{"lr": 0.1, "n": None}]}
-    b = {"step": 5, "state": {"0": {"exp_avg": torch.tensor([2.0, 5.0]), "step": torch.tensor(5.0)}}, "group": [{"lr": 0.1, "n": None}]}
+    a = {
+        "step": 4,
+        "state": {"0": {"exp_avg": torch.tensor([1.0, 3.0]), "step": torch.tensor(4.0)}},
+        "group": [{"lr": 0.1, "n": None}],
+    }
+    b = {
+        "step": 5,
+        "state": {"0": {"exp_avg": torch.tensor([2.0, 5.0]), "step": torch.tensor(5.0)}},
+        "group": [{"lr": 0.1, "n": None}],
+    }
     mean = average([a, b], [0.75, 0.25])
-    assert mean["state"]["0"]["exp_avg"].tolist() == [1.25, 3.5] and mean["step"] == 5 and mean["state"]["0"]["step"] == 5.0
+    assert (
+        mean["state"]["0"]["exp_avg"].tolist() == [1.25, 3.5]
+        and mean["step"] == 5
+        and mean["state"]["0"]["step"] == 5.0
+    )
     assert average([a, b], [1.0, 0.0]) is a
     with pytest.raises(ValueError, match="group.0.lr differs between the islands"):
         average([a, {**b, "group": [{"lr": 0.2, "n": None}]}], [0.5, 0.5])
-    half = average([torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], [0.5, 0.5])
+    half = average(
+        [torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], [0.5, 0.5]
+    )
     assert half.dtype == torch.bfloat16 and half.tolist() == [0.5] * 3

@@ -1,4 +1,6 @@
-"""A run on 2 islands x 2 shards, stopped between two exchanges and continued with other numbers: the loss goes on without a jump."""
+"""A run on 2 islands x 2 shards, stopped between two exchanges and continued with other numbers:
+the loss goes on without a jump.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,18 @@ from fsdp_demo.checkpoint.reshard import average, shares
 from ..support import layered, probe
 
 STOP, MORE = 18, 8  # steps before the stop, and after it
-RUNS = {  # preset: changes, learning rate, largest difference to the uninterrupted losses with 2 islands, and with 1 or 3
+# preset: changes, learning rate, largest difference to the uninterrupted losses with 2 islands, and
+# with 1 or 3
+RUNS = {
     "demo": ({}, 1e-3, 0.05, 0.2),  # each shard has its own top-k
     "decoupled_momentum": ({"period": 4, "topk": 512}, 2e-3, 0.005, 0.2),
     "diloco": ({"period": 4, "momentum_warmup": 0, "momentum": 0.5}, 2e-3, 0.002, 0.01),
-    "streaming_diloco": ({"period": 4, "delay": 3, "layers": 1, "momentum_warmup": 0, "momentum": 0.5}, 2e-3, 0.002, 0.02),
+    "streaming_diloco": (
+        {"period": 4, "delay": 3, "layers": 1, "momentum_warmup": 0, "momentum": 0.5},
+        2e-3,
+        0.002,
+        0.02,
+    ),
 }
 FORMS = [(3, 1), (1, 2), (2, 1), (2, 4), "mesh 2 x 1"]
 WORDS, WIDTH = 128, 128
@@ -31,7 +40,9 @@ TOKENS = torch.arange(WORDS)
 
 
 def words() -> nn.Module:
-    """Word to logits of the next one. Its matrices have blocks of 4096 in 1, 2 and 4 shards, so that compression is alike."""
+    """Word to logits of the next one. Its matrices have blocks of 4096 in 1, 2 and 4 shards, so
+    that compression is alike.
+    """
     return layered.Small(words=WORDS, width=WIDTH, inner=2 * WIDTH)
 
 
@@ -45,11 +56,15 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def backward(model: nn.Module, t: int, island: int, proc: int, procs: int) -> None:
     """Each process of an island has its part of 256 tokens that the island draws."""
-    tokens = torch.randint(WORDS, (256,), generator=torch.Generator().manual_seed(1000 * t + island))
+    tokens = torch.randint(
+        WORDS, (256,), generator=torch.Generator().manual_seed(1000 * t + island)
+    )
     loss_of(model, tokens.view(procs, -1)[proc]).backward()
 
 
-def start(me: Any, sharded: bool, name: str, replica: dict[str, Any] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(
+    me: Any, sharded: bool, name: str, replica: dict[str, Any] | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Model and inner optimizer as `replica` says (whole tensors), before attach."""
     changes, lr = RUNS[name][:2]
     model = words()
@@ -57,29 +72,43 @@ def start(me: Any, sharded: bool, name: str, replica: dict[str, Any] | None) -> 
         model.load_state_dict(replica["model"])
     if sharded:
         layered.shard(model, me, bf16=False)
-    optimizer = fsdp_demo.base_optimizer(fsdp_demo.preset(name, **changes), model.named_parameters(), lr=lr)
+    optimizer = fsdp_demo.base_optimizer(
+        fsdp_demo.preset(name, **changes), model.named_parameters(), lr=lr
+    )
     for n, p in model.named_parameters() if replica is not None else ():
         for key, value in replica["inner"].get(n, {}).items():
             cut = isinstance(p, DTensor) and key != "step"
-            optimizer.state[p][key] = distribute_tensor(value, p.device_mesh, p.placements) if cut else value.clone()
+            optimizer.state[p][key] = (
+                distribute_tensor(value, p.device_mesh, p.placements) if cut else value.clone()
+            )
     return model, optimizer
 
 
-def run(me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mesh: bool = False) -> dict[str, Any]:
+def run(
+    me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mesh: bool = False
+) -> dict[str, Any]:
     """Losses on all tokens after each step, by this replica's own parameters."""
     island, islands = (me.proc, me.procs) if mesh else (me.island, me.islands)
     sharded = me.procs > 1 and not mesh
     replica = None
     if resume:
         row = shares([0, 1], islands)[island]
-        parts = {j: torch.load(folder / f"island{j}" / "replica.pt", weights_only=True) for j in row}
+        parts = {
+            j: torch.load(folder / f"island{j}" / "replica.pt", weights_only=True) for j in row
+        }
         replica = average(list(parts.values()), list(row.values()))
     model, optimizer = start(me, sharded, name, replica)
     saved = load_exchange(folder / "island0", folder / "island1") if resume and not fresh else None
-    topology = fsdp_demo.Topology.from_mesh(dist.device_mesh.init_device_mesh("cpu", (me.procs,))) if mesh else None
+    topology = (
+        fsdp_demo.Topology.from_mesh(dist.device_mesh.init_device_mesh("cpu", (me.procs,)))
+        if mesh
+        else None
+    )
     changes = RUNS[name][0]
     at = {"step": STOP} if fresh else {"state": saved}
-    exchange = fsdp_demo.attach(optimizer, fsdp_demo.preset(name, **changes), model=model, topology=topology, **at)
+    exchange = fsdp_demo.attach(
+        optimizer, fsdp_demo.preset(name, **changes), model=model, topology=topology, **at
+    )
     flying = len(exchange._queue.flights)
     losses = []
     for t in range(STOP if resume else 0, STOP + MORE):
@@ -93,7 +122,8 @@ def run(me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mes
         with torch.no_grad():
             losses.append(float(loss_of(model, TOKENS)))
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # else its parameters stay whole until the next backward
+            # else its parameters stay whole until the next backward
+            if isinstance(module, FSDPModule):
                 module.reshard()
     out = {"losses": losses, "flying": flying, "step": exchange.step}
     exchange.finish()
@@ -102,7 +132,10 @@ def run(me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mes
 
 def save_replica(me: Any, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Whole parameters and inner states, by rank 0 of the island."""
-    inner = {n: {k: full(v) for k, v in optimizer.state.get(p, {}).items() if v is not None} for n, p in model.named_parameters()}
+    inner = {
+        n: {k: full(v) for k, v in optimizer.state.get(p, {}).items() if v is not None}
+        for n, p in model.named_parameters()
+    }
     replica = {"model": probe.whole(model), "inner": inner}
     if me.proc == 0:
         torch.save(replica, folder / "replica.pt")
@@ -118,7 +151,9 @@ def mean_losses(outs: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_loss_goes_on(name: str, run_ranks, tmp_path: Path) -> None:
-    """More islands send more coefficients, fewer send fewer, so with sparse presets those curves part from the first exchange on."""
+    """More islands send more coefficients, fewer send fewer, so with sparse presets those curves
+    part from the first exchange on.
+    """
     for i in (0, 1):
         (tmp_path / f"island{i}").mkdir()
     outs = run_ranks(run, 2, 2, args=(name, tmp_path, False))
@@ -128,10 +163,15 @@ def test_the_loss_goes_on(name: str, run_ranks, tmp_path: Path) -> None:
     _, _, same, other = RUNS[name]
     for form in FORMS:
         islands, procs = (1, 2) if isinstance(form, str) else form
-        others = run_ranks(run, islands, procs, args=(name, tmp_path, True, False, isinstance(form, str)))
+        others = run_ranks(
+            run, islands, procs, args=(name, tmp_path, True, False, isinstance(form, str))
+        )
         losses = mean_losses(others)
         print(f"  {form!s:26} " + " ".join(f"{x:.3f}" for x in losses))
-        assert all(o["flying"] == outs[0]["flying"] and o["step"] == STOP + MORE and o["equal"] for o in others)
+        assert all(
+            o["flying"] == outs[0]["flying"] and o["step"] == STOP + MORE and o["equal"]
+            for o in others
+        )
         bound = same if isinstance(form, str) or islands == 2 else other
         assert max(abs(a - b) for a, b in zip(losses, after, strict=True)) < bound
     fresh = mean_losses(run_ranks(run, 2, 1, args=(name, tmp_path, True, True)))

@@ -1,4 +1,6 @@
-"""A plain loop with `RunState`, over ZeroMQ: an island that was killed comes back with its checkpoint. It fetches what came since."""
+"""A plain loop with `RunState`, over ZeroMQ: an island that was killed comes back with its
+checkpoint. It fetches what came since.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,21 @@ class Lines(logging.Handler):
 
 
 def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
-    """One life of a loop as in the docstring of `RunState`: a checkpoint after every fourth step."""
+    """One life of a loop as in the docstring of `RunState`: a checkpoint after every fourth
+    step.
+    """
     (log := logging.getLogger("fsdp_demo")).setLevel(logging.INFO)
     log.addHandler(lines := Lines())
     model = Small()
     optimizer = fsdp_demo.base_optimizer(CASES[case], model.named_parameters(), lr=1e-2)
     topology, ends = fsdp_demo.Topology.from_env(), me.folder.parent / "ends"
-    state = RunState(CheckpointManager(me.folder.parent / f"disk{me.island}", topology, keep=4), model, optimizer)
+    state = RunState(
+        CheckpointManager(me.folder.parent / f"disk{me.island}", topology, keep=4), model, optimizer
+    )
     state.restore("auto")
-    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model, topology=topology, step=state.step, state=state.saved)
+    exchange = fsdp_demo.attach(
+        optimizer, CASES[case], model=model, topology=topology, step=state.step, state=state.saved
+    )
     if exchange.newcomer:
         ends.with_suffix(".part").write_text(str(exchange.step + 30))
         os.replace(ends.with_suffix(".part"), ends)
@@ -59,19 +67,31 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
         if last is None and ends.exists():
             last = int(ends.read_text())
         if exchange.step > 6:
-            time.sleep(0.05)  # the others wait for the start of a process here, and until it takes part
+            # the others wait for the start of a process here, and until it takes part
+            time.sleep(0.05)
         if exchange.step % 4 == 0 and exchange.step < 9:
             state.save(exchange)
     exchange.finish(close=False)
     equal = exchange.digests_equal()
     exchange.finish()
     anchor = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return exchange.step, equal, anchor, [t for t in lines.texts if "MiB fetched" in t or "snapshot is fetched" in t or "can be used" in t]
+    return (
+        exchange.step,
+        equal,
+        anchor,
+        [
+            t
+            for t in lines.texts
+            if "MiB fetched" in t or "snapshot is fetched" in t or "can be used" in t
+        ],
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_but_what_came_since_is_fetched(run_ranks, case: str) -> None:
-    """It dies after the save of step 4; the one of step 8 it lacks, and the others have more than one in mind."""
+    """It dies after the save of step 4; the one of step 8 it lacks, and the others have more than
+    one in mind.
+    """
 
     def run(me: Any) -> Any:
         if me.island == 1 and (child := os.fork()):
@@ -103,9 +123,13 @@ def test_of_another_run_it_takes_a_snapshot(run_ranks) -> None:
             if me.island == 1:
                 os._exit(1)
 
-    (_, equal, kept, _), (_, same, came, said) = run_ranks(run, islands=2, procs=1, timeout=150, env=ENV)
+    (_, equal, kept, _), (_, same, came, said) = run_ranks(
+        run, islands=2, procs=1, timeout=150, env=ENV
+    )
     assert equal and same and torch.equal(kept, came)
-    assert any("a snapshot is fetched" in t for t in said) and any("from a snapshot" in t for t in said), said
+    assert any("a snapshot is fetched" in t for t in said) and any(
+        "from a snapshot" in t for t in said
+    ), said
 
 
 def forged(part: Any) -> None:
@@ -115,7 +139,9 @@ def forged(part: Any) -> None:
 
     head, tree = read_part(part)
     assert head["mark"]
-    head = {k: v for k, v in head.items() if k not in ("format", "package", "file")} | {"mark": "0" * 32}
+    head = {k: v for k, v in head.items() if k not in ("format", "package", "file")} | {
+        "mark": "0" * 32
+    }
     write_part(part.parent, "rank0", head, tree)
     checkpoint = part.parents[1]
     (checkpoint / folders.MANIFEST).unlink()

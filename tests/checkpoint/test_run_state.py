@@ -1,4 +1,6 @@
-"""`RunState` in a plain loop: 2N steps are N steps, a stop, a restore and N steps, bit for bit; and its example runs."""
+"""`RunState` in a plain loop: 2N steps are N steps, a stop, a restore and N steps, bit for bit; and
+its example runs.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,27 @@ class Job:
 
     def __init__(self, folder, resume, seed, delay=0):
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
         config = fsdp_demo.load_config("diloco", ["period=2", f"delta.schedule.delay={delay}"])
         self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), 0.01)
         topology = fsdp_demo.Topology.from_env()
-        self.state = state = RunState(CheckpointManager(folder / topology.name, topology), self.model, self.optimizer, {"seed": seed})
+        self.state = state = RunState(
+            CheckpointManager(folder / topology.name, topology),
+            self.model,
+            self.optimizer,
+            {"seed": seed},
+        )
         state.restore(resume)
-        self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=topology, step=state.step, state=state.saved)
+        self.exchange = fsdp_demo.attach(
+            self.optimizer,
+            config,
+            model=self.model,
+            topology=topology,
+            step=state.step,
+            state=state.saved,
+        )
         self.rows = state.extra.get("rows", 0)
         state.restore_random()
 
@@ -45,12 +61,20 @@ class Job:
             self.rows += 3
 
     def numbers(self):
-        moments = [v.clone() for p in self.model.parameters() for v in self.optimizer.state[p].values()]
-        return [p.detach().clone() for p in self.model.parameters()] + moments + [torch.tensor(self.rows)]
+        moments = [
+            v.clone() for p in self.model.parameters() for v in self.optimizer.state[p].values()
+        ]
+        return (
+            [p.detach().clone() for p in self.model.parameters()]
+            + moments
+            + [torch.tensor(self.rows)]
+        )
 
 
 def resumed(me, how, delay):
-    """(whole, gone on): the numbers of a run, and those of one that was left after STOP steps and restored from other weights."""
+    """(whole, gone on): the numbers of a run, and those of one that was left after STOP steps and
+    restored from other weights.
+    """
     run = os.environ["ISLAND_RUN"]
     whole = Job(me.folder, False, me.island, delay=delay)
     whole.until(STOP)
@@ -67,7 +91,12 @@ def resumed(me, how, delay):
     again.until(STEPS)
     again.exchange.finish()
     again.state.finish()
-    return whole.numbers(), again.numbers(), begun, sorted(p.name for p in again.state.checkpoints.root.iterdir() if p.name[0] != ".")
+    return (
+        whole.numbers(),
+        again.numbers(),
+        begun,
+        sorted(p.name for p in again.state.checkpoints.root.iterdir() if p.name[0] != "."),
+    )
 
 
 @pytest.mark.parametrize("how", ["waiting", "behind", "emergency"])
@@ -86,7 +115,9 @@ def other_rank(me):
     one.exchange.finish()
     torch.manual_seed(9)
     before = torch.get_rng_state()
-    moved = CheckpointManager(me.folder / "island0", fsdp_demo.Topology("islands", 1, 2, name="island1"))
+    moved = CheckpointManager(
+        me.folder / "island0", fsdp_demo.Topology("islands", 1, 2, name="island1")
+    )
     moved.resolve_resume_step = lambda resume, take_over: 2
     state = RunState(moved, one.model, one.optimizer)
     state.restore()
@@ -111,8 +142,12 @@ def test_the_checkpoint_says_what_it_said_before(run_ranks):
         return files, sorted(loop), [head[k] for k in ("step", "rank", "world")]
 
     ((files, loop, head),) = run_ranks(job, islands=1, procs=1)
-    parts = [f"{kind}/rank0.{end}" for kind in ("exchange", "loop") for end in ("json", "safetensors")]
-    assert [f for f in files if not f.startswith("model/")] == sorted([*parts, "facts.json", "manifest.json"])
+    parts = [
+        f"{kind}/rank0.{end}" for kind in ("exchange", "loop") for end in ("json", "safetensors")
+    ]
+    assert [f for f in files if not f.startswith("model/")] == sorted(
+        [*parts, "facts.json", "manifest.json"]
+    )
     assert any(f.startswith("model/") and f.endswith(".safetensors") for f in files)
     assert loop == ["random", "rows", "seen"] and head == [1, 0, 1]
 
@@ -121,7 +156,9 @@ def test_an_optimizer_with_states_that_are_no_tensors_is_refused(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["note"] = "text"
-    with pytest.raises(ValueError, match="keeps note='text' for weight.*Use an optimizer whose states are tensors"):
+    with pytest.raises(
+        ValueError, match="keeps note='text' for weight.*Use an optimizer whose states are tensors"
+    ):
         run_state.tensors_of(model, [optimizer])
 
 
@@ -136,7 +173,11 @@ def test_random_states_are_a_tree_that_comes_back(tmp_path):
 
 
 def test_the_example_runs():
-    tests = [t for t in doctest.DocTestFinder().find(RunState, "RunState", globs=dict(vars(run_state))) if t.examples]
+    tests = [
+        t
+        for t in doctest.DocTestFinder().find(RunState, "RunState", globs=dict(vars(run_state)))
+        if t.examples
+    ]
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     output: list[str] = []
     for test in tests:
@@ -151,9 +192,14 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 @pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.stem)
 def test_the_scripts_to_copy_from_need_public_names_only(script):
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("fsdp_demo", "deepspeed_ext"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
+            "fsdp_demo",
+            "deepspeed_ext",
+        ):
             if node.module.startswith("fsdp_demo.integrations."):
                 continue
             assert node.module in PUBLIC, f"{script.name}:{node.lineno} imports from {node.module}"
             names = getattr(__import__(node.module, fromlist=["*"]), "__all__", None)
-            assert names is None or {alias.name for alias in node.names} <= set(names), f"{script.name}:{node.lineno}"
+            assert names is None or {alias.name for alias in node.names} <= set(names), (
+                f"{script.name}:{node.lineno}"
+            )

@@ -1,4 +1,6 @@
-"""Checkpoints through faults: refused resumes, full disks, torn leavings, swapped folders, processes that wake too late, a silent store."""
+"""Checkpoints through faults: refused resumes, full disks, torn leavings, swapped folders,
+processes that wake too late, a silent store.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,36 @@ def leave(kept, step, rank=0, island=None, world=1, **applied):
     """An emergency with an exchange's part, as RunState leaves it."""
 
     def write(folder, check):
-        head = {"islands": kept.topology.islands, "island": kept.topology.island if island is None else island, "step": step}
-        write_part(folder / "exchange", f"rank{rank}", head | ({"applied": applied} if applied else {}), {"t": torch.ones(3)})
-        write_part(folder, f"rank{rank}", {"step": step, "world": world, "exchange": True}, {}, check)
+        head = {
+            "islands": kept.topology.islands,
+            "island": kept.topology.island if island is None else island,
+            "step": step,
+        }
+        write_part(
+            folder / "exchange",
+            f"rank{rank}",
+            head | ({"applied": applied} if applied else {}),
+            {"t": torch.ones(3)},
+        )
+        write_part(
+            folder, f"rank{rank}", {"step": step, "world": world, "exchange": True}, {}, check
+        )
 
     return kept.save_alone(step, write)
 
 
-# -- what is newer is put aside, not deleted -----------------------------------------------------------------------------------
+# -- what is newer is put aside, not deleted -----------------------------------------------------
 
 
 def lives(me, after):
-    """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third does."""
-    topology, home, stale = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}", me.folder / "stale"
+    """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third
+    does.
+    """
+    topology, home, stale = (
+        fsdp_demo.Topology.from_env(),
+        me.folder / f"home{me.island}",
+        me.folder / "stale",
+    )
     first = CheckpointManager(home, topology, keep=9)
     first.resolve_resume_step(False)
     for step in range(10, 60, 10):
@@ -64,7 +83,11 @@ def lives(me, after):
     if me.island == 1:
         shutil.copytree(home / "checkpoint-10", stale / "checkpoint-10")
     second = CheckpointManager(stale if me.island else home, topology)
-    out = [second.resolve_resume_step(), names(home), sorted(p.name for p in home.glob(f"{ASIDE}/*/*"))]
+    out = [
+        second.resolve_resume_step(),
+        names(home),
+        sorted(p.name for p in home.glob(f"{ASIDE}/*/*")),
+    ]
     return [*out, after(me, topology, home, second)]
 
 
@@ -78,7 +101,9 @@ def refused(me, topology, home, second):
 
 def test_a_refused_resume_leaves_all_checkpoints_usable(run_ranks):
     every = [f"checkpoint-{s}" for s in range(10, 60, 10)]
-    for island, (step, there, aside, (again, whole, left)) in enumerate(run_ranks(lives, islands=2, procs=1, args=(refused,))):
+    for island, (step, there, aside, (again, whole, left)) in enumerate(
+        run_ranks(lives, islands=2, procs=1, args=(refused,))
+    ):
         assert step == 10 and again == 50 and whole == every and not left
         assert (there, aside) == ((every[:1], every[1:]) if island == 0 else (every, []))
 
@@ -112,7 +137,9 @@ def test_nothing_is_written_over_and_what_was_given_up_stays_aside(tmp_path):
     (tmp_path / "checkpoint-20" / "mine").touch()
     assert take_back(tmp_path) == [] and (tmp_path / "checkpoint-20" / "mine").exists()
     assert put_aside(tmp_path, 10, "two", given_up=True) == ["checkpoint-20"]
-    assert take_back(tmp_path) == ["checkpoint-20"] and (tmp_path / "checkpoint-20" / "a.txt").exists()
+    assert (
+        take_back(tmp_path) == ["checkpoint-20"] and (tmp_path / "checkpoint-20" / "a.txt").exists()
+    )
     assert [p.name for p in tmp_path.glob(f"{ASIDE}/*/checkpoint-*/*")] == ["mine"]
 
 
@@ -122,12 +149,14 @@ def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
         kept.save(step, text)
     leave(kept, 4)
     put_aside(tmp_path, 1, "life")
-    assert "checkpoint-2, checkpoint-3, emergency-4" in caplog.text and names(tmp_path) == ["checkpoint-1"]
+    assert "checkpoint-2, checkpoint-3, emergency-4" in caplog.text and names(tmp_path) == [
+        "checkpoint-1"
+    ]
     again = single(tmp_path)
     assert again.resolve_resume_step() == 4 and again.has(4) == "emergency"
 
 
-# -- joined between two exchanges ---------------------------------------------------------------------------------------------------
+# -- joined between two exchanges ----------------------------------------------------------------
 
 
 def unlike(me):
@@ -140,7 +169,8 @@ def unlike(me):
 
     first.save(10, write)
     leave(first, 17 + 2 * me.island, me.proc, world=me.procs, delta=9)
-    leave(first, 25, me.proc, world=me.procs, delta=9 + me.island)  # one has applied what the other lost
+    # one has applied what the other lost
+    leave(first, 25, me.proc, world=me.procs, delta=9 + me.island)
     if me.proc == 0:
         leave(first, 23, me.proc, world=me.procs, delta=9)  # the other ranks did not come to it
     meet(me, 1)
@@ -152,10 +182,15 @@ def unlike(me):
 def test_emergencies_of_unlike_steps_between_two_exchanges(run_ranks):
     out = run_ranks(unlike, islands=2, procs=2)
     assert [o[:2] for o in out] == [(25, "emergency")] * 2 + [(19, "emergency")] * 2
-    assert out[2][2] == ["checkpoint-10", "emergency-19"] and out[0][2] == ["checkpoint-10", "emergency-17", "emergency-23", "emergency-25"]
+    assert out[2][2] == ["checkpoint-10", "emergency-19"] and out[0][2] == [
+        "checkpoint-10",
+        "emergency-17",
+        "emergency-23",
+        "emergency-25",
+    ]
 
 
-# -- what cannot be written ---------------------------------------------------------------------------------------------------------
+# -- what cannot be written ----------------------------------------------------------------------
 
 
 def full(folder):
@@ -165,7 +200,9 @@ def full(folder):
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
     def job(me):
-        kept = CheckpointManager(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+        kept = CheckpointManager(
+            me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs)
+        )
         caught = []
 
         def fails(folder):
@@ -180,16 +217,27 @@ def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
                 caught.append((step, str(error)))
         kept.close()
         torch.distributed.barrier()  # rank 0 removes the half
-        return caught, kept.failed_saves, kept.complete(), sorted(p.name for p in kept.root.glob(".checkpoint*"))
+        return (
+            caught,
+            kept.failed_saves,
+            kept.complete(),
+            sorted(p.name for p in kept.root.glob(".checkpoint*")),
+        )
 
     one, two = run_ranks(job, islands=1, procs=2)
     assert one[1:] == two[1:] == (5, [0, 3], [])
-    assert one[0][0][0] == two[0][0][0] == 6 and "another rank could not write" in one[0][0][1] and "No space left" in two[0][0][1]
+    assert (
+        one[0][0][0] == two[0][0][0] == 6
+        and "another rank could not write" in one[0][0][1]
+        and "No space left" in two[0][0][1]
+    )
 
 
 def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
     def job(me):
-        kept = CheckpointManager(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+        kept = CheckpointManager(
+            me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs)
+        )
 
         def state():
             if me.proc == 1:
@@ -208,14 +256,26 @@ def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
 
 
 def test_values_that_are_not_finite_are_found_by_name():
-    fine = {"a": torch.full((3,), 3e38), "b": torch.empty(0), "c": torch.arange(3), "d": torch.ones(2).bfloat16()}
+    fine = {
+        "a": torch.full((3,), 3e38),
+        "b": torch.empty(0),
+        "c": torch.arange(3),
+        "d": torch.ones(2).bfloat16(),
+    }
     assert first_not_finite(fine.items()) == ""
     for bad in (float("nan"), float("inf"), -float("inf")):
-        for like in (torch.zeros(5), torch.zeros(5, dtype=torch.float64), torch.zeros(5).bfloat16(), torch.zeros(5).to(torch.float8_e5m2)):
+        for like in (
+            torch.zeros(5),
+            torch.zeros(5, dtype=torch.float64),
+            torch.zeros(5).bfloat16(),
+            torch.zeros(5).to(torch.float8_e5m2),
+        ):
             like[3] = bad
             assert first_not_finite([*fine.items(), ("x", like), ("y", like)]) == "x"
     with pytest.raises(NotFinite, match="replica.optimizer.1.m holds values"):
-        refuse_not_finite(("replica", {"optimizer": [{}, {"m": torch.tensor([1.0, float("nan")])}]}))
+        refuse_not_finite(
+            ("replica", {"optimizer": [{}, {"m": torch.tensor([1.0, float("nan")])}]})
+        )
 
 
 def test_a_second_folder_for_emergencies(tmp_path, monkeypatch, caplog):
@@ -226,7 +286,11 @@ def test_a_second_folder_for_emergencies(tmp_path, monkeypatch, caplog):
     place = leave(kept, 7)
     assert tmp_path / "second" in place.parents and "cannot be written" in caplog.text
     again = single(tmp_path / "run" / "island0")
-    assert again.resolve_resume_step() == 7 and again.has(7) == "emergency" and again.emergency(7) == place
+    assert (
+        again.resolve_resume_step() == 7
+        and again.has(7) == "emergency"
+        and again.emergency(7) == place
+    )
     other = single(tmp_path / "elsewhere" / "island0")
     assert other.resolve_resume_step() is None  # another run's
     monkeypatch.delenv("ISLAND_EMERGENCY")
@@ -236,7 +300,7 @@ def test_a_second_folder_for_emergencies(tmp_path, monkeypatch, caplog):
         leave(single(tmp_path / "run" / "island0"), 7)
 
 
-# -- torn, nested, swapped ------------------------------------------------------------------------------------------------------------
+# -- torn, nested, swapped -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tear", ["json", "tensors", "all"])
@@ -282,7 +346,7 @@ def test_swapped_folders(run_ranks):
     assert run_ranks(job, islands=2, procs=1, args=(True,)) == [5, 5]
 
 
-# -- one life at a time ---------------------------------------------------------------------------------------------------------------
+# -- one life at a time --------------------------------------------------------------------------
 
 
 def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
@@ -319,7 +383,8 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
         patch.setattr(folders, "seal", late)
         with pytest.raises(Superseded):
             third.save(10, text)
-    assert single(tmp_path).resolve_resume_step() is None  # whole, but for its manifest: nobody gives it the name
+    # whole, but for its manifest: nobody gives it the name
+    assert single(tmp_path).resolve_resume_step() is None
     (tmp_path / LOCK).unlink()  # gone hinders nobody
     old.save(20, text)
     assert old.complete() == [20]
@@ -334,7 +399,7 @@ def test_a_refused_start_does_not_take_the_folder(tmp_path):
     assert running.complete() == [10, 20]
 
 
-# -- a store that does not answer -------------------------------------------------------------------------------------------------------
+# -- a store that does not answer ----------------------------------------------------------------
 
 SERVE = """
 import time
@@ -346,7 +411,9 @@ time.sleep(99)
 
 
 def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplog):
-    """The store's process is stopped (SIGSTOP): it accepts and stays silent. Saves go on, and SIGTERM is served meanwhile."""
+    """The store's process is stopped (SIGSTOP): it accepts and stays silent. Saves go on, and
+    SIGTERM is served meanwhile.
+    """
     caplog.set_level(logging.WARNING, "fsdp_demo")
     monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 0.5)
     served = []
@@ -372,7 +439,9 @@ def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplo
             kept.save(step, text)
         assert kept.complete() == [1, 2, 3, 4, 5]
         store.send_signal(signal.SIGCONT)  # it is asked again when a connection stands
-        while (kept._registry._opening is None or not kept._registry._opening.done()) and kept._registry._asker is None:
+        while (
+            kept._registry._opening is None or not kept._registry._opening.done()
+        ) and kept._registry._asker is None:
             kept.save(6, text)
         caplog.clear()
         monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 20.0)

@@ -1,4 +1,6 @@
-"""One run id for several starts: who opens an attempt, who joins it, who is refused; and what islands say of themselves in the store."""
+"""One run id for several starts: who opens an attempt, who joins it, who is refused; and what
+islands say of themselves in the store.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +60,19 @@ def step(exchange: fsdp_demo.Exchange) -> None:
     exchange.optimizers[0].step()
 
 
-# ---- attempts ------------------------------------------------------------------------------------------------------------
+# ---- attempts ----------------------------------------------------------------------------------
 
 
 def joins(me: Any) -> str:
     return Topology.from_env().prefix().partition("/")[2]
 
 
-def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(run_ranks, run) -> None:
-    """Island 1 dies, island 0 misses it; then both are started again, as a supervisor does it, under the same run id. Twice."""
+def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(
+    run_ranks, run
+) -> None:
+    """Island 1 dies, island 0 misses it; then both are started again, as a supervisor does it,
+    under the same run id. Twice.
+    """
 
     def life(me: Any) -> str:
         exchange = attach()
@@ -96,7 +102,9 @@ def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(run
 
 
 def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) -> None:
-    """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is over. Island 1 comes back later."""
+    """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is
+    over. Island 1 comes back later.
+    """
 
     def fn(me: Any) -> list[str]:
         store = Topology.from_env().open_store().under("test-" + run["ISLAND_RUN"])
@@ -143,7 +151,10 @@ def test_what_rank_0_is_refused_all_ranks_of_its_island_are(run_ranks, run) -> N
 
     run_ranks(finish, 1, 1, env={**run, "ISLAND_COUNT": "2"})
     for text in run_ranks(again, 2, 2, env=run):
-        assert f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text and "has finished" in text
+        assert (
+            f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text
+            and "has finished" in text
+        )
         assert "set a new ISLAND_RUN on all islands" in text
 
 
@@ -170,10 +181,15 @@ def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
     first, second = run_ranks(twin, 2, 1, env={**run, "ISLAND_RANK": "0"})
     assert "in" in (first, second)
     text = first if second == "in" else second
-    assert "which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands" in text
+    assert (
+        "which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands"
+        in text
+    )
 
 
-def test_one_process_has_one_attempt_and_a_finished_exchange_may_be_followed_by_another(run_ranks, run) -> None:
+def test_one_process_has_one_attempt_and_a_finished_exchange_may_be_followed_by_another(
+    run_ranks, run
+) -> None:
     def fn(me: Any) -> list[str]:
         out = []
         for _ in range(2):
@@ -199,10 +215,14 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
         return str(error.value)
 
     text, _ = run_ranks(fn, 2, 1, env=run)
-    assert "island0 waited for islands 1" in text and "island 1 left" in text and "start this island again" in text
+    assert (
+        "island0 waited for islands 1" in text
+        and "island 1 left" in text
+        and "start this island again" in text
+    )
 
 
-# ---- presence ------------------------------------------------------------------------------------------------------------
+# ---- presence ----------------------------------------------------------------------------------
 
 
 def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
@@ -225,7 +245,9 @@ def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
         exchange.detach()
         return together, presence.stopping, calls
 
-    assert run_ranks(fn, 3, 1, env=run) == [(True, {j: 7 if j == 0 else 9 for j in range(3) if j != i}, [1]) for i in range(3)]
+    assert run_ranks(fn, 3, 1, env=run) == [
+        (True, {j: 7 if j == 0 else 9 for j in range(3) if j != i}, [1]) for i in range(3)
+    ]
 
 
 def test_waiting_for_an_island_that_says_nothing_ends(run_ranks, run) -> None:
@@ -249,7 +271,7 @@ def test_there_is_no_presence_without_islands() -> None:
     assert threading.active_count() == before
 
 
-# ---- what others write, and what is left behind -------------------------------------------------------------------------------
+# ---- what others write, and what is left behind ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,7 +281,10 @@ def test_there_is_no_presence_without_islands() -> None:
         ("[" * 60_000, "RecursionError"),
         ("[" * (2 * LARGEST), f"{2 * LARGEST} bytes, allowed are {LARGEST}"),
         ('{"name": "island1"}', "KeyError"),
-        (json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}), "its 'count' is '2'"),
+        (
+            json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}),
+            "its 'count' is '2'",
+        ),
     ],
 )
 def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: str) -> None:
@@ -275,7 +300,11 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
         return str(error.value).replace(key, "KEY")
 
     (text,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert "note KEY" in text and says in text and "start a store on a port that only the islands reach" in text
+    assert (
+        "note KEY" in text
+        and says in text
+        and "start a store on a port that only the islands reach" in text
+    )
     assert "of island 1" in text or "bytes" in says
 
 
@@ -304,7 +333,11 @@ def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any)
     everywhere.setattr(connections, "IslandGroup", broken)
 
     def run(me: Any) -> None:
-        results = threaded.islands(lambda i, topology: connections.Connections(topology, ShardPosition(), torch.device("cpu")))
+        results = threaded.islands(
+            lambda i, topology: connections.Connections(
+                topology, ShardPosition(), torch.device("cpu")
+            )
+        )
         assert [str(r) for r in results] == ["no control group"] * 2
         assert not [t for t in threading.enumerate() if t.name == "exchange"]
 
@@ -312,7 +345,9 @@ def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any)
 
 
 def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
-    """The thread of the attempt tries again, and says it once; a job waits no longer than it may."""
+    """The thread of the attempt tries again, and says it once; a job waits no longer than it
+    may.
+    """
 
     def fn(me: Any) -> tuple[list[str], bool]:
         lines: list[str] = []
@@ -334,14 +369,19 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
         return lines, presence.wait_for_stops(0.1)
 
     ((lines, together),) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert len([line for line in lines if "does not answer; training goes on" in line]) == 1 and not together
+    assert (
+        len([line for line in lines if "does not answer; training goes on" in line]) == 1
+        and not together
+    )
 
 
-# ---- islands that come and go, and attempts --------------------------------------------------------------------------------
+# ---- islands that come and go, and attempts ----------------------------------------------------
 
 
 def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
-    """Killed near the end of the run: its supervisor starts it again, and the others have finished. Without a supervisor it is an error."""
+    """Killed near the end of the run: its supervisor starts it again, and the others have finished.
+    Without a supervisor it is an error.
+    """
 
     def trains(me: Any) -> None:
         exchange = attach()
@@ -353,11 +393,15 @@ def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
     def again(me: Any) -> None:
         attach()
 
-    found = run_ranks(again, 2, 2, env=lambda me: {**run, "ISLAND_ATTEMPT": str(me.island)}, check=False)
+    found = run_ranks(
+        again, 2, 2, env=lambda me: {**run, "ISLAND_ATTEMPT": str(me.island)}, check=False
+    )
     joins = "ISLAND_ENDPOINT" in run  # members may come and go
     assert all("has finished (island" in o.log + (o.error or "") for o in found)
     assert ["is not needed any more" in o.log for o in found] == [False, False, joins, joins]
-    assert [o.status for o in found[2:]] == [0 if joins else 1] * 2 and 0 not in [o.status for o in found[:2]]
+    assert [o.status for o in found[2:]] == [0 if joins else 1] * 2 and 0 not in [
+        o.status for o in found[:2]
+    ]
 
 
 def test_who_cannot_meet_the_others_is_started_once_more(run_ranks, run) -> None:
@@ -365,13 +409,19 @@ def test_who_cannot_meet_the_others_is_started_once_more(run_ranks, run) -> None
         if me.island == 1:
             attach()
 
-    found = run_ranks(alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"}, check=False)
+    found = run_ranks(
+        alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"}, check=False
+    )
     assert found[1].status == (75 if "ISLAND_ENDPOINT" in run else 1), found[1].log
     assert "missing 0" in found[1].log + (found[1].error or "")
 
 
-def test_who_was_left_alone_hears_that_the_others_have_begun_anew(run_ranks, run, everywhere) -> None:
-    """Islands that cannot reach the one that is left end the attempt: it must not go on beside them."""
+def test_who_was_left_alone_hears_that_the_others_have_begun_anew(
+    run_ranks, run, everywhere
+) -> None:
+    """Islands that cannot reach the one that is left end the attempt: it must not go on beside
+    them.
+    """
     if "ISLAND_ENDPOINT" not in run:
         pytest.skip("members are fixed")
     everywhere.setattr(presence, "ASK", 0.1)
@@ -388,4 +438,8 @@ def test_who_was_left_alone_hears_that_the_others_have_begun_anew(run_ranks, run
         return 1
 
     found = run_ranks(fn, 2, 1, env=run, check=False)
-    assert found[0].status == 75 and "island 1 found none of this attempt's islands, and has begun another one" in found[0].log
+    assert (
+        found[0].status == 75
+        and "island 1 found none of this attempt's islands, and has begun another one"
+        in found[0].log
+    )

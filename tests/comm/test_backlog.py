@@ -1,4 +1,6 @@
-"""What a line keeps since its last checkpoints: in order, within a bound, and no longer than the disk can be written."""
+"""What a line keeps since its last checkpoints: in order, within a bound, and no longer than the
+disk can be written.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from fsdp_demo.comm.joining import Expected, Snapshot, Tick, unpacked
 
 def arrived(n: int, size: int = 100) -> ReceivedMessage:
     bodies = [torch.full((size,), n + i, dtype=torch.uint8) for i in range(2)]
-    return ReceivedMessage([Header(0, n, kind=PAYLOAD)] * 2, bodies, [torch.full((7,), float(n))], slots=(0, 1))
+    return ReceivedMessage(
+        [Header(0, n, kind=PAYLOAD)] * 2, bodies, [torch.full((7,), float(n))], slots=(0, 1)
+    )
 
 
 def filled(folder: Path, marks: int = 2, each: int = 3, limit: int = 1 << 20) -> Backlog:
-    """Marks "0", "1", ... with `each` steps and messages after each; one step and message ahead of the first, which nobody needs."""
+    """Marks "0", "1", ... with `each` steps and messages after each; one step and message ahead of
+    the first, which nobody needs.
+    """
     backlog, n = Backlog(), 1
     backlog.tick(Tick(0, []))
     backlog.message(0, arrived(0))
@@ -39,9 +45,13 @@ def read(backlog: Backlog) -> tuple[list[Tick], list[int]]:
     _, items = backlog.since()
     ticks = [Tick.unpack(parts[0]) for wire, _, parts in items if wire == "ticks"]
     numbers = [head["n"] for wire, head, _ in items if wire == "messages"]
-    for n, parts in zip(numbers, [parts for wire, _, parts in items if wire == "messages"], strict=True):
+    for n, parts in zip(
+        numbers, [parts for wire, _, parts in items if wire == "messages"], strict=True
+    ):
         found, then = unpacked(parts, Expected(PAYLOAD, n, 100, [(7, "fp32")])), arrived(n)
-        assert all(map(torch.equal, found.bodies, then.bodies)) and torch.equal(found.means[0], then.means[0])
+        assert all(map(torch.equal, found.bodies, then.bodies)) and torch.equal(
+            found.means[0], then.means[0]
+        )
         assert found.slots == (0, 1)
     return ticks, numbers
 
@@ -55,7 +65,8 @@ def test_all_since_a_mark_comes_back_in_order(tmp_path: Path) -> None:
         assert segment.next == first and numbers == list(range(first, 7)) == [t.step for t in ticks]
         assert ticks[0].rates == [[{"lr": first / 3}]]
         backlog.release()
-    assert not backlog.hold("2") and not backlog.hold("") and not list(tmp_path.iterdir())  # files without a name
+    # files without a name
+    assert not backlog.hold("2") and not backlog.hold("") and not list(tmp_path.iterdir())
     backlog.close()
     assert not backlog.keeps and not backlog.hold("1")
 
@@ -66,7 +77,8 @@ def test_the_oldest_mark_goes_beyond_the_bound(tmp_path: Path) -> None:
     assert [backlog.hold(str(k)) for k in range(3)] == [False, True, True]
     backlog.release()
     backlog = filled(tmp_path, marks=2, each=9, limit=one)
-    assert not backlog.keeps and not backlog.hold("1")  # more than a snapshot: nothing is kept until the next checkpoint
+    # more than a snapshot: nothing is kept until the next checkpoint
+    assert not backlog.keeps and not backlog.hold("1")
     backlog.mark("next", Snapshot({}, {}), 19, tmp_path, one)
     assert backlog.keeps
     backlog.tick(Tick(19, []))

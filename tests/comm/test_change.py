@@ -25,8 +25,13 @@ class Told:
     """A desk with a store in memory, and what it has told."""
 
     def __init__(self, dead: float):
-        self.store, self._events = Asker(dist.HashStore(), "the test", 5.0), queue.SimpleQueue[moves.ReportsSeen]()
-        self.desk = ChangeDesk(lambda: self.store, 1, dead, 60.0, self._events.put, lambda reason: None)  # type: ignore[arg-type]
+        self.store, self._events = (
+            Asker(dist.HashStore(), "the test", 5.0),
+            queue.SimpleQueue[moves.ReportsSeen](),
+        )
+        self.desk = ChangeDesk(
+            lambda: self.store, 1, dead, 60.0, self._events.put, lambda reason: None
+        )  # type: ignore[arg-type]
 
     def reports(self, *members: Member) -> None:
         for member in members:

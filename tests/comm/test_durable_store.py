@@ -1,4 +1,6 @@
-"""The durable store: torch's answers, on the disk before they are given, each change once, and nobody who harms it."""
+"""The durable store: torch's answers, on the disk before they are given, each change once, and
+nobody who harms it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_demo.comm.store_client import Asker
-from fsdp_demo.comm.store_wire import LARGEST_MESSAGE, NOBODY, Answer, Kind, Question, Status, read_answer, read_question
+from fsdp_demo.comm.store_wire import (
+    LARGEST_MESSAGE,
+    NOBODY,
+    Answer,
+    Kind,
+    Question,
+    Status,
+    read_answer,
+    read_question,
+)
 from fsdp_demo.comm.stores import LARGEST, LONGEST
 from fsdp_demo.errors import StoreSilent, WireError
 from fsdp_demo.launch.records import Records
@@ -32,25 +43,62 @@ def alone(run_ranks: Any, fn: Any) -> Any:
     return run_ranks(lambda me: fn(me.folder), 1, 1)[0]
 
 
-# ---- what it answers -------------------------------------------------------------------------------------------------------
+# ---- what it answers ---------------------------------------------------------------------------
 
 
 def conversation(store: Any) -> list[Any]:
     """Every question in every situation, and what is answered."""
     said: list[Any] = [store.check(["a"]), store.compare_set("a", "x", "y"), store.check(["a"])]
     said += [store.compare_set("a", "", ""), store.check(["a"]), store.get("a")]
-    said += [store.compare_set("a", "", "z"), store.compare_set("a", "", "q"), store.compare_set("a", "z", "w"), store.get("a")]
-    said += [store.add("n", 3), store.get("n"), store.add("n", -5), store.add("n", 0), store.add("new", 0), store.check(["n", "new", "a"])]
-    said += [store.set("a", "ä\0\n"), store.get("a"), store.set("a", ""), store.get("a"), store.check(["a", "none"]), store.check([])]
-    said += [store.set("large", "x" * LARGEST), len(store.get("large")), store.set("12", "40"), store.add("12", 2)]
-    said += [store.delete_key("n"), store.delete_key("n"), store.check(["n"]), store.add("n", 1), store.compare_set("n", "1", "2")]
+    said += [
+        store.compare_set("a", "", "z"),
+        store.compare_set("a", "", "q"),
+        store.compare_set("a", "z", "w"),
+        store.get("a"),
+    ]
+    said += [
+        store.add("n", 3),
+        store.get("n"),
+        store.add("n", -5),
+        store.add("n", 0),
+        store.add("new", 0),
+        store.check(["n", "new", "a"]),
+    ]
+    said += [
+        store.set("a", "ä\0\n"),
+        store.get("a"),
+        store.set("a", ""),
+        store.get("a"),
+        store.check(["a", "none"]),
+        store.check([]),
+    ]
+    said += [
+        store.set("large", "x" * LARGEST),
+        len(store.get("large")),
+        store.set("12", "40"),
+        store.add("12", 2),
+    ]
+    said += [
+        store.delete_key("n"),
+        store.delete_key("n"),
+        store.check(["n"]),
+        store.add("n", 1),
+        store.compare_set("n", "1", "2"),
+    ]
     return said
 
 
 def test_it_answers_as_torchs_store_does(run_ranks) -> None:
     def fn(folder: Path) -> list[list[Any]]:
-        torchs = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-        stores = [torchs, Durable().client(), Durable(folder / "keys").client(), Durable(token=TOKEN).client()]
+        torchs = dist.TCPStore(
+            "127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False
+        )
+        stores = [
+            torchs,
+            Durable().client(),
+            Durable(folder / "keys").client(),
+            Durable(token=TOKEN).client(),
+        ]
         return [conversation(store) for store in stores]
 
     torchs, *others = alone(run_ranks, fn)
@@ -75,7 +123,10 @@ def test_threads_and_forks_share_a_client(run_ranks) -> None:
     def fn(folder: Path) -> bytes:
         store = Durable().client()
         store.add("n", 1)
-        threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(25)]) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: [store.add("n", 1) for _ in range(25)])
+            for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         pid = os.fork()
@@ -90,7 +141,7 @@ def test_threads_and_forks_share_a_client(run_ranks) -> None:
     assert alone(run_ranks, fn) == b"1101"
 
 
-# ---- on the disk, and once ---------------------------------------------------------------------------------------------------
+# ---- on the disk, and once ---------------------------------------------------------------------
 
 
 def test_what_was_answered_is_there_after_a_kill(run_ranks) -> None:
@@ -106,7 +157,11 @@ def test_what_was_answered_is_there_after_a_kill(run_ranks) -> None:
         client.delete_key("gone")
         store.kill()
         store.start()
-        held = [client.get(f"set/{n}") for n in range(20)], client.add("sum", 0), client.compare_set("once", "", "you")
+        held = (
+            [client.get(f"set/{n}") for n in range(20)],
+            client.add("sum", 0),
+            client.compare_set("once", "", "you"),
+        )
         return (*held, client.check(["gone"])), first, client.identity()
 
     held, first, now = alone(run_ranks, fn)
@@ -124,7 +179,11 @@ def test_a_store_that_was_made_anew_is_noticed_before_it_is_changed(run_ranks) -
             file.unlink()
         store.start()
         texts = []
-        for ask in (lambda: client.compare_set("epoch", "", "8"), lambda: client.get("epoch"), client.identity):
+        for ask in (
+            lambda: client.compare_set("epoch", "", "8"),
+            lambda: client.get("epoch"),
+            client.identity,
+        ):
             with pytest.raises(StoreSilent) as error:
                 ask()
             texts.append(str(error.value))
@@ -167,7 +226,9 @@ def test_a_change_whose_answer_was_lost_is_made_once(run_ranks) -> None:
     assert alone(run_ranks, fn) == [(10, 10), (10, 10)]
 
 
-def question(kind: Kind, records: Records, number: int, *fields: bytes, client: bytes = b"c" * 16) -> Question:
+def question(
+    kind: Kind, records: Records, number: int, *fields: bytes, client: bytes = b"c" * 16
+) -> Question:
     return Question(kind, records.name, client, number, fields)
 
 
@@ -180,7 +241,9 @@ def test_a_repeated_question_has_its_first_answer_and_an_old_one_none(tmp_path: 
     assert first is not None and first.fields == (b"mine",)
     records.answer([question(Kind.SET, records, 1, b"k", b"theirs", client=b"d" * 16)])
     assert records.answer([win]) == [first]
-    assert records.answer([question(Kind.GET, records, 7, b"k", client=b"d" * 16)])[0].fields == (b"theirs",)
+    assert records.answer([question(Kind.GET, records, 7, b"k", client=b"d" * 16)])[0].fields == (
+        b"theirs",
+    )
     (one,) = records.answer([add])
     assert records.answer([win]) == [None]  # a copy that was late
     records.close()
@@ -220,7 +283,7 @@ def test_two_that_race_have_one_winner(run_ranks) -> None:
     assert len(one) == 30 and one == two == three and set(one) <= {b"0", b"1", b"2"}
 
 
-# ---- a store that stands still or ends -----------------------------------------------------------------------------------------
+# ---- a store that stands still or ends ---------------------------------------------------------
 
 
 def test_a_frozen_store_is_silent_within_the_deadline_and_answers_again(run_ranks) -> None:
@@ -239,7 +302,8 @@ def test_a_frozen_store_is_silent_within_the_deadline_and_answers_again(run_rank
 
     took, text, value, first, second = alone(run_ranks, fn)
     assert 1.0 < took < 5.0 and "does not answer within 1.2 s" in text and value == b"v"
-    assert first == second and first in (1, 2)  # what was not answered has happened or not, and happens no more
+    # what was not answered has happened or not, and happens no more
+    assert first == second and first in (1, 2)
 
 
 def test_a_restart_between_questions_and_within_them_is_not_noticed(run_ranks) -> None:
@@ -301,7 +365,7 @@ def test_who_can_do_without_waits_for_an_absent_store_no_longer_than_it_said(run
     assert "is not there (nobody listens, for 0.3 s)" in text and value == b"v"
 
 
-# ---- bounds ------------------------------------------------------------------------------------------------------------------
+# ---- bounds ------------------------------------------------------------------------------------
 
 
 def test_keys_and_values_are_bounded_on_both_sides(run_ranks) -> None:
@@ -329,7 +393,10 @@ def test_keys_and_values_are_bounded_on_both_sides(run_ranks) -> None:
         return texts, client.check(["fourth", "sum"])
 
     texts, there = alone(run_ranks, fn)
-    wanted = [f"{LARGEST + 1} bytes, allowed are {LARGEST}"] * 2 + ["0 bytes, allowed are 1 to 512", "513 bytes, allowed"]
+    wanted = [f"{LARGEST + 1} bytes, allowed are {LARGEST}"] * 2 + [
+        "0 bytes, allowed are 1 to 512",
+        "513 bytes, allowed",
+    ]
     wanted += ["no sum of 64 bits"] * 2 + ["holds 3 keys, and no more"]
     assert there and all(part in text for part, text in zip(wanted, texts, strict=True))
 
@@ -346,18 +413,31 @@ def test_a_full_disk_is_said_and_nothing_else_is_lost(run_ranks) -> None:
         return str(error.value), client.get("first"), client.get("small")
 
     text, first, small = alone(run_ranks, fn)
-    assert "cannot write its file: database or disk is full" in text and (first, small) == (b"kept", b"fits")
+    assert "cannot write its file: database or disk is full" in text and (first, small) == (
+        b"kept",
+        b"fits",
+    )
 
 
 def test_one_question_that_fails_does_not_take_those_beside_it_along(tmp_path: Path) -> None:
     records = Records(tmp_path / "keys", room=3 * LARGEST)
     clients = [bytes([n]) * 16 for n in range(6)]
-    asked = [question(Kind.SET, records, 1, b"k%d" % n, b"x" * (LARGEST if n == 3 else 9), client=c) for n, c in enumerate(clients)]
+    asked = [
+        question(Kind.SET, records, 1, b"k%d" % n, b"x" * (LARGEST if n == 3 else 9), client=c)
+        for n, c in enumerate(clients)
+    ]
     asked[2] = question(Kind.SET, records, 1, b"k2", b"x" * LARGEST, client=clients[2])
     asked[4] = question(Kind.SET, records, 1, b"k4", b"x" * LARGEST, client=clients[4])
     statuses = [answer.status for answer in records.answer(asked) if answer is not None]
-    assert statuses.count(Status.DONE) >= 4 and Status.FAILED in statuses and statuses[5] is Status.DONE
-    held = [records.answer([question(Kind.CHECK, records, 9, b"k%d" % n)])[0].fields[0] for n in range(6)]
+    assert (
+        statuses.count(Status.DONE) >= 4
+        and Status.FAILED in statuses
+        and statuses[5] is Status.DONE
+    )
+    held = [
+        records.answer([question(Kind.CHECK, records, 9, b"k%d" % n)])[0].fields[0]
+        for n in range(6)
+    ]
     assert held == [b"1" if status is Status.DONE else b"0" for status in statuses]
     records.close()
 
@@ -371,7 +451,12 @@ def test_a_file_that_is_no_stores_or_is_open_elsewhere_is_refused(tmp_path: Path
     other.commit()
     other.close()
     held = Records(tmp_path / "held")
-    wrong = {"text": "no store's file", "other": "is no store's file", "held": "another store has it open", "no/keys": "folder that exists"}
+    wrong = {
+        "text": "no store's file",
+        "other": "is no store's file",
+        "held": "another store has it open",
+        "no/keys": "folder that exists",
+    }
     for name, says in wrong.items():
         with pytest.raises(ValueError, match=f"--file .*{says}"):
             Records(tmp_path / name)
@@ -381,10 +466,12 @@ def test_a_file_that_is_no_stores_or_is_open_elsewhere_is_refused(tmp_path: Path
     again.close()
 
 
-# ---- tokens and strangers ------------------------------------------------------------------------------------------------------
+# ---- tokens and strangers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("there", "here"), [(TOKEN, "another token, as long"), (TOKEN, ""), ("", TOKEN)])
+@pytest.mark.parametrize(
+    ("there", "here"), [(TOKEN, "another token, as long"), (TOKEN, ""), ("", TOKEN)]
+)
 def test_a_token_that_is_not_the_same_is_named(run_ranks, there: str, here: str) -> None:
     def fn(folder: Path) -> Any:
         store = Durable(token=there)
@@ -393,7 +480,13 @@ def test_a_token_that_is_not_the_same_is_named(run_ranks, there: str, here: str)
         return str(error.value), store.client().check(["k"])
 
     text, changed = alone(run_ranks, fn)
-    assert "ISLAND_TOKEN " + ("is" if here else "is not") + " set here, and must be the same at the store" in text and not changed
+    assert (
+        "ISLAND_TOKEN "
+        + ("is" if here else "is not")
+        + " set here, and must be the same at the store"
+        in text
+        and not changed
+    )
 
 
 def test_a_tunnel_without_a_store_behind_it_is_no_wrong_token(run_ranks) -> None:
@@ -432,7 +525,16 @@ def test_garbage_on_the_port_does_no_harm(run_ranks) -> None:
         rude.linger = 0
         rude.connect(f"tcp://127.0.0.1:{store.port}")
         good = Question(Kind.SET, NOBODY, b"r" * 16, 1, (b"k", b"theirs")).pack()
-        wrong = [b"", b"x", rng.randbytes(200), good[:-1], good + b"x", good[:4] + b"\x09" + good[5:], good, b"x" * (LARGEST_MESSAGE + 1)]
+        wrong = [
+            b"",
+            b"x",
+            rng.randbytes(200),
+            good[:-1],
+            good + b"x",
+            good[:4] + b"\x09" + good[5:],
+            good,
+            b"x" * (LARGEST_MESSAGE + 1),
+        ]
         for data in wrong:
             rude.send(data)
         rude.send_multipart([b"a", b"b"])
@@ -465,7 +567,10 @@ def test_questions_and_answers_read_back_and_torn_ones_do_not() -> None:
     asked = Question(Kind.COMPARE_SET, b"s" * 16, b"c" * 16, 2**40, (b"key", b"", b"\0" * 70_000))
     answered = Answer(Status.DONE, 2**40, (b"value",))
     assert read_question(asked.pack()) == asked and read_answer(answered.pack()) == answered
-    for read, data in ((read_question, asked._replace(fields=(b"k", b"e", b"d")).pack()), (read_answer, answered.pack())):
+    for read, data in (
+        (read_question, asked._replace(fields=(b"k", b"e", b"d")).pack()),
+        (read_answer, answered.pack()),
+    ):
         for size in range(len(data)):
             with pytest.raises(WireError):
                 read(data[:size])

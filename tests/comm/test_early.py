@@ -1,6 +1,8 @@
-"""An island that leaves sends its part of the coming message early: it counts there if the others hold it on every line (K21).
+"""An island that leaves sends its part of the coming message early: it counts there if the others
+hold it on every line (K21).
 
-Threads as islands, real connections (tests/support/elastic.py). Vectors hold whole numbers, so that sums are exact.
+Threads as islands, real connections (tests/support/elastic.py). Vectors hold whole numbers, so that
+sums are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ AT = 3
 """The message that the leaver sends early; it has taken part in those before."""
 
 
-def sent(line: Any, n: int, gathered: bool) -> tuple[Any, torch.Tensor, list[tuple[torch.Tensor, str]]]:
+def sent(
+    line: Any, n: int, gathered: bool
+) -> tuple[Any, torch.Tensor, list[tuple[torch.Tensor, str]]]:
     """What an island says in message n."""
     slot = line.slot
     head = replace(line.header(PAYLOAD, n), weight=weight(slot))
@@ -36,23 +40,33 @@ def message(line: Any, n: int, gathered: bool) -> ReceivedMessage:
     return line.exchange(head, data, own, lambda headers: [[h.weight for h in headers]] * len(own))
 
 
-def check(line: Any, n: int, arrived: ReceivedMessage, gathered: bool) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+def check(
+    line: Any, n: int, arrived: ReceivedMessage, gathered: bool
+) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     """Sums over exactly the islands that it names, with their weights."""
     slots = arrived.slots
     assert [h.weight for h in arrived.headers] == [weight(s) for s in slots]
     assert all(torch.equal(b, body(s, n, 40)) for s, b in zip(slots, arrived.bodies, strict=True))
     if not gathered:
-        for i in (0, 1):  # fp32 and bf16 hold them: the sum is exact, and so is its quotient once rounded
+        # fp32 and bf16 hold them: the sum is exact, and so is its quotient once rounded
+        for i in (0, 1):
             total = sum(weight(s) * vectors(s, n)[i][0] for s in slots)
             mean = total / sum(weight(s) for s in slots)
-            assert torch.equal(arrived.means[i], mean if i == 0 else mean.bfloat16().float()), f"message {n}, vector {i}"
+            assert torch.equal(arrived.means[i], mean if i == 0 else mean.bfloat16().float()), (
+                f"message {n}, vector {i}"
+            )
     return slots, arrived.bodies + arrived.means
 
 
 def leaves(
-    gathered: bool, before: Callable[[Any], None] = lambda line: None, seconds: float = 5.0, together: threading.Barrier | None = None
+    gathered: bool,
+    before: Callable[[Any], None] = lambda line: None,
+    seconds: float = 5.0,
+    together: threading.Barrier | None = None,
 ) -> Callable[[Any], Any]:
-    """Six messages; island 1 leaves after `AT` of them. together: no rank of it before the other."""
+    """Six messages; island 1 leaves after `AT` of them. together: no rank of it before the
+    other.
+    """
 
     def fn(line: Any) -> Any:
         out = []
@@ -95,7 +109,9 @@ def test_a_long_one_goes_to_one_island_which_forwards_it(run_ranks) -> None:
         of.run(leaves(False, together=threading.Barrier(2)))
         assert of.results[1, 0] is of.results[1, 1] is True
         found = of.survivors(1)
-        assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 2, 3)] * 2
+        assert (
+            agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 2, 3)] * 2
+        )
 
     alone(run_ranks, run)
 
@@ -134,7 +150,9 @@ def test_the_others_wait_in_that_message_already(run_ranks, gathered: bool) -> N
 
 @pytest.mark.parametrize("gathered", [True, False])
 def test_a_question_comes_in_between_and_nothing_counts(run_ranks, gathered: bool) -> None:
-    """It was meant for another message than the one that comes under its number: all leave it out."""
+    """It was meant for another message than the one that comes under its number: all leave it
+    out.
+    """
 
     def run() -> None:
         of = Islands(3)
@@ -177,7 +195,9 @@ def test_another_one_is_lost_before_it_is_counted(run_ranks, gathered: bool) -> 
                 return None
             while 2 in line.alive:
                 time.sleep(0.01)
-            return out + [check(line, n, message(line, n, gathered), gathered) for n in range(AT, 5)]
+            return out + [
+                check(line, n, message(line, n, gathered), gathered) for n in range(AT, 5)
+            ]
 
         of.run(fn)
         assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * AT + [(0, 1, 3), (0, 3)]

@@ -1,7 +1,8 @@
-"""Islands that come and go: one is killed at each piece that it sends, and the others go on with the same bits.
+"""Islands that come and go: one is killed at each piece that it sends, and the others go on with
+the same bits.
 
-Threads as islands, real connections over loopback, a store in memory (tests/support/elastic.py). Vectors hold whole numbers, so that the
-mean of exactly these islands is known bit by bit.
+Threads as islands, real connections over loopback, a store in memory (tests/support/elastic.py).
+Vectors hold whole numbers, so that the mean of exactly these islands is known bit by bit.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ def alone(run_ranks: Any, run: Callable[[], Any], timeout: float = 120) -> Any:
     return run_ranks(lambda me: run(), 1, 1, timeout=timeout)[0]
 
 
-def killed_at(frames: range, victim: int, count: int = 6, islands: int = 3, scale: int = 1) -> list[list[tuple[int, ...]]]:
-    """For each of the pieces that a victim hands over, one run in which it is killed there; whose contributions each message had."""
+def killed_at(
+    frames: range, victim: int, count: int = 6, islands: int = 3, scale: int = 1
+) -> list[list[tuple[int, ...]]]:
+    """For each of the pieces that a victim hands over, one run in which it is killed there; whose
+    contributions each message had.
+    """
     found = []
     left = tuple(s for s in range(islands) if s != victim)
     for k in frames:
@@ -42,7 +47,9 @@ def killed_at(frames: range, victim: int, count: int = 6, islands: int = 3, scal
             run.kill_at_frame(k, (victim, 0))
             run.run(talk(count, scale))
             slots = agree(run.survivors(victim))
-            assert slots[-1] == left and all(of in (tuple(range(islands)), left) for of in slots), slots
+            assert slots[-1] == left and all(of in (tuple(range(islands)), left) for of in slots), (
+                slots
+            )
             assert run.expelled == []
             assert isinstance(run.results[victim, 0], PeerLost)
             found.append(slots)
@@ -62,15 +69,20 @@ def test_nothing_happens_and_all_messages_are_of_all(run_ranks) -> None:
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("frames", [range(0, 16, 3), range(16)], ids=["some", "each"])
 def test_killed_at_each_piece(run_ranks, victim: int, frames: range) -> None:
-    """Pieces of the victim: 2 of a gather; of an exchange 2 bodies, 2 shares, 2 parts; 2 of a text of any length; 6 of a mean."""
+    """Pieces of the victim: 2 of a gather; of an exchange 2 bodies, 2 shares, 2 parts; 2 of a text
+    of any length; 6 of a mean.
+    """
     found = alone(run_ranks, lambda: killed_at(frames, victim))
-    # who dies before its first piece is in nothing; who dies after all pieces of a message can be in it, and is in no later one
+    # who dies before its first piece is in nothing; who dies after all pieces of a message can be
+    # in it, and is in no later one
     assert found[0] == [tuple(s for s in ALL if s != victim)] * 6
     assert any(slots[0] == ALL for slots in found)
 
 
 @pytest.mark.parametrize("frames", [range(5, 36, 15), range(2, 36, 3)], ids=["some", "each"])
-def test_killed_within_a_long_message_dealt_to_several_connections(run_ranks, frames: range) -> None:
+def test_killed_within_a_long_message_dealt_to_several_connections(
+    run_ranks, frames: range
+) -> None:
     def run() -> None:
         streams.LARGEST, streams.SMALL = 4096, 256
         elastic_peers.streams = lambda rtt: 3
@@ -81,7 +93,9 @@ def test_killed_within_a_long_message_dealt_to_several_connections(run_ranks, fr
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later(run_ranks, rank: int) -> None:
-    """A line decides nothing for itself: both lines of an island have the same contributors for each message."""
+    """A line decides nothing for itself: both lines of an island have the same contributors for
+    each message.
+    """
 
     def run() -> None:
         for k in (1, 5):
@@ -116,9 +130,12 @@ def test_a_second_one_is_killed_in_the_change(run_ranks, moment: str, after: boo
                 four.kill_at_frame(3, (3, 0))
                 four.kill_in(moment, (second, 0), after=after)
                 four.run(talk(6))
-                lost = {3, second} if isinstance(four.results[second, 0], PeerLost) else {3}  # another may have proposed before it
+                # another may have proposed before it
+                lost = {3, second} if isinstance(four.results[second, 0], PeerLost) else {3}
                 assert lost == {3, second} or moment == "_propose"
-                assert agree(four.survivors(*lost))[-1] == tuple(s for s in range(4) if s not in lost)
+                assert agree(four.survivors(*lost))[-1] == tuple(
+                    s for s in range(4) if s not in lost
+                )
 
     alone(run_ranks, run)
 
@@ -147,7 +164,9 @@ def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
             while line._driver._thread.is_alive():
                 time.sleep(0.01)
             for _ in range(2):
-                with pytest.raises(PeerLost, match="the membership thread has failed: ZeroDivisionError"):
+                with pytest.raises(
+                    PeerLost, match="the membership thread has failed: ZeroDivisionError"
+                ):
                     exchanged(line, 1)
             assert not line.wait_stable(5.0)
 
@@ -183,11 +202,15 @@ def test_descriptors_and_threads_fall_back_after_a_loss(run_ranks) -> None:
 
 
 def agree_on_two(here: Islands) -> bool:
-    return all(here.lines[s, 0].slots == (0, 1) and here.lines[s, 0].alive == (0, 1) for s in (0, 1))
+    return all(
+        here.lines[s, 0].slots == (0, 1) and here.lines[s, 0].alive == (0, 1) for s in (0, 1)
+    )
 
 
 def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> None:
-    """The change comes while the thread that exchanges works on it: the others get it in the new view."""
+    """The change comes while the thread that exchanges works on it: the others get it in the new
+    view.
+    """
 
     def run() -> None:
         plain = held.Message.average
@@ -195,7 +218,8 @@ def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> 
 
         def slow(message: held.Message, *args: Any) -> Any:
             if message.n - FIRST == 1 and message.me.slot == 0:
-                while not any(of.slot == 2 for of, _ in message.parts):  # the message is whole but for this part
+                # the message is whole but for this part
+                while not any(of.slot == 2 for of, _ in message.parts):
                     time.sleep(0.01)
                 here.kill(2)
                 while here.lines[0, 0]._driver.changes == 0:
@@ -210,19 +234,32 @@ def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> 
     alone(run_ranks, run)
 
 
-def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(elastic_peers.time, "sleep", slept.append)
-    line = elastic_peers.ElasticPeerGroup(Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04))
+    line = elastic_peers.ElasticPeerGroup(
+        Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04)
+    )
     line._account(1000, 500, False, False)
     line._account(1000, 2000, True, False)
     line._account(7, 7, False, True)
-    assert slept == pytest.approx([0.021, 0.042]) and (line.meter.messages, line.meter.bytes_sent, line.meter.setup_bytes) == (4, 2000, 7)
+    assert slept == pytest.approx([0.021, 0.042]) and (
+        line.meter.messages,
+        line.meter.bytes_sent,
+        line.meter.setup_bytes,
+    ) == (4, 2000, 7)
 
 
 def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
-    """Between `attach` and its base a newcomer trains, and cannot go on without what its donor sends."""
-    line, ended = elastic_peers.ElasticPeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0), list[str]()
+    """Between `attach` and its base a newcomer trains, and cannot go on without what its donor
+    sends.
+    """
+    line, ended = (
+        elastic_peers.ElasticPeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
+        list[str](),
+    )
 
     def gone(wanted: Any) -> Any:
         raise PeerLost("island 0 (a) is gone")

@@ -31,12 +31,16 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ISLAND_BLUE", ""),
     ],
 )
-def test_an_unknown_variable_is_warned_of_once(name: str, meant: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_variable_is_warned_of_once(
+    name: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         Topology.from_env({name: "2", "ISLAND_COUNT": "1"})
     (record,) = [r for r in caplog.records if name in r.getMessage()]
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"{name} is no variable of fsdp_demo{meant} (known: ISLAND_RANK, ISLAND_COUNT, ")
+    assert record.getMessage().startswith(
+        f"{name} is no variable of fsdp_demo{meant} (known: ISLAND_RANK, ISLAND_COUNT, "
+    )
 
 
 def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,17 +53,27 @@ def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFi
 
 
 def test_a_mesh_is_not_called_one_replica(caplog: pytest.LogCaptureFixture) -> None:
-    """Who looks for islands first and then trains in a mesh, as the Trainer's door does, is told nothing."""
+    """Who looks for islands first and then trains in a mesh, as the Trainer's door does, is told
+    nothing.
+    """
     caplog.set_level(logging.INFO)
     assert Topology.from_env({}).kind == "single"
     assert not caplog.records
 
 
 def test_every_variable_of_the_package_is_known() -> None:
-    """Also those that recipes set: a new one belongs into `VARIABLES`, or users are warned of it."""
+    """Also those that recipes set: a new one belongs into `VARIABLES`, or users are warned of
+    it.
+    """
     folders = [ROOT / name for name in ("fsdp_demo", "deepspeed_ext", "recipes")]
-    files = [f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".sh", ".sbatch")]
-    found = {name for f in files for name in re.findall(r"\bISLAND_[A-Z_]*[A-Z]\b", f.read_text(encoding="utf-8"))}
+    files = [
+        f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".sh", ".sbatch")
+    ]
+    found = {
+        name
+        for f in files
+        for name in re.findall(r"\bISLAND_[A-Z_]*[A-Z]\b", f.read_text(encoding="utf-8"))
+    }
     assert found == set(environment.VARIABLES)
 
 
@@ -73,7 +87,9 @@ def test_the_timeout_is_checked_by_every_door(text: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("ISLAND_TIMEOUT", text)
     axes = ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     accelerator = SimpleNamespace(parallelism_config=axes, torch_device_mesh=None)
-    with pytest.raises(ValueError, match=f"ISLAND_TIMEOUT='{text}' must be a number of seconds, more than 0"):
+    with pytest.raises(
+        ValueError, match=f"ISLAND_TIMEOUT='{text}' must be a number of seconds, more than 0"
+    ):
         mesh_topology(accelerator)
 
 
@@ -88,12 +104,21 @@ def test_the_time_to_stop_is_checked(text: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"ISLAND_COUNT": "3", "ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 with ISLAND_COUNT=3: allowed are ISLAND_COUNT or more"),
-        ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "4", "ISLAND_RANK": "4"}, "ISLAND_RANK=4 with ISLAND_SLOTS=4: allowed is 0 <= ISLAND_RANK"),
+        (
+            {"ISLAND_COUNT": "3", "ISLAND_SLOTS": "2"},
+            "ISLAND_SLOTS=2 with ISLAND_COUNT=3: allowed are ISLAND_COUNT or more",
+        ),
+        (
+            {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "4", "ISLAND_RANK": "4"},
+            "ISLAND_RANK=4 with ISLAND_SLOTS=4: allowed is 0 <= ISLAND_RANK",
+        ),
         ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "ISLAND_RANK=2 with ISLAND_COUNT=2"),
         ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
         ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
-        ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_TRANSPORT": "gloo"}, "needs ISLAND_TRANSPORT=zeromq"),
+        (
+            {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_TRANSPORT": "gloo"},
+            "needs ISLAND_TRANSPORT=zeromq",
+        ),
     ],
 )
 def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
@@ -102,10 +127,16 @@ def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
 
 
 def test_slots_are_the_parts_of_the_data() -> None:
-    env = {"ISLAND_ENDPOINT": "zmq://host:1", "ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "2", "ISLAND_RANK": "2"}
+    env = {
+        "ISLAND_ENDPOINT": "zmq://host:1",
+        "ISLAND_TRANSPORT": "zeromq",
+        "ISLAND_COUNT": "2",
+        "ISLAND_RANK": "2",
+    }
     t = Topology.from_env({**env, "ISLAND_SLOTS": "4"})
     assert (t.kind, t.island, t.islands, t.count, t.suffice) == ("islands", 2, 4, 2, 0)
-    assert Topology.from_env({**env, "ISLAND_COUNT": "3"}).islands == 3  # without it as many as islands
+    # without it as many as islands
+    assert Topology.from_env({**env, "ISLAND_COUNT": "3"}).islands == 3
     alone = Topology.from_env({**env, "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2", "ISLAND_RANK": "0"})
     assert (alone.kind, alone.islands, alone.count) == ("islands", 2, 1)
     assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2
@@ -114,11 +145,27 @@ def test_slots_are_the_parts_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "more", "says"),
     [
-        ("zmq://8.8.8.8:1", {}, "ISLAND_ENDPOINT=zmq://8.8.8.8:1: a PUBLIC address, and ISLAND_TOKEN is not set"),
+        (
+            "zmq://8.8.8.8:1",
+            {},
+            "ISLAND_ENDPOINT=zmq://8.8.8.8:1: a PUBLIC address, and ISLAND_TOKEN is not set",
+        ),
         ("zmq://[2606:4700::1]:1", {}, "ISLAND_TOKEN is not set"),
-        ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "8.8.4.4"}, "ISLAND_ADDRESS=8.8.4.4: a PUBLIC address, and ISLAND_TOKEN is not set"),
-        ("8.8.8.8:1", {"ISLAND_TOKEN": "secret"}, "Take the store of `fsdp-demo store --bind zmq://8.8.8.8:1`"),
-        ("8.8.8.8:1", {"ISLAND_TOKEN": "secret", "ISLAND_TRANSPORT": "gloo"}, "gloo asks for no token"),
+        (
+            "zmq://10.0.0.1:1",
+            {"ISLAND_ADDRESS": "8.8.4.4"},
+            "ISLAND_ADDRESS=8.8.4.4: a PUBLIC address, and ISLAND_TOKEN is not set",
+        ),
+        (
+            "8.8.8.8:1",
+            {"ISLAND_TOKEN": "secret"},
+            "Take the store of `fsdp-demo store --bind zmq://8.8.8.8:1`",
+        ),
+        (
+            "8.8.8.8:1",
+            {"ISLAND_TOKEN": "secret", "ISLAND_TRANSPORT": "gloo"},
+            "gloo asks for no token",
+        ),
         ("zmq://8.8.8.8:1", {"ISLAND_TOKEN": "secret"}, ""),
         ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
         ("zmq://[fd00::1]:1", {}, ""),
@@ -126,7 +173,11 @@ def test_slots_are_the_parts_of_the_data() -> None:
     ],
 )
 def test_a_public_address_without_a_token_is_warned_of_once(
-    endpoint: str, more: dict[str, str], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    endpoint: str,
+    more: dict[str, str],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before anything is sent there."""
 
@@ -139,4 +190,6 @@ def test_a_public_address_without_a_token_is_warned_of_once(
         with pytest.raises(StoreSilent):
             Topology.from_env(env).join(ShardPosition())
     found = [r.getMessage() for r in caplog.records if "PUBLIC" in r.getMessage()]
-    assert len(found) == bool(says) and all(says in text and "secret" not in text for text in found), found
+    assert len(found) == bool(says) and all(
+        says in text and "secret" not in text for text in found
+    ), found

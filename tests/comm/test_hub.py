@@ -13,7 +13,9 @@ from fsdp_demo.comm.hub import Hub  # noqa: E402
 
 
 def test_connections_are_closed_and_added_while_another_thread_drives() -> None:
-    """A newcomer's worker drives while its other thread drops a member that was lost: "Socket operation on non-socket" once."""
+    """A newcomer's worker drives while its other thread drops a member that was lost: "Socket
+    operation on non-socket" once.
+    """
     hub, errors, stop = Hub(), list[BaseException](), threading.Event()
 
     def drive() -> None:

@@ -1,4 +1,6 @@
-"""Votes inside an island, and the norm of its gradients: on the host and, played on the CPU, without reading it."""
+"""Votes inside an island, and the norm of its gradients: on the host and, played on the CPU,
+without reading it.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,22 @@ DEVICE = torch.device("cuda", 0)
 
 
 def joined(me: Any, backend: str) -> Any:
-    """The 2 x 2 mesh of this rank's world on a backend; "cpu:gloo" is not gloo by name, as NCCL is not, and works on a CPU."""
-    dist.init_process_group(backend, init_method=f"file://{me.folder}/world", rank=me.rank, world_size=4)
+    """The 2 x 2 mesh of this rank's world on a backend; "cpu:gloo" is not gloo by name, as NCCL is
+    not, and works on a CPU.
+    """
+    dist.init_process_group(
+        backend, init_method=f"file://{me.folder}/world", rank=me.rank, world_size=4
+    )
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-# ---- votes -------------------------------------------------------------------------------------------------------------
+# ---- votes -------------------------------------------------------------------------------------
 
 
 def test_a_mesh_on_another_backend_votes_over_gloo(run_ranks) -> None:
-    """Each replica by itself: the second one makes its group when the first has voted, and has come and gone."""
+    """Each replica by itself: the second one makes its group when the first has voted, and has come
+    and gone.
+    """
 
     def run(me):
         topology = Topology.from_mesh(joined(me, "cpu:gloo"), timeout=100.0)
@@ -68,7 +76,9 @@ def test_an_exchange_in_a_mesh(run_ranks, backend) -> None:
         model = probe.Probe(0)
         probe.shard(model, mesh["dp_shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, preset("demo"), model=model, topology=Topology.from_mesh(mesh))
+        exchange = fsdp_demo.attach(
+            optimizer, preset("demo"), model=model, topology=Topology.from_mesh(mesh)
+        )
         for _ in range(3):
             for p in model.parameters():
                 p.grad = torch.ones_like(p) * (1 + me.rank // 2)
@@ -88,7 +98,9 @@ def test_copies_hear_the_first_of_them(run_ranks) -> None:
     def run(me):
         topology, out = Topology(world=4, rank=me.proc), []
         for shards in (1, 2, 4):
-            island = IslandGroup(topology, ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards))
+            island = IslandGroup(
+                topology, ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
+            )
             work = torch.tensor([me.proc], dtype=torch.uint8)
             island.broadcast(work)
             out.append(int(work))
@@ -97,17 +109,22 @@ def test_copies_hear_the_first_of_them(run_ranks) -> None:
     assert run_ranks(run, 1, 4) == [[0, r % 2, r] for r in range(4)]
 
 
-# ---- the norm ----------------------------------------------------------------------------------------------------------
+# ---- the norm ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards, limit", [(1, 0.5), (2, 0.5), (4, 0.5), (2, 1e3)])
 def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
-    """Over 4 ranks that hold `shards` shards, one of which has no gradient: as on the host, and as torch clips the whole."""
+    """Over 4 ranks that hold `shards` shards, one of which has no gradient: as on the host, and as
+    torch clips the whole.
+    """
 
     def run(me):
         position = ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
         island = IslandGroup(Topology(world=4, rank=me.proc), position)
-        gradients = [[torch.randn(n, generator=torch.Generator().manual_seed(10 * s + n)) for n in (5, 70)] for s in range(shards)]
+        gradients = [
+            [torch.randn(n, generator=torch.Generator().manual_seed(10 * s + n)) for n in (5, 70)]
+            for s in range(shards)
+        ]
         gradients[-1] = gradients[-1] if shards < 4 else []
         mine = gradients[position.shard]
         host, there, whole = (
@@ -138,8 +155,16 @@ def test_where_a_norm_is_reduced(run_ranks) -> None:
 
     def run(me):
         mesh = joined(me, "cpu:gloo")
-        topology, sharded, whole = Topology.from_mesh(mesh), ShardPosition(2, me.rank % 2), ShardPosition(1, 0, 2, me.rank % 2)
-        islands = [IslandGroup(topology, place, device) for place in (sharded, whole) for device in (DEVICE, torch.device("cpu"))]
+        topology, sharded, whole = (
+            Topology.from_mesh(mesh),
+            ShardPosition(2, me.rank % 2),
+            ShardPosition(1, 0, 2, me.rank % 2),
+        )
+        islands = [
+            IslandGroup(topology, place, device)
+            for place in (sharded, whole)
+            for device in (DEVICE, torch.device("cpu"))
+        ]
         islands[0]._ranks = dist.new_group(backend="cpu:gloo,cuda:gloo")
         reached = islands[0]._on_device()
         islands[0]._ranks = topology.group

@@ -11,19 +11,46 @@ from fsdp_demo.comm.link import Link, parse_rate, parse_rtt
 
 @pytest.mark.parametrize(
     ("text", "bits_per_second"),
-    [("100Mbit", 1e8), ("1Gbit", 1e9), ("20mbit/s", 2e7), ("56 kbit", 5.6e4), ("1.5Gbit/s", 1.5e9), ("5Mbps", 5e6), ("7bit", 7.0)],
+    [
+        ("100Mbit", 1e8),
+        ("1Gbit", 1e9),
+        ("20mbit/s", 2e7),
+        ("56 kbit", 5.6e4),
+        ("1.5Gbit/s", 1.5e9),
+        ("5Mbps", 5e6),
+        ("7bit", 7.0),
+    ],
 )
 def test_rates(text: str, bits_per_second: float) -> None:
     assert parse_rate(text) == bits_per_second
 
 
-@pytest.mark.parametrize("text", ["", "100", "fast", "0Mbit", "-1Mbit", "1e999Mbit", "10MB/s", "10MBps", "10Mb", "10M", "40ms", "1 0Mbit"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "100",
+        "fast",
+        "0Mbit",
+        "-1Mbit",
+        "1e999Mbit",
+        "10MB/s",
+        "10MBps",
+        "10Mb",
+        "10M",
+        "40ms",
+        "1 0Mbit",
+    ],
+)
 def test_wrong_rates_say_what_is_allowed(text: str) -> None:
     with pytest.raises(ValueError, match="link rate .* for example 100Mbit"):
         parse_rate(text)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("40ms", 0.04), ("0.04s", 0.04), ("500us", 0.0005), ("0", 0.0), ("0ms", 0.0), ("1 S", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("40ms", 0.04), ("0.04s", 0.04), ("500us", 0.0005), ("0", 0.0), ("0ms", 0.0), ("1 S", 1.0)],
+)
 def test_round_trips(text: str, seconds: float) -> None:
     assert parse_rtt(text) == seconds
 

@@ -1,7 +1,8 @@
-"""Links between islands that are cut, silent in one or both directions, slow, reset, or that change bytes: who goes on, and who does not.
+"""Links between islands that are cut, silent in one or both directions, slow, reset, or that change
+bytes: who goes on, and who does not.
 
-Threads as islands (tests/support/elastic.py), with a TCP relay on each of their connections; and processes that are stopped and woken.
-Nobody hangs, and never do two halves go on.
+Threads as islands (tests/support/elastic.py), with a TCP relay on each of their connections; and
+processes that are stopped and woken. Nobody hangs, and never do two halves go on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Network(Asker):
 
     Attributes:
         silent: while it is set the store answers nobody.
-        relays: (lower slot, higher slot): all relays between the two; the lower listens, so `forth` is towards it.
+        relays: (lower slot, higher slot): all relays between the two; the lower listens, so `forth`
+            is towards it.
     """
 
     def __init__(self, made: Callable[[Relay], Any] = lambda relay: None) -> None:
@@ -59,7 +61,12 @@ class Network(Asker):
 
     def between(self, *slots: int) -> list[Relay]:
         """The relays of all pairs of which exactly one is among `slots`."""
-        return [relay for pair, found in self.relays.items() if len(set(pair) & set(slots)) == 1 for relay in found]
+        return [
+            relay
+            for pair, found in self.relays.items()
+            if len(set(pair) & set(slots)) == 1
+            for relay in found
+        ]
 
     def hold(self, sender: int, receiver: int) -> None:
         """Nothing more gets from one island to the other."""
@@ -85,7 +92,8 @@ def through(
     ranks: int = 1,
     made: list[Islands] | None = None,
 ) -> tuple[Islands, list[int], list[Any]]:
-    """Islands that exchange `count` messages; before message `at` of the lowest slot something happens to the network.
+    """Islands that exchange `count` messages; before message `at` of the lowest slot something
+    happens to the network.
 
     Returns:
         The islands, the slots of those that went on to the end, and what they have.
@@ -108,7 +116,9 @@ def through(
 
     results = here.run(fn)
     network.close()
-    on = sorted({slot for (slot, _), found in results.items() if not isinstance(found, BaseException)})
+    on = sorted(
+        {slot for (slot, _), found in results.items() if not isinstance(found, BaseException)}
+    )
     gone = [found for found in results.values() if isinstance(found, BaseException)]
     assert all(isinstance(error, PeerLost) for error in gone), gone
     return here, on, [results[who] for who in sorted(results) if who[0] in on]
@@ -147,25 +157,37 @@ def test_who_goes_on(run_ranks, fault: str) -> None:
         slots = agree(found)
         assert slots[-1] == tuple(on), "those that go on are those that count"
         assert on == expected if expected is not None else len(on) == 1
-        assert sorted(slot for slot, _ in here.expelled) == [s for s in range(here.count) if s not in on]
+        assert sorted(slot for slot, _ in here.expelled) == [
+            s for s in range(here.count) if s not in on
+        ]
 
     alone(run_ranks, run)
 
 
 def test_bytes_that_are_changed_on_the_way_are_never_taken(run_ranks) -> None:
-    """The last byte of a long run of them. Whoever receives them takes the sender for lost; `exchanged` compares all that is taken."""
+    """The last byte of a long run of them. Whoever receives them takes the sender for lost;
+    `exchanged` compares all that is taken.
+    """
 
     def run() -> None:
         for sender, receiver in ((2, 1), (0, 1), (1, 0)):
             damaged: list[int] = []
 
-            def bend(data: bytes, forth: bool, sender: int = sender, receiver: int = receiver, damaged: list[int] = damaged) -> bytes:
+            def bend(
+                data: bytes,
+                forth: bool,
+                sender: int = sender,
+                receiver: int = receiver,
+                damaged: list[int] = damaged,
+            ) -> bytes:
                 if forth != (sender > receiver) or len(data) < 2000 or damaged:
                     return data
                 damaged.append(len(data))
                 return data[:-1] + bytes([data[-1] ^ 1])
 
-            def fault(net: Network, sender: int = sender, receiver: int = receiver, bend: Any = bend) -> None:
+            def fault(
+                net: Network, sender: int = sender, receiver: int = receiver, bend: Any = bend
+            ) -> None:
                 for relay in net.relays[min(sender, receiver), max(sender, receiver)]:
                     relay.change = bend
 
@@ -197,7 +219,9 @@ def test_connections_that_are_accepted_and_silent_end_the_meeting(run_ranks) -> 
         results = here.run(lambda line: None)
         network.close()
         assert all(isinstance(error, PeerLost) for error in results.values()), results
-        assert all("could not be connected within 2 s" in str(error) for error in results.values()), results
+        assert all(
+            "could not be connected within 2 s" in str(error) for error in results.values()
+        ), results
 
     alone(run_ranks, run)
 

@@ -1,7 +1,9 @@
-"""Histories that break simpler protocols of membership, each by its number in docs/membership.md, played on the state machine.
+"""Histories that break simpler protocols of membership, each by its number in docs/membership.md,
+played on the state machine.
 
-Left for the parts that they concern: K13 and K14 (questions and the guard), K19 and K20 (beats, patience), K22 (sums of tensors), the
-coding in K6 and K23 (transports, lanes), the durable store in K18.
+Left for the parts that they concern: K13 and K14 (questions and the guard), K19 and K20 (beats,
+patience), K22 (sums of tensors), the coding in K6 and K23 (transports, lanes), the durable store in
+K18.
 """
 
 from __future__ import annotations
@@ -11,7 +13,17 @@ from dataclasses import replace
 import pytest
 
 from fsdp_demo.comm import moves, settlement
-from fsdp_demo.comm.epochs import Ballot, Forward, Member, Piece, Record, Report, Settlement, extended, first_record
+from fsdp_demo.comm.epochs import (
+    Ballot,
+    Forward,
+    Member,
+    Piece,
+    Record,
+    Report,
+    Settlement,
+    extended,
+    first_record,
+)
 from fsdp_demo.comm.membership import entered
 
 from ..support.bench import A, B, Bench, C, D
@@ -82,7 +94,9 @@ def test_k4_what_one_member_has_is_forwarded() -> None:
     bench = applied_by_d()
     record = bench.change(A, B, D)
     assert record.settlements == (Settlement(0, (A, B, C, D), 1),)
-    assert [f for f in record.forwards if f.piece.of == C] == [Forward(line, 0, Piece("body", C), D, (A, B)) for line in (0, 1)]
+    assert [f for f in record.forwards if f.piece.of == C] == [
+        Forward(line, 0, Piece("body", C), D, (A, B)) for line in (0, 1)
+    ]
     bench.let()
     bench.vote()
     assert bench.delivered(A) == bench.delivered(B) == ["ABCD"] * 2
@@ -110,9 +124,16 @@ def test_k5_expelled_does_nothing_more() -> None:
     assert bench.delivered(A) == ["ABC"] * 2
     bench.change(B, C)
     bench.adopt(A)
-    assert bench.ranks[A, 0].state == "expelled" and bench.did[A, 0][-1] == moves.Expelled(bench.record)
+    assert bench.ranks[A, 0].state == "expelled" and bench.did[A, 0][-1] == moves.Expelled(
+        bench.record
+    )
     bench.beats()
-    assert bench.tell((A, 0), moves.LandedHeard(0, B, 5)) == bench.tell((A, 0), moves.Launched(1, "gather")) == [] and bench.sealed(A) == 0
+    assert (
+        bench.tell((A, 0), moves.LandedHeard(0, B, 5))
+        == bench.tell((A, 0), moves.Launched(1, "gather"))
+        == []
+        and bench.sealed(A) == 0
+    )
     bench.let()
     bench.vote()
     assert bench.delivered(B) == bench.delivered(C) == ["BC"] * 2
@@ -135,7 +156,9 @@ def test_k6_a_reduce_without_all_parts_is_repeated() -> None:
 
 @pytest.mark.parametrize("lines", [(0,), (0, 1)])
 def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(lines: tuple[int, ...]) -> None:
-    """A has the mean; B lacks the part of C, which died in leg 2. On one line only, nobody has that part."""
+    """A has the mean; B lacks the part of C, which died in leg 2. On one line only, nobody has that
+    part.
+    """
     bench = Bench()
     bench.launch(0, "reduce")
     bench.let(to=(A, B, C), sender=(A, B))
@@ -151,7 +174,9 @@ def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(lines: tuple[int, ...])
     bench.let()
     bench.vote()
     whole = lines == (0, 1)
-    assert record.settlement(0) == (Settlement(0, (A, B, C), 0) if whole else Settlement(0, (A, B), 1))
+    assert record.settlement(0) == (
+        Settlement(0, (A, B, C), 0) if whole else Settlement(0, (A, B), 1)
+    )
     assert bench.delivered(A) == bench.delivered(B) == ["ABC" if whole else "AB"] * 2
 
 
@@ -172,7 +197,11 @@ def test_k8_one_set_for_a_mixed_message() -> None:
     bench.let()
     bench.vote()
     (a,) = (x for x in bench.did[A, 0] if isinstance(x, moves.Deliver))
-    assert a.contributors == (A, B) and {p.of for p in a.pieces} == {A, B} and bench.delivered(B) == ["AB"] * 2
+    assert (
+        a.contributors == (A, B)
+        and {p.of for p in a.pieces} == {A, B}
+        and bench.delivered(B) == ["AB"] * 2
+    )
 
 
 def test_k9_only_what_all_have_may_be_sealed() -> None:
@@ -192,7 +221,11 @@ def test_k9_only_what_all_have_may_be_sealed() -> None:
 def test_k9_histories_tell_checkpoints_of_one_step_apart() -> None:
     with_c = extended(extended("", 0, (A, B, C)), 1, (A, B))
     without = extended(extended("", 0, (A, B)), 1, (A, B))
-    assert with_c != without and extended("", 0, (B, A)) == extended("", 0, (A, B)) and len(with_c) == 16
+    assert (
+        with_c != without
+        and extended("", 0, (B, A)) == extended("", 0, (A, B))
+        and len(with_c) == 16
+    )
     assert extended("", 0, (A,)) != extended("", 0, (Member(0, 1),))
 
 
@@ -205,7 +238,9 @@ def test_k10_a_message_is_kept_until_all_have_it() -> None:
     for n in (2, 3):
         bench.launch(n, who=[A])
     assert [e.n for e in bench.ranks[A, 0].open] == [0, 1, 2, 3] and bench.ranks[A, 0].landed == 2
-    with pytest.raises(ValueError, match="launched message 4: the next is 4, it must be below landed .* 4"):
+    with pytest.raises(
+        ValueError, match="launched message 4: the next is 4, it must be below landed .* 4"
+    ):
         bench.launch(4, who=[A])
     bench.let(to=B)
     bench.beats()
@@ -219,7 +254,9 @@ def test_k10_all_open_messages_are_settled_in_one_record() -> None:
     bench.let(sender=(A, B), to=(A, B))
     bench.let(sender=C, to=A, n=0)
     record = bench.change(A, B)
-    assert record.settlements == (Settlement(0, (A, B, C), 1),) and record.settlement(1).contributors == (A, B)
+    assert record.settlements == (Settlement(0, (A, B, C), 1),) and record.settlement(
+        1
+    ).contributors == (A, B)
     bench.let()
     bench.vote()
     assert [bench.delivered(B, n) for n in (0, 1)] == [["ABC"] * 2, ["AB"] * 2]
@@ -230,7 +267,11 @@ def test_k11_k12_messages_have_numbers_of_their_own_and_may_come_in_any_order() 
     bench.launch(0, "reduce")
     bench.launch(1)
     bench.let(n=1)
-    assert bench.delivered(A, 1) == ["AB"] and bench.delivered(A, 0) == [None] and bench.ranks[A, 0].landed == 0
+    assert (
+        bench.delivered(A, 1) == ["AB"]
+        and bench.delivered(A, 0) == [None]
+        and bench.ranks[A, 0].landed == 0
+    )
     bench.let()
     assert bench.delivered(A, 0) == ["AB"] and bench.ranks[A, 0].landed == 2
     with pytest.raises(ValueError, match="launched message 5: the next is 2"):
@@ -241,7 +282,9 @@ def test_k15_a_minority_does_not_win() -> None:
     """A is cut from B and C; all reach the store."""
     bench = Bench()
     bench.freeze(A, lost=(B, C))
-    assert bench.propose((A, 0), waited=False) is not None, "nobody hears the others: A need not wait for them"
+    assert bench.propose((A, 0), waited=False) is not None, (
+        "nobody hears the others: A need not wait for them"
+    )
     bench.reports.clear()
     bench = Bench()
     bench.freeze(A, lost=(B, C))
@@ -252,7 +295,9 @@ def test_k15_a_minority_does_not_win() -> None:
 
 
 def test_k15_a_half_open_link_counts_as_none() -> None:
-    """On line 1 C does not hear A; everything else works. A and B stay: the lowest slots of two largest sets."""
+    """On line 1 C does not hear A; everything else works. A and B stay: the lowest slots of two
+    largest sets.
+    """
     bench = Bench()
     bench.tell((C, 1), moves.PeerLost(A))
     bench.freeze(A, B, C)
@@ -289,7 +334,9 @@ def test_an_island_has_reported_when_all_its_ranks_have() -> None:
         (64, [(0, 9), (9, 30), (60, 61)], tuple(i for i in range(64) if i not in (9, 61))),
     ],
 )
-def test_k16_the_largest_set_and_the_lowest_slots(count: int, broken: list[tuple[int, int]], stay: tuple[int, ...]) -> None:
+def test_k16_the_largest_set_and_the_lowest_slots(
+    count: int, broken: list[tuple[int, int]], stay: tuple[int, ...]
+) -> None:
     members = [Member(i) for i in range(count)]
     bad = {frozenset((Member(a), Member(b))) for a, b in broken}
     pairs = frozenset(frozenset((a, b)) for a in members for b in members if a < b) - bad
@@ -308,7 +355,9 @@ def test_k16_against_all_subsets() -> None:
 
 
 def test_k17_the_store_is_not_asked_in_health() -> None:
-    """No action but those of a change speaks to the store, and nothing but the line or a peer's word begins one."""
+    """No action but those of a change speaks to the store, and nothing but the line or a peer's
+    word begins one.
+    """
     bench = Bench("AB")
     bench.launch(0)
     bench.let()
@@ -358,12 +407,16 @@ def test_k22_k23_what_is_delivered_stays_and_what_is_repeated_has_another_attemp
     bench.let(n=1, sender=(A, B), to=(A, B))
     bench.change(A, B)
     bench.let()
-    assert bench.delivered(A, 0) == bench.delivered(B, 0) == ["ABC"] and bench.delivered(A, 1) == ["AB"]
+    assert bench.delivered(A, 0) == bench.delivered(B, 0) == ["ABC"] and bench.delivered(A, 1) == [
+        "AB"
+    ]
     assert {a.piece.attempt for _, _, a in bench.frames if a.view == 1} <= {1}
 
 
 def test_k24_a_vote_carries_the_view_of_the_settlement() -> None:
-    """Rank 0 of A held message 0 with C in the old view; rank 1 lacked C, and settles without it."""
+    """Rank 0 of A held message 0 with C in the old view; rank 1 lacked C, and settles without
+    it.
+    """
     bench = Bench()
     bench.launch(0)
     bench.let(sender=(A, B), to=(A, B))
@@ -386,7 +439,9 @@ def test_k24_a_vote_carries_the_view_of_the_settlement() -> None:
 
 
 def test_a_rank_that_freed_votes_again_for_one_that_waits() -> None:
-    """Rank 0 of A heard that all have message 0 and freed it; rank 1 has not heard the vote of rank 0 when a change comes."""
+    """Rank 0 of A heard that all have message 0 and freed it; rank 1 has not heard the vote of rank
+    0 when a change comes.
+    """
     bench = Bench("AB")
     bench.launch(0)
     bench.let()
@@ -417,7 +472,9 @@ def test_a_message_launched_after_the_report_is_sent_in_the_next_view() -> None:
 def test_too_few_to_go_on() -> None:
     bench = Bench(min_continue=2)
     bench.freeze(A)
-    assert bench.tell((A, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [moves.TooFew((A,))]
+    assert bench.tell((A, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [
+        moves.TooFew((A,))
+    ]
     bench.freeze(B)
     assert bench.propose((A, 0)) is not None
 
@@ -435,7 +492,7 @@ def test_a_loss_while_others_adopt_settles_again() -> None:
     assert record is not None and record.epoch == 2 and record.members == (A, B)
 
 
-# ---- joins -----------------------------------------------------------------------------------------------------------------------------
+# ---- joins -------------------------------------------------------------------------------------
 
 
 def planned(bench: Bench, newcomer: Member = D) -> Record:
@@ -449,7 +506,10 @@ def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
     record = planned(bench)
     assert (record.epoch, record.view, record.members, record.base) == (1, 0, (A, B, D), (0, 0, 4))
     for m in (A, B):
-        assert bench.tell((m, 0), moves.RecordSeen(record)) == [] and bench.ranks[m, 0].state == "running"
+        assert (
+            bench.tell((m, 0), moves.RecordSeen(record)) == []
+            and bench.ranks[m, 0].state == "running"
+        )
     bench.members.append(D)
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
     for n in range(4):
@@ -505,7 +565,16 @@ def test_what_a_join_refuses() -> None:
 def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
     record = first_record([A, B])
     report = Report(0, A, 0, frozenset((A, B)), 0, ())
-    found = settlement.complete(record, [report, replace(report, view=1, rank=1), replace(report, member=D), replace(report, rank=1)], 2)
+    found = settlement.complete(
+        record,
+        [
+            report,
+            replace(report, view=1, rank=1),
+            replace(report, member=D),
+            replace(report, rank=1),
+        ],
+        2,
+    )
     assert list(found) == [A] and [r.rank for r in found[A]] == [0, 1]
 
 
@@ -516,7 +585,9 @@ def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
     bench.members.append(D)
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record), []
     bench.freeze(D)
-    assert bench.tell((D, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [moves.TooFew(())]
+    assert bench.tell((D, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [
+        moves.TooFew(())
+    ]
     bench.tell((A, 0), moves.RecordSeen(record))
     bench.freeze(A)
     after = bench.propose((D, 0))
@@ -524,7 +595,9 @@ def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
 
 
 def test_one_joins_at_a_time() -> None:
-    """A newcomer that has not begun delivers nothing, so it would not hear of the next one before it launches."""
+    """A newcomer that has not begun delivers nothing, so it would not hear of the next one before
+    it launches.
+    """
     bench = Bench("AB", lines=1, window=1)
     record = planned(bench)
     bench.tell((A, 0), moves.RecordSeen(record))

@@ -1,4 +1,6 @@
-"""K21 on a bench: an island sends its part of a message that nobody has launched yet, and leaves."""
+"""K21 on a bench: an island sends its part of a message that nobody has launched yet, and
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def left(bench: Bench) -> Record:
 @pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
 @pytest.mark.parametrize("guess", ["gather", "mixed"])
 @pytest.mark.parametrize("launched", [(), (A,), (A, B)])
-def test_held_by_one_on_every_line_it_counts_and_is_forwarded(kind: Kind, guess: Kind, launched: tuple[Member, ...]) -> None:
+def test_held_by_one_on_every_line_it_counts_and_is_forwarded(
+    kind: Kind, guess: Kind, launched: tuple[Member, ...]
+) -> None:
     """Whatever the leaver takes the message to be, and whoever waits in it already."""
     bench = Bench()
     if launched:
@@ -43,7 +47,9 @@ def test_held_by_one_on_every_line_it_counts_and_is_forwarded(kind: Kind, guess:
     bench.let()
     record = left(bench)
     assert record.settlements == (Settlement(0, (A, B, C), 1, (C,)),)
-    assert [f for f in record.forwards if f.piece == EARLY] == [Forward(line, 0, EARLY, A, (B,)) for line in (0, 1)]
+    assert [f for f in record.forwards if f.piece == EARLY] == [
+        Forward(line, 0, EARLY, A, (B,)) for line in (0, 1)
+    ]
     wanted = needed(kind, record.settlements[0])
     assert EARLY in wanted and not wanted & {Piece("body", C), Piece("part", C, 1)}
     if waiting := [m for m in (A, B) if m not in launched]:

@@ -1,17 +1,20 @@
-"""Every history of one or two open messages among three islands, and nine mutants that must be found.
+"""Every history of one or two open messages among three islands, and nine mutants that must be
+found.
 
-Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why (numbers: docs/membership.md):
-    one message (gather, reduce, mixed) on 3 islands x 1 line, launched at any time, with changes that leave nobody out;
-    one message (gather, reduce) on 3 islands x 2 lines, launched at the start, and launched at any time by each rank;
-    two messages (all four orders of gather and reduce) on 3 islands x 1 line, launched at the start, with changes that leave nobody out;
-    slow: the same one message with changes that leave nobody out, too;
-    two messages (all four orders) on 3 islands x 1 line, launched at any time by each rank, with changes that leave out one or two islands;
-    a reduce before a gather on 2 islands x 2 lines, launched at any time, with one change;
-    slow: two messages (all four orders of gather and reduce) on 3 islands x 2 lines, both launched, at most 2 changes that leave out one or
-    two islands each;
-"At any time" is before a change, while it goes on, or in a later view, while others hold the message or have delivered one after it.
-"At most 2 crashes" are those that changes leave out; a crash that no change follows stops an island, and the others wait as they do for a
-slow one. I1 to I8 are checked after every step, and that nothing waits for ever when no more faults come.
+Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why
+    (numbers: docs/membership.md): one message (gather, reduce, mixed) on 3 islands x 1 line,
+    launched at any time, with changes that leave nobody out; one message (gather, reduce) on 3
+    islands x 2 lines, launched at the start, and launched at any time by each rank; two messages
+    (all four orders of gather and reduce) on 3 islands x 1 line, launched at the start, with
+    changes that leave nobody out; slow: the same one message with changes that leave nobody out,
+    too; two messages (all four orders) on 3 islands x 1 line, launched at any time by each rank,
+    with changes that leave out one or two islands; a reduce before a gather on 2 islands x 2 lines,
+    launched at any time, with one change; slow: two messages (all four orders of gather and reduce)
+    on 3 islands x 2 lines, both launched, at most 2 changes that leave out one or two islands each;
+"At any time" is before a change, while it goes on, or in a later view, while others hold the
+message or have delivered one after it. "At most 2 crashes" are those that changes leave out; a
+crash that no change follows stops an island, and the others wait as they do for a slow one. I1 to
+I8 are checked after every step, and that nothing waits for ever when no more faults come.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def test_one_message(kind: Kind, states: int) -> None:
 
 @pytest.mark.parametrize("kind, states", [("gather", 1400), ("reduce", 900)])
 def test_one_message_launched_late_on_two_lines(kind: Kind, states: int) -> None:
-    """An island, or one rank of it, launches only when the members have changed, once or twice; the others hold the message before."""
+    """An island, or one rank of it, launches only when the members have changed, once or twice; the
+    others hold the message before.
+    """
     assert Explorer((kind,), late="rank", idle=False).run().states > states
 
 
@@ -48,7 +53,12 @@ def test_one_message_launched_at_any_time(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [("gather", "reduce"), ("reduce", "gather"), *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "reduce"))]
+    "kinds",
+    [
+        ("gather", "reduce"),
+        ("reduce", "gather"),
+        *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "reduce")),
+    ],
 )
 def test_two_messages_on_one_line(kinds: Kinds) -> None:
     assert Explorer(kinds, lines=1).run().states > 900
@@ -58,7 +68,9 @@ def test_a_reduce_before_a_gather_of_two_islands_on_two_lines() -> None:
     assert Explorer(("reduce", "gather"), islands=2, changes=1, late="island").run().states > 2000
 
 
-@pytest.mark.parametrize("kinds", [(a, b) for a in ("gather", "reduce") for b in ("gather", "reduce")])
+@pytest.mark.parametrize(
+    "kinds", [(a, b) for a in ("gather", "reduce") for b in ("gather", "reduce")]
+)
 def test_two_messages_launched_late_on_one_line(kinds: Kinds) -> None:
     assert Explorer(kinds, lines=1, late="rank", idle=False).run().states > 500
 
@@ -67,7 +79,12 @@ def test_two_messages_launched_late_on_one_line(kinds: Kinds) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kinds, states",
-    [(("gather", "gather"), 24000), (("gather", "reduce"), 27000), (("reduce", "gather"), 21000), (("reduce", "reduce"), 34000)],
+    [
+        (("gather", "gather"), 24000),
+        (("gather", "reduce"), 27000),
+        (("reduce", "gather"), 21000),
+        (("reduce", "reduce"), 34000),
+    ],
 )
 def test_two_messages_on_two_lines(kinds: Kinds, states: int) -> None:
     assert Explorer(kinds, idle=False).run().states > states
@@ -80,18 +97,23 @@ def test_changes_that_leave_nobody_out(kind: Kind, states: int) -> None:
     assert Explorer((kind,)).run().states > states
 
 
-# ---- nothing is lost by what is left out -----------------------------------------------------------------------------------------------
+# ---- nothing is lost by what is left out -------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, changes", [("gather", 1), ("reduce", 1), ("mixed", 1), ("gather", 2), ("reduce", 2)])
+@pytest.mark.parametrize(
+    "kind, changes", [("gather", 1), ("reduce", 1), ("mixed", 1), ("gather", 2), ("reduce", 2)]
+)
 def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -> None:
     """Two islands on one line: every order of every single step, against the explorer."""
     every = Everything((kind,), 2, 1, changes).run()
     few = Explorer((kind,), 2, 1, changes, late="rank").run()
-    assert renamed(every.endings, 2) == renamed({kept for kept, _ in few.endings}, 2) and every.worlds > 3 * few.states
+    assert (
+        renamed(every.endings, 2) == renamed({kept for kept, _ in few.endings}, 2)
+        and every.worlds > 3 * few.states
+    )
 
 
-# ---- mutants ---------------------------------------------------------------------------------------------------------------------------
+# ---- mutants -----------------------------------------------------------------------------------
 
 FOUND: list[tuple[type, Kind, int, str, set[str]]] = [
     (mutants.NoFreeze, "gather", 2, "I7", set()),
@@ -110,7 +132,11 @@ FOUND: list[tuple[type, Kind, int, str, set[str]]] = [
 
 
 LATE: dict[type, tuple[Kinds, dict[str, Any], str]] = {
-    mutants.LeavesLateOut: (("gather",), {"late": "island", "lines": 1, "unchecked": frozenset({"launch"})}, "I4"),
+    mutants.LeavesLateOut: (
+        ("gather",),
+        {"late": "island", "lines": 1, "unchecked": frozenset({"launch"})},
+        "I4",
+    ),
     mutants.BeginsAgain: (("reduce", "gather"), {"islands": 2}, "I2"),
 }
 """Mutants that only these dimensions find: messages, what is explored, and what finds it."""
@@ -132,9 +158,13 @@ def test_without_these_dimensions_they_live() -> None:
 @pytest.mark.parametrize("mutant, kind, lines, name, unchecked", FOUND)
 def test_mutants_die(mutant: Any, kind: Kind, lines: int, name: str, unchecked: set[str]) -> None:
     with pytest.raises(Violation) as found:
-        Explorer((kind,), lines=lines, changes=1, machine=mutant, unchecked=frozenset(unchecked)).run()
+        Explorer(
+            (kind,), lines=lines, changes=1, machine=mutant, unchecked=frozenset(unchecked)
+        ).run()
     assert found.value.name == name
 
 
 def test_no_mutant_is_forgotten() -> None:
-    assert {m for m, *_ in FOUND} | LATE.keys() == set(mutants.MUTANTS) and len(mutants.MUTANTS) == 9
+    assert {m for m, *_ in FOUND} | LATE.keys() == set(mutants.MUTANTS) and len(
+        mutants.MUTANTS
+    ) == 9

@@ -22,10 +22,14 @@ def counts() -> tuple[int, int, int]:
 
 
 def settled_at(most: tuple[int, int, int]) -> tuple[int, int, int]:
-    """`counts` when they are at most these, or after a while: a thread that asked the store may be about to end."""
+    """`counts` when they are at most these, or after a while: a thread that asked the store may be
+    about to end.
+    """
     until = time.monotonic() + 20
     found = counts()
-    while any(now > then for now, then in zip(found, most, strict=True)) and time.monotonic() < until:
+    while (
+        any(now > then for now, then in zip(found, most, strict=True)) and time.monotonic() < until
+    ):
         time.sleep(0.05)
         found = counts()
     return found
@@ -33,7 +37,9 @@ def settled_at(most: tuple[int, int, int]) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_a_hundred_changes_of_one_line_cost_nothing_that_stays(run_ranks) -> None:
-    """Three islands freeze, report, write a record and adopt it, again and again; messages pass between."""
+    """Three islands freeze, report, write a record and adopt it, again and again; messages pass
+    between.
+    """
 
     def run() -> Any:
         here, found = Islands(3), list[tuple[int, int, int]]()
@@ -65,7 +71,9 @@ def test_a_hundred_changes_of_one_line_cost_nothing_that_stays(run_ranks) -> Non
 
 @pytest.mark.slow
 def test_fifty_islands_that_are_lost_leave_nothing_behind(run_ranks) -> None:
-    """Fifty runs of three, in each of which one is killed in the middle of a message; then the others part: a hundred ends of a member."""
+    """Fifty runs of three, in each of which one is killed in the middle of a message; then the
+    others part: a hundred ends of a member.
+    """
 
     def run() -> Any:
         found: list[tuple[int, int, int]] = []

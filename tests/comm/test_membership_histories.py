@@ -1,7 +1,8 @@
-"""Histories K13, K14, K19, K20, K22 and K23 of docs/membership.md, where they are more than the state machine: questions, headers, beats,
-sums, codes.
+"""Histories K13, K14, K19, K20, K22 and K23 of docs/membership.md, where they are more than the
+state machine: questions, headers, beats, sums, codes.
 
-Islands are threads with real drivers and connections (tests/support/elastic.py), or one rank's `Signs` with a clock of the test.
+Islands are threads with real drivers and connections (tests/support/elastic.py), or one rank's
+`Signs` with a clock of the test.
 """
 
 from __future__ import annotations
@@ -37,17 +38,21 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
     return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
-# ---- questions and decisions -----------------------------------------------------------------------------------------------------------
+# ---- questions and decisions -------------------------------------------------------------------
 
 
 def questions(line: Any) -> list[tuple[tuple[int, ...], list[float]]]:
-    """What an exchange asks beside its payloads: the mean of a norm, a mean of numbers (best model), digests. Of whom, and the answers."""
+    """What an exchange asks beside its payloads: the mean of a norm, a mean of numbers (best
+    model), digests. Of whom, and the answers.
+    """
     out = []
     for n in range(4):
         one = torch.tensor([0.1 * (line.slot + 1) + n], dtype=torch.float64).view(torch.uint8)
         _, norms = line.gather(line.header(NORM, n), one)
         out.append((line.slots, [float(t.clone().view(torch.float64)) for t in norms]))
-        (mean,) = line.mean(line.header(QUESTION, n), [(torch.full((5,), float(line.slot + n)), "fp32")])
+        (mean,) = line.mean(
+            line.header(QUESTION, n), [(torch.full((5,), float(line.slot + n)), "fp32")]
+        )
         assert torch.equal(mean, torch.full((5,), sum(line.slots) / line.size + n))
         out.append((line.slots, mean.tolist()))
         digests = line.gather_any(line.header(QUESTION, n), one, 100)
@@ -56,7 +61,9 @@ def questions(line: Any) -> list[tuple[tuple[int, ...], list[float]]]:
 
 
 def test_k13_the_answer_to_a_question_is_of_the_same_islands_everywhere(run_ranks) -> None:
-    """One of three is killed at a piece of a question; nobody has the mean of three where another has that of two."""
+    """One of three is killed at a piece of a question; nobody has the mean of three where another
+    has that of two.
+    """
 
     def run() -> None:
         for k in (0, 5, 9):
@@ -71,7 +78,9 @@ def test_k13_the_answer_to_a_question_is_of_the_same_islands_everywhere(run_rank
 
 
 def test_k14_who_is_left_out_follows_from_the_headers_as_they_were_sent(run_ranks) -> None:
-    """Island 2 says that it is not finite, and dies at a piece of the message. Whoever takes part, all decide from the same headers."""
+    """Island 2 says that it is not finite, and dies at a piece of the message. Whoever takes part,
+    all decide from the same headers.
+    """
 
     def told(line: Any) -> Any:
         seen: list[Any] = []
@@ -83,9 +92,13 @@ def test_k14_who_is_left_out_follows_from_the_headers_as_they_were_sent(run_rank
         out = []
         for n in range(3):
             own = torch.full((9000,), float("nan") if line.slot == 2 else float(line.slot + n))
-            head = replace(line.header(PAYLOAD, n), weight=1.0 + line.slot, flags=NOT_FINITE * (line.slot == 2))
+            head = replace(
+                line.header(PAYLOAD, n), weight=1.0 + line.slot, flags=NOT_FINITE * (line.slot == 2)
+            )
             arrived = line.exchange(head, torch.zeros(4, dtype=torch.uint8), [(own, "fp32")], weigh)
-            assert torch.equal(arrived.means[0], torch.full((9000,), 0.5 + n)), "the mean of islands 0 and 1"
+            assert torch.equal(arrived.means[0], torch.full((9000,), 0.5 + n)), (
+                "the mean of islands 0 and 1"
+            )
             out.append((line.slots, list(seen), [(h.flags, h.weight) for h in arrived.headers]))
         return out
 
@@ -96,12 +109,14 @@ def test_k14_who_is_left_out_follows_from_the_headers_as_they_were_sent(run_rank
                 three.kill_at_frame(k, (2, 0))
                 three.run(told)
                 one, two = three.survivors(2)
-                assert one == two and all(seen == heads and len(heads) == len(slots) for slots, seen, heads in one)
+                assert one == two and all(
+                    seen == heads and len(heads) == len(slots) for slots, seen, heads in one
+                )
 
     alone(run_ranks, run)
 
 
-# ---- beats and progress ----------------------------------------------------------------------------------------------------------------
+# ---- beats and progress ------------------------------------------------------------------------
 
 
 def signs(*members: Member) -> Signs:
@@ -111,7 +126,15 @@ def signs(*members: Member) -> Signs:
         __hash__ = object.__hash__
 
     wires: dict[Member, Any] = {m: Wire(gone="", heard_at=0.0) for m in members}
-    found = Signs(SimpleNamespace(), wires, {}, {}, DEAD, MEETING, lambda rounds: meet.patience(rounds, MEETING))  # type: ignore[arg-type]
+    found = Signs(
+        SimpleNamespace(),
+        wires,
+        {},
+        {},
+        DEAD,
+        MEETING,
+        lambda rounds: meet.patience(rounds, MEETING),
+    )  # type: ignore[arg-type]
     found.next_of = dict.fromkeys(members, 1)
     return found
 
@@ -132,7 +155,9 @@ def test_k19_silence_is_a_loss_though_the_connection_stands() -> None:
 
 
 def test_who_was_never_heard_is_quiet_when_another_says_so() -> None:
-    """A peer that stops at the moment in which this island joins: it has not been heard, and is not known to live."""
+    """A peer that stops at the moment in which this island joins: it has not been heard, and is not
+    known to live.
+    """
     here = signs(B, C)
     del here.next_of[C]
     beat(here, B, 5.0, 1)
@@ -141,7 +166,9 @@ def test_who_was_never_heard_is_quiet_when_another_says_so() -> None:
 
 @pytest.mark.slow
 def test_k19_beats_come_from_a_thread_of_the_training_process_and_of_every_rank(run_ranks) -> None:
-    """Training threads may be busy for longer than ISLAND_DEAD; one rank whose own thread stands still is lost, with its island."""
+    """Training threads may be busy for longer than ISLAND_DEAD; one rank whose own thread stands
+    still is lost, with its island.
+    """
 
     def run() -> None:
         here = Islands(3, 2, dead=3.0)
@@ -170,7 +197,9 @@ def test_k19_beats_come_from_a_thread_of_the_training_process_and_of_every_rank(
 
 
 def test_k20_a_slow_island_is_waited_for_and_one_without_progress_is_lost() -> None:
-    """It beats all the time. Ten times the slowest of the last messages, at least 60 s; before three messages ISLAND_TIMEOUT."""
+    """It beats all the time. Ten times the slowest of the last messages, at least 60 s; before
+    three messages ISLAND_TIMEOUT.
+    """
     here = signs(B)
     here.began = {5: 0.0}
     beat(here, B, 599.0, 5)
@@ -207,12 +236,14 @@ def test_k20_a_slow_island_misses_no_round(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-# ---- sums ------------------------------------------------------------------------------------------------------------------------------
+# ---- sums --------------------------------------------------------------------------------------
 
 
 def steps_of(slot: int, n: int) -> Tensor:
     """What an island adds to its accumulator before message n: whole numbers."""
-    return torch.randint(-64, 65, (9000,), generator=torch.Generator().manual_seed(100 * slot + n)).float()
+    return torch.randint(
+        -64, 65, (9000,), generator=torch.Generator().manual_seed(100 * slot + n)
+    ).float()
 
 
 def accumulates(line: Any) -> Any:
@@ -223,7 +254,9 @@ def accumulates(line: Any) -> Any:
         sent = torch.zeros(9000)
         sent[n % 4 :: 4] = accumulator[n % 4 :: 4]
         accumulator -= sent
-        (mean,) = line.exchange(line.header(PAYLOAD, n), sent.to(torch.int16).view(torch.uint8), [(sent, "fp32")], equal).means
+        (mean,) = line.exchange(
+            line.header(PAYLOAD, n), sent.to(torch.int16).view(torch.uint8), [(sent, "fp32")], equal
+        ).means
         applied += mean * line.size
         counted.append((line.slots, sent))
     return accumulator, applied, counted
@@ -234,8 +267,9 @@ def equal(headers: Any) -> list[list[float]]:
 
 
 def test_k22_sums_over_the_replicas_are_exact(run_ranks) -> None:
-    """Four islands, of which two die at once: means of 4 and of 2 whole numbers are exact. Accumulators + what counted = what was added;
-    what was applied = what counted, over all that took part; nothing is undone."""
+    """Four islands, of which two die at once: means of 4 and of 2 whole numbers are exact.
+    Accumulators + what counted = what was added; what was applied = what counted, over all that
+    took part; nothing is undone."""
 
     def run() -> None:
         for k in (4, 9, 17, 26):
@@ -248,11 +282,17 @@ def test_k22_sums_over_the_replicas_are_exact(run_ranks) -> None:
                 assert slots == [of for of, _ in two[2]] and slots[-1] == (0, 2)
                 assert torch.equal(one[1], two[1])
                 if any(len(of) == 3 for of in slots):
-                    continue  # the other one was lost a message later: a third of a whole number is not exact
+                    # the other one was lost a message later: a third of a whole number is not exact
+                    continue
                 for slot, (accumulator, _, counted) in zip((0, 2), (one, two), strict=True):
                     added = sum((steps_of(slot, n) for n in range(8)), torch.zeros(9000))
                     assert torch.equal(accumulator + sum(sent for _, sent in counted), added)
-                assert torch.equal(one[1], sum((sent_by(s, n) for n, of in enumerate(slots) for s in of), torch.zeros(9000)))
+                assert torch.equal(
+                    one[1],
+                    sum(
+                        (sent_by(s, n) for n, of in enumerate(slots) for s in of), torch.zeros(9000)
+                    ),
+                )
 
     alone(run_ranks, run)
 
@@ -268,20 +308,30 @@ def sent_by(slot: int, n: int) -> Tensor:
     return sent
 
 
-# ---- another number of islands ---------------------------------------------------------------------------------------------------------
+# ---- another number of islands -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", sorted(FORMATS))
 def test_k23_a_vector_is_coded_to_the_same_values_among_fewer_islands(code: str) -> None:
-    """A message that is repeated is cut into other parts: what was subtracted from the accumulator stays what the others receive."""
+    """A message that is repeated is cut into other parts: what was subtracted from the accumulator
+    stays what the others receive.
+    """
     for n in (1, 4097, 13000):
         v = torch.randn(n, generator=torch.Generator().manual_seed(n))
         for size in range(2, 9):
-            assert torch.equal(dense.round_trip(code, v, size), dense.round_trip(code, v, size - 1)), (n, size)
+            assert torch.equal(
+                dense.round_trip(code, v, size), dense.round_trip(code, v, size - 1)
+            ), (n, size)
             assert torch.equal(received(code, v, size), dense.round_trip(code, v, size)), (n, size)
 
 
 def received(code: str, v: Tensor, size: int) -> Tensor:
     """What `size` islands decode of the shares of one vector, put together."""
-    parts = zip(collectives.shares([(v, code)], size), collectives.legs([(v.numel(), code)], size)[0], strict=True)
-    return torch.cat([dense.decode(code, share[HEADER.size :], span[0][0]) for share, span in parts])
+    parts = zip(
+        collectives.shares([(v, code)], size),
+        collectives.legs([(v.numel(), code)], size)[0],
+        strict=True,
+    )
+    return torch.cat(
+        [dense.decode(code, share[HEADER.size :], span[0][0]) for share, span in parts]
+    )

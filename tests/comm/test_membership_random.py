@@ -1,7 +1,9 @@
-"""Random lives of five islands: crashes, suspicions, leavers and joiners while messages of all kinds go on (tests/support/storms.py).
+"""Random lives of five islands: crashes, suspicions, leavers and joiners while messages of all
+kinds go on (tests/support/storms.py).
 
-Checked after every step: I1 to I5, I8 and the bound of 2 q kept messages. At the end all faults stop, and I9 must hold: the members stand
-in one epoch, have delivered every message, and have one history.
+Checked after every step: I1 to I5, I8 and the bound of 2 q kept messages. At the end all faults
+stop, and I9 must hold: the members stand in one epoch, have delivered every message, and have one
+history.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from ..support.storms import storms
 
 def test_lives() -> None:
     happened = storms(range(100))
-    assert min(happened[kind] for kind in ("crash", "suspect", "leave", "join")) > 40 and happened["change"] > 80
+    assert (
+        min(happened[kind] for kind in ("crash", "suspect", "leave", "join")) > 40
+        and happened["change"] > 80
+    )
     assert happened["all gone"] < 10
 
 

@@ -1,4 +1,6 @@
-"""A newcomer whose first message is a question that the others ask between two steps: it takes part, and its answer counts for nothing."""
+"""A newcomer whose first message is a question that the others ask between two steps: it takes
+part, and its answer counts for nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,24 @@ def payload(line: ElasticPeerGroup, step: int) -> tuple[int, ...]:
     """The message of a step, and the norm in it; of whom it was."""
     agreement.mean_of(line, step, 1.0)
     noise = torch.randn(20_000, generator=torch.Generator().manual_seed(10 * step + line.slot))
-    vectors = [(torch.full((5000,), float(line.slot)), "fp32"), (noise, "int8"), (noise, "int4"), (noise, "bf16")]
+    vectors = [
+        (torch.full((5000,), float(line.slot)), "fp32"),
+        (noise, "int8"),
+        (noise, "int4"),
+        (noise, "bf16"),
+    ]
     body = torch.full((7,), line.slot, dtype=torch.uint8)
-    arrived = line.exchange(line.header(PAYLOAD, step), body, vectors, lambda headers: [[1.0] * len(headers)] * 4)
+    arrived = line.exchange(
+        line.header(PAYLOAD, step), body, vectors, lambda headers: [[1.0] * len(headers)] * 4
+    )
     assert [int(b[0]) for b in arrived.bodies] == list(arrived.slots) == list(line.slots)
-    assert torch.equal(arrived.means[0], torch.full((5000,), sum(arrived.slots)) / len(arrived.slots))
+    assert torch.equal(
+        arrived.means[0], torch.full((5000,), sum(arrived.slots)) / len(arrived.slots)
+    )
     for (_, code), mean in zip(vectors[1:], arrived.means[1:], strict=True):
-        assert torch.equal(mean, MEANS.setdefault((step, code), mean.clone())), "a newcomer has the bits of the others"
+        assert torch.equal(mean, MEANS.setdefault((step, code), mean.clone())), (
+            "a newcomer has the bits of the others"
+        )
     return arrived.slots
 
 
@@ -53,22 +66,36 @@ def questions(line: ElasticPeerGroup, step: int, count: int) -> list[tuple[int, 
     for k in range(count):
         kind = k % 3
         if kind == 0:
-            assert agreement.gather_json(line, [line.slot, "x" * line.slot], DIGESTS, step) == [[s, "x" * s] for s in line.slots]
+            assert agreement.gather_json(line, [line.slot, "x" * line.slot], DIGESTS, step) == [
+                [s, "x" * s] for s in line.slots
+            ]
         elif kind == 1:
             assert agreement.all_equal(line, b"0123456789abcdef", DIGESTS, step)
         else:
-            mean = line.mean(line.header(PARAMETERS, step), [(torch.full((9000,), 1.0 + line.slot), "fp32"), (torch.ones(1), "fp32")])
-            assert torch.equal(mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots))) and float(mean[1]) == 1.0
+            mean = line.mean(
+                line.header(PARAMETERS, step),
+                [(torch.full((9000,), 1.0 + line.slot), "fp32"), (torch.ones(1), "fp32")],
+            )
+            assert (
+                torch.equal(mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots)))
+                and float(mean[1]) == 1.0
+            )
         found.append(line.slots)
     return found
 
 
 class Run:
-    """Two islands that train, and one that joins them when `at` steps are done; then they ask `count` questions."""
+    """Two islands that train, and one that joins them when `at` steps are done; then they ask
+    `count` questions.
+    """
 
     def __init__(self, run: Islands, at: int, count: int):
         self.run, self.at, self.count = run, at, count
-        self.planned, self.asked, self.results = threading.Event(), threading.Event(), dict[int, Any]()
+        self.planned, self.asked, self.results = (
+            threading.Event(),
+            threading.Event(),
+            dict[int, Any](),
+        )
         self.thread = threading.Thread(target=self.joins)
 
     def trains(self, line: ElasticPeerGroup) -> Any:
@@ -107,8 +134,24 @@ class Run:
         line = None
         try:
             names = {**self.run.names, 2: "newcomer"}
-            meeting = Meeting(self.run.store, "line", 2, 3, tuple(names.values()), "127.0.0.1", WAIT, self.run.token)
-            line = meet.newcomer_line(meeting, Place(2, 0, 1, names), 0, lambda: self.run.store.under("line"), None, self.run.dead)
+            meeting = Meeting(
+                self.run.store,
+                "line",
+                2,
+                3,
+                tuple(names.values()),
+                "127.0.0.1",
+                WAIT,
+                self.run.token,
+            )
+            line = meet.newcomer_line(
+                meeting,
+                Place(2, 0, 1, names),
+                0,
+                lambda: self.run.store.under("line"),
+                None,
+                self.run.dead,
+            )
             self.results[2] = self.follows(line)
             line.wait_stable(WAIT)
         except BaseException as error:
@@ -167,9 +210,24 @@ def test_a_base_among_questions_between_steps(run_ranks: Callable[..., Any], cou
 
 
 def test_what_comes_in_another_form() -> None:
-    good = {"n": 3, "kind": DIGESTS, "step": 4, "flags": 0, "body": 16, "longest": None, "spans": [[9, "fp32"]]}
+    good = {
+        "n": 3,
+        "kind": DIGESTS,
+        "step": 4,
+        "flags": 0,
+        "body": 16,
+        "longest": None,
+        "spans": [[9, "fp32"]],
+    }
     assert Coming.read(good, 36) == Coming(3, DIGESTS, 4, 0, 16, None, [(9, "fp32")])
-    for wrong in ({"body": -1}, {"body": LONGEST + 1}, {"spans": [[10, "fp32"]]}, {"spans": [[-1, "fp32"]]}, {"spans": 3}, {"kind": "x"}):
+    for wrong in (
+        {"body": -1},
+        {"body": LONGEST + 1},
+        {"spans": [[10, "fp32"]]},
+        {"spans": [[-1, "fp32"]]},
+        {"spans": 3},
+        {"kind": "x"},
+    ):
         with pytest.raises(WireError):
             Coming.read({**good, **wrong}, 36)
     with pytest.raises(WireError):
@@ -183,12 +241,22 @@ def test_means_travel_in_their_code(count: int) -> None:
     spans = [(9000, "int8"), (4097, "int4"), (5000, "bf16"), (10, "fp32")]
     sent = [shares([(torch.randn(n), code) for n, code in spans], count) for _ in range(count)]
     weights = [[1.0] * count] * len(spans)
-    parts = [part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :] for j in range(count)]
+    parts = [
+        part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :]
+        for j in range(count)
+    ]
     means = whole(list(parts), spans)
-    arrived = ReceivedMessage([Header(0, 3)] * count, [torch.zeros(2, dtype=torch.uint8)] * count, means, slots=tuple(range(count)))
+    arrived = ReceivedMessage(
+        [Header(0, 3)] * count,
+        [torch.zeros(2, dtype=torch.uint8)] * count,
+        means,
+        slots=tuple(range(count)),
+    )
     expected = Expected(PAYLOAD, 3, 2, spans)
     plain, coded = packed(arrived), packed(arrived, parts)
-    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [p.numel() for p in plain[1:]] == expected.sizes(plain[0])
+    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [
+        p.numel() for p in plain[1:]
+    ] == expected.sizes(plain[0])
     assert sum(p.numel() for p in coded[1:]) < 0.5 * sum(p.numel() for p in plain[1:])
     for some in (plain, coded):
         assert all(map(torch.equal, unpacked(some, expected).means, means))

@@ -1,4 +1,5 @@
-"""One connection to a peer is dead while its others, and its beats, pass: noticed soon, and a slow connection is not taken for a dead one.
+"""One connection to a peer is dead while its others, and its beats, pass: noticed soon, and a slow
+connection is not taken for a dead one.
 
 Threads as islands (tests/support/elastic.py), with a TCP relay on each of their connections.
 """

@@ -1,4 +1,6 @@
-"""Records and reports as text: what is written reads back, and what is none is refused with its name."""
+"""Records and reports as text: what is written reads back, and what is none is refused with its
+name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.comm.epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement, first_record, needed
+from fsdp_demo.comm.epochs import (
+    Forward,
+    Held,
+    Kind,
+    Member,
+    Piece,
+    Record,
+    Report,
+    Settlement,
+    first_record,
+    needed,
+)
 from fsdp_demo.comm.record_json import MOST, read_record, read_report, record_text, report_text
 from fsdp_demo.comm.settlement import propose
 from fsdp_demo.comm.stores import LARGEST, value_bytes
@@ -25,10 +38,23 @@ kinds = st.sampled_from(["gather", "reduce", "mixed"])
 def records(draw: st.DrawFn) -> Record:
     who = tuple(sorted(draw(st.lists(members, min_size=1, max_size=6, unique_by=lambda m: m.slot))))
     base = draw(st.lists(number, min_size=len(who), max_size=len(who)))
-    settlements = st.lists(st.builds(Settlement, number, several, number, several), max_size=3).map(tuple)
-    forwards = st.lists(st.builds(Forward, st.integers(0, 8), number, pieces, members, several), max_size=3).map(tuple)
+    settlements = st.lists(st.builds(Settlement, number, several, number, several), max_size=3).map(
+        tuple
+    )
+    forwards = st.lists(
+        st.builds(Forward, st.integers(0, 8), number, pieces, members, several), max_size=3
+    ).map(tuple)
     history = st.text(st.characters(exclude_categories=("Cs",)), max_size=16)
-    return Record(draw(number), draw(number), who, tuple(base), draw(settlements), draw(forwards), draw(number), draw(history))
+    return Record(
+        draw(number),
+        draw(number),
+        who,
+        tuple(base),
+        draw(settlements),
+        draw(forwards),
+        draw(number),
+        draw(history),
+    )
 
 
 reports = st.builds(
@@ -38,7 +64,9 @@ reports = st.builds(
     st.integers(0, 8),
     several.map(frozenset),
     number,
-    st.lists(st.builds(Held, number, kinds, st.booleans(), st.frozensets(pieces, max_size=4)), max_size=3).map(tuple),
+    st.lists(
+        st.builds(Held, number, kinds, st.booleans(), st.frozensets(pieces, max_size=4)), max_size=3
+    ).map(tuple),
     st.booleans(),
 )
 
@@ -64,7 +92,11 @@ def test_a_torn_report_is_refused(report: Report, data: st.DataObject) -> None:
 
 
 RECORD = json.loads(record_text(first_record([Member(0), Member(1)])))
-REPORT = json.loads(report_text(Report(0, Member(0), 0, frozenset([Member(0)]), 3, (Held(3, "gather", False, frozenset()),))))
+REPORT = json.loads(
+    report_text(
+        Report(0, Member(0), 0, frozenset([Member(0)]), 3, (Held(3, "gather", False, frozenset()),))
+    )
+)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +159,9 @@ def test_what_is_no_report_is_refused(text: str) -> None:
 
 
 def large(kind: Kind) -> Record:
-    """64 islands of 64 ranks: island 5 is lost while four messages are open, and each rank lacks half of the pieces of each."""
+    """64 islands of 64 ranks: island 5 is lost while four messages are open, and each rank lacks
+    half of the pieces of each.
+    """
     generator, members, ranks = random.Random(0), [Member(slot, slot % 3) for slot in range(64)], 64
     old = first_record(members)
     pieces = {n: sorted(needed(kind, old.settlement(n))) for n in range(100, 104)}
@@ -141,7 +175,10 @@ def large(kind: Kind) -> Record:
                     rank,
                     frozenset(members) - {members[5]},
                     100,
-                    tuple(Held(n, kind, False, frozenset(generator.sample(found, len(found) // 2))) for n, found in pieces.items()),
+                    tuple(
+                        Held(n, kind, False, frozenset(generator.sample(found, len(found) // 2)))
+                        for n, found in pieces.items()
+                    ),
                 )
                 for rank in range(ranks)
             )
@@ -159,5 +196,12 @@ def test_the_record_of_64_islands_of_64_ranks_fits() -> None:
 def test_the_reports_of_64_islands_are_short() -> None:
     members = [Member(slot) for slot in range(64)]
     pieces = needed("mixed", first_record(members).settlement(0))
-    report = Report(9, members[0], 63, frozenset(members), 100, tuple(Held(n, "mixed", False, pieces) for n in range(100, 104)))
+    report = Report(
+        9,
+        members[0],
+        63,
+        frozenset(members),
+        100,
+        tuple(Held(n, "mixed", False, pieces) for n in range(100, 104)),
+    )
     assert len(report_text(report)) <= 1 << 14 and read_report(report_text(report)) == report

@@ -1,4 +1,6 @@
-"""A connection that is reset while more has come than its owner reads: what a process finds that was stopped until the others went on."""
+"""A connection that is reset while more has come than its owner reads: what a process finds that
+was stopped until the others went on.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def flooded(port: int, kind: int, message: bytes) -> None:
 
 
 def test_the_library_has_no_timer_that_finds_it(run_ranks) -> None:
-    """Its heartbeat did: `Assertion failed: !_io_error`, and the process aborts. Here it would come after a second."""
+    """Its heartbeat did: `Assertion failed: !_io_error`, and the process aborts. Here it would come
+    after a second.
+    """
 
     def fn(me: Any) -> Any:
         from fsdp_demo.comm import hub as hubs
@@ -47,7 +51,11 @@ def test_the_library_has_no_timer_that_finds_it(run_ranks) -> None:
         hub = hubs.Hub()
         made = hub.socket()
         made.bind("tcp://127.0.0.1:*")
-        flooded(int(made.last_endpoint.decode().rstrip("\0").rpartition(":")[2]), zmq.PAIR, bytes(100_000))
+        flooded(
+            int(made.last_endpoint.decode().rstrip("\0").rpartition(":")[2]),
+            zmq.PAIR,
+            bytes(100_000),
+        )
         time.sleep(1.5)
         came = 0
         while made.poll(100):

@@ -20,8 +20,15 @@ from ..support.threaded import at_once
 BEAT, SILENCE = 0.05, 1.0
 
 
-def place(island: int, count: int = 3, suffice: int = 2, timeout: float = 0.3, slots: int = 0) -> Topology:
-    of = {"endpoint": "the test", "transport": "zeromq", "timeout": timeout, "name": f"isle{island}"}
+def place(
+    island: int, count: int = 3, suffice: int = 2, timeout: float = 0.3, slots: int = 0
+) -> Topology:
+    of = {
+        "endpoint": "the test",
+        "transport": "zeromq",
+        "timeout": timeout,
+        "name": f"isle{island}",
+    }
     return Topology("islands", island, slots or count, count=count, suffice=suffice, **of)
 
 
@@ -71,9 +78,15 @@ def test_all_are_told_the_same_whenever_they_come() -> None:
     """Islands that come about when the time of the others is over."""
     draw = random.Random(0)
     for _ in range(8):
-        store, found, waits = dist.HashStore(), dict[int, Any](), [draw.uniform(0.0, 0.5) for _ in range(3)]
+        store, found, waits = (
+            dist.HashStore(),
+            dict[int, Any](),
+            [draw.uniform(0.0, 0.5) for _ in range(3)],
+        )
 
-        def island(i: int, store: Any = store, found: dict[int, Any] = found, waits: list[float] = waits) -> None:
+        def island(
+            i: int, store: Any = store, found: dict[int, Any] = found, waits: list[float] = waits
+        ) -> None:
             time.sleep(waits[i])
             try:
                 found[i] = called(asker(store), place(i, suffice=1))
@@ -89,7 +102,12 @@ def test_too_few_are_named() -> None:
     at = asker()
     comes(at, 2)
     text = refusal(PeerLost, at, place(2, count=4, suffice=3, timeout=0.1))
-    for part in ("waited 0.1 s for 4 islands, at least ISLAND_MIN=3", "came 2 (isle2 on ", "missing 0, 1, 3", "ISLAND_TIMEOUT"):
+    for part in (
+        "waited 0.1 s for 4 islands, at least ISLAND_MIN=3",
+        "came 2 (isle2 on ",
+        "missing 0, 1, 3",
+        "ISLAND_TIMEOUT",
+    ):
         assert part in text, text
     assert not at.peek("starters")
 
@@ -111,9 +129,18 @@ def test_without_the_variable_nobody_waits_here() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"count": 4}, "island 1 (isle1) has ISLAND_COUNT=4, isle0 has 3: set one number everywhere"),
-        ({"slots": 5}, "island 1 (isle1) has ISLAND_SLOTS=5, isle0 has 3: set one number everywhere"),
-        ({"least": 0}, "island 1 (isle1) has ISLAND_MIN=unset, isle0 has 2: set one number everywhere"),
+        (
+            {"count": 4},
+            "island 1 (isle1) has ISLAND_COUNT=4, isle0 has 3: set one number everywhere",
+        ),
+        (
+            {"slots": 5},
+            "island 1 (isle1) has ISLAND_SLOTS=5, isle0 has 3: set one number everywhere",
+        ),
+        (
+            {"least": 0},
+            "island 1 (isle1) has ISLAND_MIN=unset, isle0 has 2: set one number everywhere",
+        ),
     ],
 )
 def test_unlike_numbers_are_refused_at_once(changes: dict[str, int], says: str) -> None:

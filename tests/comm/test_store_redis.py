@@ -1,4 +1,6 @@
-"""A redis as the store. Needs the module `redis` and the program `redis-server`, but for the first tests."""
+"""A redis as the store. Needs the module `redis` and the program `redis-server`, but for the first
+tests.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,19 @@ PASSWORD = "a-password"
 def test_without_the_module_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.delitem(sys.modules, "fsdp_demo.comm.store_redis", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ValueError, match='pip install "redis>=5"'):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(ValueError, match='pip install "redis>=5"'),
+    ):
         connect(f"redis://127.0.0.1:{server.getsockname()[1]}", 5.0, 5.0, 5.0)
 
 
 def test_without_a_redis_it_says_what_to_start() -> None:
-    with pytest.raises(StoreSilent, match="no store answers at ISLAND_ENDPOINT=redis://127.0.0.1:1/2 after 0.3 s: start redis there"):
+    with pytest.raises(
+        StoreSilent,
+        match="no store answers at ISLAND_ENDPOINT=redis://127.0.0.1:1/2 after 0.3 s: start "
+        "redis there",
+    ):
         connect("redis://127.0.0.1:1/2", 0.3, 5.0, 5.0, "secret")
 
 
@@ -48,7 +57,17 @@ class Redis:
         if program is None:
             pytest.skip("no redis-server here (apt install redis-server)")
         self.port = reserve_port()
-        self._words = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--requirepass", PASSWORD]
+        self._words = [
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(folder),
+            "--requirepass",
+            PASSWORD,
+        ]
         self._words += ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         self.start()
 
@@ -148,11 +167,16 @@ def test_a_redis_that_lost_what_it_held_is_noticed_before_it_is_changed(server: 
 
 @pytest.mark.parametrize("password", ["", "another"])
 def test_a_wrong_password_is_named(server: Redis, password: str) -> None:
-    with pytest.raises(ValueError, match="refuses: .*; give its password in ISLAND_ENDPOINT=redis://:PASSWORD@HOST:PORT"):
+    with pytest.raises(
+        ValueError,
+        match="refuses: .*; give its password in ISLAND_ENDPOINT=redis://:PASSWORD@HOST:PORT",
+    ):
         server.client(password=password).check(["k"])
 
 
-def test_one_that_may_forget_is_warned_of_once(server: Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_may_forget_is_warned_of_once(
+    server: Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import redis
 
     from fsdp_demo.comm import store_redis
@@ -164,7 +188,10 @@ def test_one_that_may_forget_is_warned_of_once(server: Redis, caplog: pytest.Log
         for _ in range(2):
             server.client().check(["k"])
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "may forget what it has answered when it ends (appendonly yes, appendfsync everysec): set appendonly yes" in said
+    assert (
+        "may forget what it has answered when it ends (appendonly yes, appendfsync everysec): set "
+        "appendonly yes"
+    ) in said
     assert PASSWORD not in said
 
 
@@ -172,7 +199,9 @@ def test_islands_meet_over_it(server: Redis, run_ranks) -> None:
     pytest.importorskip("zmq")
 
     def fn(me: Any) -> tuple[bool | None, str]:
-        exchange = fsdp_demo.attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1), "full")
+        exchange = fsdp_demo.attach(
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1), "full"
+        )
         presence = Presence(exchange.topology)
         presence.tell_stop(me.island)
         together = presence.wait_for_stops(20.0)
@@ -180,5 +209,8 @@ def test_islands_meet_over_it(server: Redis, run_ranks) -> None:
         return together, exchange.topology.endpoint
 
     endpoint = f"redis://127.0.0.1:{server.port}"
-    env = {"ISLAND_ENDPOINT": endpoint.replace("//", f"//:{PASSWORD}@"), "ISLAND_TRANSPORT": "zeromq"}
+    env = {
+        "ISLAND_ENDPOINT": endpoint.replace("//", f"//:{PASSWORD}@"),
+        "ISLAND_TRANSPORT": "zeromq",
+    }
     assert run_ranks(fn, 2, 1, env=env) == [(True, endpoint)] * 2

@@ -1,4 +1,6 @@
-"""A store that is frozen, or not there: an error with a cure at the start, a warning later, and never a hang."""
+"""A store that is frozen, or not there: an error with a cure at the start, a warning later, and
+never a hang.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,23 @@ runs = itertools.count()
 
 
 @pytest.fixture(scope="module", params=["", "zmq://"])
-def process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def process(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A store of either kind in a process of its own, and its endpoint."""
     if request.param:
         pytest.importorskip("zmq")
     file = tmp_path_factory.mktemp("store") / "port"
     kept = ["--file", str(file.with_name("keys"))] if request.param else []
-    words = ["store", "--bind", f"{request.param}127.0.0.1:0", *kept, "--quiet", "--port-file", str(file)]
+    words = [
+        "store",
+        "--bind",
+        f"{request.param}127.0.0.1:0",
+        *kept,
+        "--quiet",
+        "--port-file",
+        str(file),
+    ]
     started = subprocess.Popen([sys.executable, "-m", "fsdp_demo.cli", *words])
     try:
         while not file.exists():
@@ -53,7 +65,11 @@ def process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def store(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]]:
     """Variables that lead to it, and its process id in STORE; it goes on when the test ends."""
     started, endpoint = process
-    where = {"ISLAND_ENDPOINT": endpoint, "ISLAND_TIMEOUT": "1.5", "ISLAND_TRANSPORT": "zeromq" if "//" in endpoint else "gloo"}
+    where = {
+        "ISLAND_ENDPOINT": endpoint,
+        "ISLAND_TIMEOUT": "1.5",
+        "ISLAND_TRANSPORT": "zeromq" if "//" in endpoint else "gloo",
+    }
     yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(started.pid)}
     started.send_signal(signal.SIGCONT)
 
@@ -84,7 +100,9 @@ def test_a_frozen_store_is_an_error_at_the_start(run_ranks, store) -> None:
 
     (texts,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
     for text in texts:
-        assert f"after 1.5 s: start there `fsdp-demo store --bind {store['ISLAND_ENDPOINT']}`" in text
+        assert (
+            f"after 1.5 s: start there `fsdp-demo store --bind {store['ISLAND_ENDPOINT']}`" in text
+        )
         assert "hangs, or another program listens there)" in text
 
 
@@ -99,11 +117,16 @@ def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ran
         return str(error.value)
 
     (text,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
-    assert "does not answer within 1.5 s: see whether the store still runs" in text and "start all islands again" in text
+    assert (
+        "does not answer within 1.5 s: see whether the store still runs" in text
+        and "start all islands again" in text
+    )
 
 
 def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -> None:
-    """It freezes after the meeting: steps and finish() need it no more, words to the others wait only so long, and it is said once."""
+    """It freezes after the meeting: steps and finish() need it no more, words to the others wait
+    only so long, and it is said once.
+    """
     everywhere.setattr(topology, "ANSWER", 1.5)
     everywhere.setattr(attempts, "PATIENCE", 1.5)
 
@@ -119,7 +142,8 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
         registry.exchange([1])
         presence = Presence(exchange.topology)
         presence.start()
-        assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)  # its thread is connected
+        # its thread is connected
+        assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)
         for island in range(2):
             exchange.digests_equal()  # both are here
             if me.island == island == 0:
@@ -133,7 +157,13 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
             p.grad = torch.ones(3)
             optimizer.step()
         exchange.finish()
-        return met, exchange.step, len([line for line in lines if "does not answer" in line or "no store answers" in line])
+        return (
+            met,
+            exchange.step,
+            len(
+                [line for line in lines if "does not answer" in line or "no store answers" in line]
+            ),
+        )
 
     for met, step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "30"}):
         assert (met, step, said) == (False, 3, 1)
@@ -156,9 +186,24 @@ print("the end")
 
 def script(path: Path, text: str, **env: str) -> subprocess.CompletedProcess[str]:
     path.write_text(text)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_") and k != "TORCH_CPP_LOG_LEVEL"}
-    clean |= {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_TIMEOUT": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run([sys.executable, str(path)], env={**clean, **env}, capture_output=True, text=True, timeout=120)
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("ISLAND_") and k != "TORCH_CPP_LOG_LEVEL"
+    }
+    clean |= {
+        "ISLAND_COUNT": "2",
+        "ISLAND_RANK": "0",
+        "ISLAND_TIMEOUT": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    return subprocess.run(
+        [sys.executable, str(path)],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_a_process_ends_though_its_store_is_frozen(tmp_path: Path, store) -> None:
@@ -171,9 +216,20 @@ def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        done = script(tmp_path / "none.py", "from fsdp_demo import Topology\nTopology.from_env().prefix()\n", ISLAND_ENDPOINT=endpoint)
-    assert done.returncode == 1 and f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
-    assert "frame #" not in done.stderr and "Exception raised from" not in done.stderr and done.stderr.count("Traceback") == 1
+        done = script(
+            tmp_path / "none.py",
+            "from fsdp_demo import Topology\nTopology.from_env().prefix()\n",
+            ISLAND_ENDPOINT=endpoint,
+        )
+    assert (
+        done.returncode == 1
+        and f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
+    )
+    assert (
+        "frame #" not in done.stderr
+        and "Exception raised from" not in done.stderr
+        and done.stderr.count("Traceback") == 1
+    )
 
 
 FILLED = """
@@ -188,17 +244,25 @@ sys.stdin.read()
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 @pytest.mark.slow
 def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
-    with subprocess.Popen([sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filled:
+    with subprocess.Popen(
+        [sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as filled:
         try:
             assert filled.stdout is not None
             limit, port = map(int, filled.stdout.readline().split())
-            client = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
+            client = torch.distributed.TCPStore(
+                "127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False
+            )
             client.set("first", "kept")
             with pytest.raises(RuntimeError):
                 for n in range(32):  # 224 MiB
                     client.set(f"value{n}", "x" * (7 << 20))
             status = Path(f"/proc/{filled.pid}/status")
-            held = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData")]
+            held = [
+                int(line.split()[1])
+                for line in status.read_text().splitlines()
+                if line.startswith("VmData")
+            ]
             assert not held or 1024 * held[0] <= limit
         finally:
             filled.kill()

@@ -1,4 +1,6 @@
-"""Who talks to whom: the environment, the meeting of the islands, what they must agree on, islands and mesh alike."""
+"""Who talks to whom: the environment, the meeting of the islands, what they must agree on, islands
+and mesh alike.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,18 @@ runs = itertools.count()
 
 
 def environment(store: tuple[str, int], **changes: str) -> dict[str, str]:
-    fresh = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_RUN": f"{os.getpid()}-{next(runs)}", "ISLAND_TIMEOUT": "0.4"}
-    return {**fresh, "ISLAND_ENDPOINT": f"{store[0]}:{store[1]}", "ISLAND_ADDRESS": "127.0.0.1", **changes}
+    fresh = {
+        "ISLAND_COUNT": "2",
+        "ISLAND_RANK": "0",
+        "ISLAND_RUN": f"{os.getpid()}-{next(runs)}",
+        "ISLAND_TIMEOUT": "0.4",
+    }
+    return {
+        **fresh,
+        "ISLAND_ENDPOINT": f"{store[0]}:{store[1]}",
+        "ISLAND_ADDRESS": "127.0.0.1",
+        **changes,
+    }
 
 
 def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
@@ -45,7 +57,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)
 
 
-# ---- the environment ---------------------------------------------------------------------------------------------------
+# ---- the environment ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +77,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
         ("ISLAND_TIMEOUT", "inf", "ISLAND_TIMEOUT='inf'"),
         ("ISLAND_TIMEOUT", "1e300", "ISLAND_TIMEOUT='1e300'"),
         ("ISLAND_TIMEOUT", "long", "ISLAND_TIMEOUT='long'"),
-        ("ISLAND_ENDPOINT", "", "ISLAND_ENDPOINT is not set, but ISLAND_COUNT=2: it must be host:port"),
+        (
+            "ISLAND_ENDPOINT",
+            "",
+            "ISLAND_ENDPOINT is not set, but ISLAND_COUNT=2: it must be host:port",
+        ),
         ("ISLAND_ENDPOINT", "host", "ISLAND_ENDPOINT='host'"),
         ("ISLAND_ENDPOINT", ":29500", "ISLAND_ENDPOINT=':29500'"),
         ("ISLAND_ENDPOINT", "host:", "ISLAND_ENDPOINT='host:'"),
@@ -80,8 +96,18 @@ def test_a_wrong_variable_is_named(name: str, text: str, says: str) -> None:
 
 
 def test_defaults() -> None:
-    t = Topology.from_env({"ISLAND_COUNT": "3", "ISLAND_RANK": "2", "ISLAND_ENDPOINT": "[fd00::1]:29500"})
-    assert (t.kind, t.island, t.islands, t.name, t.run, t.timeout, t.address) == ("islands", 2, 3, "island2", "run", 600.0, "")
+    t = Topology.from_env(
+        {"ISLAND_COUNT": "3", "ISLAND_RANK": "2", "ISLAND_ENDPOINT": "[fd00::1]:29500"}
+    )
+    assert (t.kind, t.island, t.islands, t.name, t.run, t.timeout, t.address) == (
+        "islands",
+        2,
+        3,
+        "island2",
+        "run",
+        600.0,
+        "",
+    )
     assert Topology.from_env({}).kind == Topology.from_env({"ISLAND_COUNT": "1"}).kind == "single"
     assert Topology.from_env({"ISLAND_COUNT": "", "ISLAND_NAME": "paris"}).name == "paris"
 
@@ -90,7 +116,7 @@ def test_an_island_without_a_count_is_refused() -> None:
     assert "ISLAND_COUNT=1" in refusal(lambda: Topology.from_env({"ISLAND_RANK": "1"}))
 
 
-# ---- meeting -----------------------------------------------------------------------------------------------------------
+# ---- meeting -----------------------------------------------------------------------------------
 
 
 def join(env: dict[str, str], position: ShardPosition | None = None) -> Any:
@@ -106,10 +132,19 @@ def test_missing_peers_are_listed_with_those_who_came(run_ranks) -> None:
         return text, time.monotonic() - start
 
     def env(rank: Any) -> dict[str, str]:
-        return {"ISLAND_COUNT": "4", "ISLAND_RANK": "13"[rank.island], "ISLAND_NAME": names[rank.island], "ISLAND_TIMEOUT": "1.5"}
+        return {
+            "ISLAND_COUNT": "4",
+            "ISLAND_RANK": "13"[rank.island],
+            "ISLAND_NAME": names[rank.island],
+            "ISLAND_TIMEOUT": "1.5",
+        }
 
     for text, seconds in run_ranks(fn, 2, 1, env=env):
-        assert f"1 (oslo on {socket.gethostname()})" in text and "3 (rome on" in text and "missing 0, 2" in text, text
+        assert (
+            f"1 (oslo on {socket.gethostname()})" in text
+            and "3 (rome on" in text
+            and "missing 0, 2" in text
+        ), text
         assert "run 'test-" in text and "ISLAND_ENDPOINT" in text and "ISLAND_TIMEOUT" in text
         assert 1.4 < seconds < 8
 
@@ -128,14 +163,23 @@ def test_another_layout_is_refused_on_both_sides_at_once(run_ranks) -> None:
     def fn(me: Any) -> tuple[str, str]:
         env = {**os.environ, "ISLAND_COUNT": "23"[me.island]}
         count = refusal(lambda: join(env))
-        return count, refusal(lambda: join({**os.environ, "ISLAND_RUN": os.environ["ISLAND_RUN"] + "-2"}, positions[me.island]))
+        return count, refusal(
+            lambda: join(
+                {**os.environ, "ISLAND_RUN": os.environ["ISLAND_RUN"] + "-2"}, positions[me.island]
+            )
+        )
 
     start = time.monotonic()
     counts, shards = zip(*run_ranks(fn, 2, 1, timeout=60), strict=True)
     assert time.monotonic() - start < 25  # ISLAND_TIMEOUT is 30 s: nobody waited for it
-    assert "ISLAND_COUNT=3, island0 has 2" in counts[0] and "ISLAND_COUNT=2, island1 has 3" in counts[1]
+    assert (
+        "ISLAND_COUNT=3, island0 has 2" in counts[0]
+        and "ISLAND_COUNT=2, island1 has 3" in counts[1]
+    )
     for text in shards:
-        assert "2 shards x 1 copies" in text and "1 shards x 2 copies" in text and "must agree" in text
+        assert (
+            "2 shards x 1 copies" in text and "1 shards x 2 copies" in text and "must agree" in text
+        )
 
 
 def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_ranks) -> None:
@@ -144,7 +188,9 @@ def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_
 
     def fn(me: Any) -> Any:
         time.sleep((0.6, 0.0, 0.3)[me.island])
-        exchange = fsdp_demo.attach(sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full")
+        exchange = fsdp_demo.attach(
+            sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full"
+        )
         out = exchange._peers.names, exchange.topology.island, exchange.digests_equal()
         exchange.finish()
         Presence(exchange.topology).end("finished")
@@ -158,7 +204,11 @@ def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_
         return refusal(lambda: fsdp_demo.attach(sgd([torch.nn.Parameter(torch.zeros(3))]), "full"))
 
     for i, text in enumerate(run_ranks(again, 3, 1, env=env)):
-        assert f"ISLAND_RUN={run!r}" in text and f"ISLAND_RANK={i}" in text and "set a new ISLAND_RUN on all islands" in text
+        assert (
+            f"ISLAND_RUN={run!r}" in text
+            and f"ISLAND_RANK={i}" in text
+            and "set a new ISLAND_RUN on all islands" in text
+        )
 
 
 def test_one_process_may_attach_twice_under_one_run(run_ranks) -> None:
@@ -191,27 +241,55 @@ def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
     store = dist.TCPStore("::1", 0, None, True, wait_for_workers=False)
 
     def fn(me: Any) -> bool | None:
-        exchange = fsdp_demo.attach(sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full")
+        exchange = fsdp_demo.attach(
+            sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full"
+        )
         return exchange.digests_equal()
 
-    assert run_ranks(fn, 2, 1, env={"ISLAND_ENDPOINT": f"[::1]:{store.port}", "ISLAND_ADDRESS": ""}) == [True, True]
+    assert run_ranks(
+        fn, 2, 1, env={"ISLAND_ENDPOINT": f"[::1]:{store.port}", "ISLAND_ADDRESS": ""}
+    ) == [True, True]
 
 
-# ---- what islands must agree on ----------------------------------------------------------------------------------------
+# ---- what islands must agree on ----------------------------------------------------------------
 
 
 def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> None:
     """One pair of processes goes through all cases, each under a run of its own."""
     cases: list[tuple[str, list[dict[str, Any]], list[str]]] = [
-        ("preset", [{"config": "demo"}, {"config": "diloco", "inner_optimizers": "as_is"}], ["config.preset", "'demo'", "'diloco'"]),
-        ("number", [{"config": "demo"}, {"config": "demo", "topk": 16}], ["config.channels.0.codec.topk", "32", "16"]),
-        ("clip", [{"config": "full", "clip": 1.0}, {"config": "full"}], ["config.clip", "1.0", "None"]),
-        ("pattern", [{"gradient.include": ("*", "x")}, {}], ["config.channels.0.include.1", "'x'", "None"]),
-        ("fact", [{"must_match": {"steps": 300}}, {"must_match": {"steps": 200}}], ["must_match.steps", "300", "200"]),
+        (
+            "preset",
+            [{"config": "demo"}, {"config": "diloco", "inner_optimizers": "as_is"}],
+            ["config.preset", "'demo'", "'diloco'"],
+        ),
+        (
+            "number",
+            [{"config": "demo"}, {"config": "demo", "topk": 16}],
+            ["config.channels.0.codec.topk", "32", "16"],
+        ),
+        (
+            "clip",
+            [{"config": "full", "clip": 1.0}, {"config": "full"}],
+            ["config.clip", "1.0", "None"],
+        ),
+        (
+            "pattern",
+            [{"gradient.include": ("*", "x")}, {}],
+            ["config.channels.0.include.1", "'x'", "None"],
+        ),
+        (
+            "fact",
+            [{"must_match": {"steps": 300}}, {"must_match": {"steps": 200}}],
+            ["must_match.steps", "300", "200"],
+        ),
         ("lack", [{"must_match": {"seq_len": 7}}, {}], ["must_match.seq_len", "7", "None"]),
         ("shape", [{"shape": (3, 4)}, {"shape": (4, 3)}], ["[3, 4]", "[4, 3]"]),
         ("frozen", [{"frozen": True}, {}], ["frozen", "trained"]),
-        ("number of tensors", [{"shape": (3,)}, {"shape": (3,), "more": True}], ["parameters", "2", "3"]),
+        (
+            "number of tensors",
+            [{"shape": (3,)}, {"shape": (3,), "more": True}],
+            ["parameters", "2", "3"],
+        ),
     ]
 
     def fn(me: Any) -> list[str]:
@@ -220,19 +298,32 @@ def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> No
             os.environ["ISLAND_RUN"] = f"{run}-{name}"
             options = {"config": "full", **sides[me.island]}
             shapes = [options.pop("shape", (3, 4))] + [(2,)] * options.pop("more", False)
-            params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes] + [torch.nn.Parameter(torch.zeros(2))]
+            params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes] + [
+                torch.nn.Parameter(torch.zeros(2))
+            ]
             params[-1].requires_grad_(not options.pop("frozen", False))
-            texts.append(refusal(lambda params=params, options=options: fsdp_demo.attach(sgd(params), options.pop("config"), **options)))
+            texts.append(
+                refusal(
+                    lambda params=params, options=options: fsdp_demo.attach(
+                        sgd(params), options.pop("config"), **options
+                    )
+                )
+            )
         return texts
 
     run = f"agree-{os.getpid()}-{next(runs)}"
     found = run_ranks(fn, 2, 1)
     for side, other in ((0, 1), (1, 0)):
         for text, (name, _, parts) in zip(found[side], cases, strict=True):
-            assert f"island {other} (island{other}) runs something else than island{side}" in text, (name, text)
+            assert (
+                f"island {other} (island{other}) runs something else than island{side}" in text
+            ), (name, text)
             for part in parts:
                 assert part in text, (name, part, text)
-        assert "steps: 300 here, 200 there" in found[0][4] and "steps: 200 here, 300 there" in found[1][4]
+        assert (
+            "steps: 300 here, 200 there" in found[0][4]
+            and "steps: 200 here, 300 there" in found[1][4]
+        )
 
 
 def test_an_island_of_shards_and_a_whole_one_are_refused(run_ranks) -> None:
@@ -248,11 +339,13 @@ def test_an_island_of_shards_and_a_whole_one_are_refused(run_ranks) -> None:
         assert "2 shards x 1 copies" in text and "1 shards x 1 copies" in text
 
 
-# ---- equal at the start ------------------------------------------------------------------------------------------------
+# ---- equal at the start ------------------------------------------------------------------------
 
 
 class Mixed(torch.nn.Module):
-    """Everything a model may hold: trained, frozen, tied, empty, buffers of several dtypes. Values depend on the seed."""
+    """Everything a model may hold: trained, frozen, tied, empty, buffers of several dtypes. Values
+    depend on the seed.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
@@ -273,7 +366,10 @@ class Mixed(torch.nn.Module):
 
 def everything(model: torch.nn.Module) -> dict[str, Any]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().float().tolist() for k, t in tensors.items()}
+    return {
+        k: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().float().tolist()
+        for k, t in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("layout", ["2x1", "sharded", "copies"])
@@ -289,7 +385,9 @@ def test_different_seeds_start_equal(run_ranks, layout) -> None:
                 p.data = p.data.view(1)
             fully_shard(model, mesh=me.mesh())
         before = everything(model)
-        exchange = fsdp_demo.attach(sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model)
+        exchange = fsdp_demo.attach(
+            sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model
+        )
         after, setup = everything(model), exchange.metrics()["setup_bytes"]
         exchange.detach()
         return before, after, setup
@@ -303,9 +401,12 @@ def test_different_seeds_start_equal(run_ranks, layout) -> None:
 def test_equal_parameters_are_not_sent(run_ranks) -> None:
     def fn(me: Any) -> int:
         model = Mixed(seed=0)
-        return fsdp_demo.attach(sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model).metrics()["setup_bytes"]
+        return fsdp_demo.attach(
+            sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model
+        ).metrics()["setup_bytes"]
 
-    assert all(n < 5000 for n in run_ranks(fn, 2, 1))  # the specification and digests; the parameters are 18 kB
+    # the specification and digests; the parameters are 18 kB
+    assert all(n < 5000 for n in run_ranks(fn, 2, 1))
 
 
 def test_without_the_model_frozen_parameters_must_be_equal(run_ranks) -> None:
@@ -314,10 +415,14 @@ def test_without_the_model_frozen_parameters_must_be_equal(run_ranks) -> None:
         for differ in (True, False):
             os.environ["ISLAND_RUN"] = f"{run}-{differ}"
             trained = torch.nn.Parameter(torch.full((3,), float(me.island)))
-            frozen = torch.nn.Parameter(torch.full((3,), float(differ * me.island)), requires_grad=False)
+            frozen = torch.nn.Parameter(
+                torch.full((3,), float(differ * me.island)), requires_grad=False
+            )
             optimizer = sgd([trained, frozen])
             if differ:
-                texts.append(refusal(lambda optimizer=optimizer: fsdp_demo.attach(optimizer, "full")))
+                texts.append(
+                    refusal(lambda optimizer=optimizer: fsdp_demo.attach(optimizer, "full"))
+                )
             else:
                 exchange = fsdp_demo.attach(optimizer, "full")
                 texts.append(f"{exchange.digests_equal()} {trained.sum().item()}")
@@ -333,15 +438,21 @@ def test_without_the_model_frozen_parameters_must_be_equal(run_ranks) -> None:
 def test_a_parameter_that_nobody_exchanges_is_refused(run_ranks) -> None:
     def fn(me: Any) -> str:
         model = torch.nn.Linear(3, 3)
-        return refusal(lambda: fsdp_demo.attach(sgd(model.parameters()), "full", model=model, **{"gradient.exclude": ("bias",)}))
+        return refusal(
+            lambda: fsdp_demo.attach(
+                sgd(model.parameters()), "full", model=model, **{"gradient.exclude": ("bias",)}
+            )
+        )
 
     assert all("no channel covers bias" in text for text in run_ranks(fn, 2, 1))
 
 
-# ---- one world: mesh and group -----------------------------------------------------------------------------------------
+# ---- one world: mesh and group -----------------------------------------------------------------
 
 
-def play(me: Any, topology: Topology | None, mesh: Any = None, config: str = "demo") -> tuple[list[bool | None], dict[str, Any]]:
+def play(
+    me: Any, topology: Topology | None, mesh: Any = None, config: str = "demo"
+) -> tuple[list[bool | None], dict[str, Any]]:
     """Five steps of the probe; the parameters at the end."""
     model = probe.Probe()
     if mesh is not None:
@@ -373,11 +484,16 @@ def test_a_mesh_and_a_group_give_what_islands_give(run_ranks) -> None:
     def world(me: Any) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         place = dataclasses.replace(me, island=me.proc // 2, proc=me.proc % 2, procs=2)
-        sharded = [play(place, Topology.from_mesh(mesh), mesh["dp_shard"], config) for config in configs]
+        sharded = [
+            play(place, Topology.from_mesh(mesh), mesh["dp_shard"], config) for config in configs
+        ]
         alone = dataclasses.replace(place, procs=1)
         group = mesh.get_group("dp_replicate")
         grouped = [play(alone, Topology.from_group(group), None, config) for config in configs]
-        assert [play(alone, Topology.from_mesh(mesh["dp_replicate"]), None, config) for config in configs] == grouped
+        assert [
+            play(alone, Topology.from_mesh(mesh["dp_replicate"]), None, config)
+            for config in configs
+        ] == grouped
         return sharded, grouped
 
     run = f"mesh-{os.getpid()}-{next(runs)}"
@@ -387,21 +503,28 @@ def test_a_mesh_and_a_group_give_what_islands_give(run_ranks) -> None:
     for rank, (sharded, grouped) in enumerate(in_a_world):
         assert sharded == of_islands[rank]
         assert grouped == of_single[rank // 2]
-    assert all(equal == ([True] * 4 if c == 0 else [False, True] * 2) for r in of_islands for c, (equal, _) in enumerate(r))
+    assert all(
+        equal == ([True] * 4 if c == 0 else [False, True] * 2)
+        for r in of_islands
+        for c, (equal, _) in enumerate(r)
+    )
 
 
 def test_a_mesh_that_does_not_fit_is_refused(run_ranks) -> None:
     def fn(me: Any) -> list[str]:
         mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         flat = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-        return [refusal(lambda: Topology.from_mesh(mesh)), refusal(lambda: Topology.from_mesh(flat, replicate="dp_replicate"))]
+        return [
+            refusal(lambda: Topology.from_mesh(mesh)),
+            refusal(lambda: Topology.from_mesh(flat, replicate="dp_replicate")),
+        ]
 
     ((three, wrong),) = run_ranks(fn, 1, 1, group=True, env={"ISLAND_COUNT": ""})
     assert "tp" in three and "1-D or 2-D" in three
     assert "'dp_replicate'" in wrong and "dp_shard" in wrong
 
 
-# ---- one replica -------------------------------------------------------------------------------------------------------
+# ---- one replica -------------------------------------------------------------------------------
 
 
 def test_without_islands_there_is_one_replica(run_ranks) -> None:
@@ -431,7 +554,17 @@ def test_without_islands_there_is_one_replica(run_ranks) -> None:
         return kept.lines, p.tolist(), metrics, (topology.kind, topology.islands)
 
     ((lines, p, metrics, topology),) = run_ranks(fn, 1, 1, env={"ISLAND_COUNT": ""})
-    assert topology == ("single", 1) and sum(line.startswith("one replica:") for line in lines) == 1, lines
+    assert (
+        topology == ("single", 1) and sum(line.startswith("one replica:") for line in lines) == 1
+    ), lines
     assert any("one replica, nothing is sent" in line and "clips" in line for line in lines)
-    assert metrics["bytes_sent"] == metrics["bytes_received"] == metrics["messages"] == metrics["setup_bytes"] == 0
-    torch.testing.assert_close(torch.tensor(p), torch.full((4,), -3 * 0.01 * 0.5), rtol=1e-5, atol=0)
+    assert (
+        metrics["bytes_sent"]
+        == metrics["bytes_received"]
+        == metrics["messages"]
+        == metrics["setup_bytes"]
+        == 0
+    )
+    torch.testing.assert_close(
+        torch.tensor(p), torch.full((4,), -3 * 0.01 * 0.5), rtol=1e-5, atol=0
+    )

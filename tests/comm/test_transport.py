@@ -1,4 +1,6 @@
-"""A line of ranks: order of sends and receives, several connections, and what the meter makes of them."""
+"""A line of ranks: order of sends and receives, several connections, and what the meter makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ def on_lines(fn: Any, count: int, connections: int = 1, timeout: float = 10.0) -
     store, results = dist.HashStore(), [None] * count
 
     def connect(rank: int, k: int) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore(str(k), store), rank, count, datetime.timedelta(seconds=timeout))
+        return dist.ProcessGroupGloo(
+            dist.PrefixStore(str(k), store), rank, count, datetime.timedelta(seconds=timeout)
+        )
 
     def work(rank: int) -> None:
-        line = PeerGroup(connect(rank, 0), rank, count, [f"island{i}" for i in range(count)], timeout)
+        line = PeerGroup(
+            connect(rank, 0), rank, count, [f"island{i}" for i in range(count)], timeout
+        )
         line.more = [connect(rank, k) for k in range(1, connections)]
         try:
             results[rank] = fn(line)
@@ -62,13 +68,27 @@ def exchanges(line: PeerGroup) -> tuple[list[Any], list[int], dict[str, Any]]:
     body = torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator)
     header = line.header(PAYLOAD, 2)
     _, bodies = line.gather(header, body)
-    sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]  # sizes[i][j]: what i sends to j
-    outgoing = [torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]]
-    _, unequal = line.swap(line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)])
-    vectors = [(torch.randn(3001, generator=generator), "fp32"), (torch.randn(5000, generator=generator), "int8")]
-    means = reduce(line, header, vectors, [[1.0] * line.size, [float(j + 1) for j in range(line.size)]])
+    # sizes[i][j]: what i sends to j
+    sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]
+    outgoing = [
+        torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]
+    ]
+    _, unequal = line.swap(
+        line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)]
+    )
+    vectors = [
+        (torch.randn(3001, generator=generator), "fp32"),
+        (torch.randn(5000, generator=generator), "int8"),
+    ]
+    means = reduce(
+        line, header, vectors, [[1.0] * line.size, [float(j + 1) for j in range(line.size)]]
+    )
     counts = {k: v for k, v in vars(line.meter).items() if not k.startswith("seconds")}
-    return [t.tolist() for t in (*bodies, *means)], [[len(t), *set(t.tolist())] for t in unequal], counts
+    return (
+        [t.tolist() for t in (*bodies, *means)],
+        [[len(t), *set(t.tolist())] for t in unequal],
+        counts,
+    )
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -80,10 +100,13 @@ def test_connections_change_neither_a_bit_nor_a_count(run_ranks, everywhere, cou
         assert one == several
         for (rows, unequal, counts), first in zip(one, [one[0]] * count, strict=True):
             assert rows == first[0]  # bit-equal on all ranks
-            assert counts["messages"] == 4 and counts["bytes_sent"] > 0 and counts["setup_bytes"] == 0
+            assert (
+                counts["messages"] == 4 and counts["bytes_sent"] > 0 and counts["setup_bytes"] == 0
+            )
             assert len(unequal) == count
         assert [row[1] for row in one] == [
-            [[n, j] if (n := 700 * j + 1300 * i) else [0] for j in range(count)] for i in range(count)
+            [[n, j] if (n := 700 * j + 1300 * i) else [0] for j in range(count)]
+            for i in range(count)
         ]  # sizes and senders
 
     run_ranks(run, 1, 1)
@@ -94,25 +117,40 @@ def test_receives_are_posted_before_sends_and_pieces_take_turns(run_ranks, every
 
     def watched(line: PeerGroup) -> list[tuple[str, int, int]]:
         notes: list[tuple[str, int, int]] = []
-        line.group, line.more = Noting(line.group, notes), [Noting(g, notes, k + 1) for k, g in enumerate(line.more)]
+        line.group, line.more = (
+            Noting(line.group, notes),
+            [Noting(g, notes, k + 1) for k, g in enumerate(line.more)],
+        )
         line.all_gather(torch.zeros(2500, dtype=torch.uint8))
         return notes
 
     def run(me: Any) -> None:
         for rank, notes in enumerate(on_lines(watched, 3, connections=2)):
             others = [j for j in range(3) if j != rank]
-            assert notes == [(what, j, k) for what in ("recv", "send") for j in others for k in (0, 1, 0)]
+            assert notes == [
+                (what, j, k) for what in ("recv", "send") for j in others for k in (0, 1, 0)
+            ]
 
     run_ranks(run, 1, 1)
 
 
 def test_how_many_connections_follows_from_the_round_trip() -> None:
-    assert [streams(s) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [1, 1, 1, 2, 4, 8, peers.STREAMS]
+    assert [streams(s) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
+        1,
+        1,
+        1,
+        2,
+        4,
+        8,
+        peers.STREAMS,
+    ]
 
 
 @pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])
 def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late, expected) -> None:
-    """One rank's clock sees a longer way than those of the others (which here are near): all open the same number."""
+    """One rank's clock sees a longer way than those of the others (which here are near): all open
+    the same number.
+    """
 
     def widened(line: PeerGroup) -> tuple[list[int], int, int]:
         if line.rank == 1 and late:
@@ -161,8 +199,12 @@ def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> N
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 @pytest.mark.gloo
-def test_training_over_several_connections_is_the_same_training(run_ranks, everywhere, name) -> None:
-    """Real islands whose lines open all connections (every round trip counts as long), against one connection."""
+def test_training_over_several_connections_is_the_same_training(
+    run_ranks, everywhere, name
+) -> None:
+    """Real islands whose lines open all connections (every round trip counts as long), against one
+    connection.
+    """
     config = preset(name) if name == "demo" else preset(name, period=2, momentum_warmup=0)
     config = config.changed({"clip": None, "inner_optimizers": ["as_is"]})
 
@@ -175,7 +217,9 @@ def test_training_over_several_connections_is_the_same_training(run_ranks, every
             optimizer.step()
             optimizer.zero_grad()
         out = {n: p.detach().clone() for n, p in model.named_parameters()}
-        counts = {k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))}
+        counts = {
+            k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
+        }
         more = len(exchange._peers.more)
         exchange.finish()
         return out, counts, more

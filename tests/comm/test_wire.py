@@ -1,4 +1,6 @@
-"""The bytes: frozen vectors, sizes, refusal of what is damaged or does not belong here, and the meter's count of them."""
+"""The bytes: frozen vectors, sizes, refusal of what is damaged or does not belong here, and the
+meter's count of them.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +34,35 @@ def uint8(data: bytes) -> torch.Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-# ---- golden vectors: a change here is a new wire version ---------------------------------------------------------------
+# ---- golden vectors: a change here is a new wire version ---------------------------------------
 
 HEADER = (
     "4644583203010100efcdab896745230170110100090000000400000000000000feffffffffffffff0000c03f0000104059d0539cf0897ca9"
     "010203ff"
 )
-EMPTY = "46445832030100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f0000000000d088bd"
+EMPTY = "46445832030100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f0000000000d088bd"  # noqa: E501
 SECTIONS = {
-    "fp32": "3040ffc33040ffc33040ff4300c03956093040ffc33040ff433040ff43993395400a3040ffc33040ff433040ff439603953d0a3040ffc3c080fec33040ff"
+    "fp32": "3040ffc33040ffc33040ff4300c03956093040ffc33040ff433040ff43993395400a3040ffc33040ff433040ff439603953d0a3040ffc3c080fec33040ff"  # noqa: E501
     "4393c3894d090000000000000000000020c00010006400caa846422f55cf436c33b7c2",
-    "bf16": "ffc3ffc3ff4300c0395609ffc3ff43ff43993395400affc3ff43ff439603953d0affc3ffc3ff4393c3894d090000000020c000100064004742cf43b7c2",
-    "int8": "814081817f00c03956098140817f7f993395400a8140817f7f9603953d0a814081827f93c3894d09a13c00008100100064004742cf43b7c2",
+    "bf16": "ffc3ffc3ff4300c0395609ffc3ff43ff43993395400affc3ff43ff439603953d0affc3ffc3ff4393c3894d090000000020c000100064004742cf43b7c2",  # noqa: E501
+    "int8": "814081817f00c03956098140817f7f993395400a8140817f7f9603953d0a814081827f93c3894d09a13c00008100100064004742cf43b7c2",  # noqa: E501
 }
 LAYOUT = Layout([(124, 122), (4096,), (3,)], ["transform", "plain", "transform"])
 """Blocks of 64 x 64, 64 x 58, 60 x 64, 60 x 58, one flat block, three dense elements."""
 
 
 def fixed() -> torch.Tensor:
-    """A workspace of whole-number formulas, without a transform (its rounding is the machine's), zeros in the padding."""
+    """A workspace of whole-number formulas, without a transform (its rounding is the machine's),
+    zeros in the padding.
+    """
     work = torch.zeros(LAYOUT.numel)
     g = torch.arange(LAYOUT.numel, dtype=torch.int64)
     v = (((g * g * 31 + g * 7) % 4093 - 2046) ** 3).float() / 2**24
     slots, numbers = (LAYOUT.blocks(t).view(-1, 64, 64) for t in (work, v))
     for group in LAYOUT.groups:
-        slots[group.start : group.stop, : group.r, : group.s] = numbers[group.start : group.stop, : group.r, : group.s]
+        slots[group.start : group.stop, : group.r, : group.s] = numbers[
+            group.start : group.stop, : group.r, : group.s
+        ]
     LAYOUT.dense_part(work).copy_(LAYOUT.dense_part(v))
     flat = LAYOUT.blocks(work)[4].zero_()
     flat[100] = -2.5  # one value and ties of zeros: the lowest positions fill up
@@ -64,11 +70,21 @@ def fixed() -> torch.Tensor:
 
 
 def test_golden_header() -> None:
-    message = frame.seal(frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9), uint8(b"\x01\x02\x03\xff"))
+    message = frame.seal(
+        frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9),
+        uint8(b"\x01\x02\x03\xff"),
+    )
     assert bytes(message.tolist()).hex() == HEADER
     header, body = frame.unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
-    assert (header.flags, header.weight, header.loss, body.tolist()) == (1, 1.5, 2.25, [1, 2, 3, 255])
-    assert bytes(frame.seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
+    assert (header.flags, header.weight, header.loss, body.tolist()) == (
+        1,
+        1.5,
+        2.25,
+        [1, 2, 3, 255],
+    )
+    assert (
+        bytes(frame.seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
+    )
 
 
 def test_golden_header_by_hand() -> None:
@@ -85,7 +101,9 @@ def test_golden_section(code: str) -> None:
     data = sparse.encode_sparse(LAYOUT, codec, fixed())
     assert bytes(data.tolist()).hex() == SECTIONS[code]
     assert data.numel() == sparse.sparse_bytes(LAYOUT, codec)
-    positions, found, dense = sparse.decode_sparse(LAYOUT, codec, uint8(bytes.fromhex(SECTIONS[code])))
+    positions, found, dense = sparse.decode_sparse(
+        LAYOUT, codec, uint8(bytes.fromhex(SECTIONS[code]))
+    )
     block = BLOCK * torch.arange(5).repeat_interleave(3)
     within = [0, 924, 2390, 921, 2387, 2624, 918, 2384, 2621, 915, 2204, 2381, 0, 1, 100]
     assert (positions - block).tolist() == within
@@ -95,7 +113,9 @@ def test_golden_section(code: str) -> None:
 
 
 def test_golden_section_by_hand() -> None:
-    """int8, first block: scale, three values, three positions of 12 bits, read without the library."""
+    """int8, first block: scale, three values, three positions of 12 bits, read without the
+    library.
+    """
     raw = bytes.fromhex(SECTIONS["int8"])
     (scale,) = struct.unpack("<f", b"\0\0" + raw[:2])  # bf16: the upper half of an fp32
     q = struct.unpack("<3b", raw[2:5])
@@ -106,7 +126,7 @@ def test_golden_section_by_hand() -> None:
         assert abs(n * scale - float(work[at])) <= scale / 2 + 2**-8 * 127 * scale
 
 
-# ---- sizes and packing -------------------------------------------------------------------------------------------------
+# ---- sizes and packing -------------------------------------------------------------------------
 
 
 @quick
@@ -124,14 +144,33 @@ def test_bits(bits: list[bool]) -> None:
     assert packed.numel() == (len(bits) + 7) // 8 and unpack_bits(packed, len(bits)) == bits
 
 
-SHAPES = [(), (0,), (0, 70), (1,), (5, 3), (64, 64), (65, 63), (124, 122), (4097,), (4096,), (131, 70), (3, 5, 300), (2, 64, 64)]
+SHAPES = [
+    (),
+    (0,),
+    (0, 70),
+    (1,),
+    (5, 3),
+    (64, 64),
+    (65, 63),
+    (124, 122),
+    (4097,),
+    (4096,),
+    (131, 70),
+    (3, 5, 300),
+    (2, 64, 64),
+]
 
 
 @quick
 @given(st.lists(st.sampled_from(SHAPES)), st.data())
-def test_sparse_bytes_is_the_real_length(tensors: list[tuple[int, ...]], data: st.DataObject) -> None:
+def test_sparse_bytes_is_the_real_length(
+    tensors: list[tuple[int, ...]], data: st.DataObject
+) -> None:
     kinds = [data.draw(st.sampled_from(["transform", "plain", "dense"])) for _ in tensors]
-    k, code = data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])), data.draw(st.sampled_from(["fp32", "bf16", "int8"]))
+    k, code = (
+        data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])),
+        data.draw(st.sampled_from(["fp32", "bf16", "int8"])),
+    )
     codec = Codec("none", "topk", k, code)
     active_copies = data.draw(st.integers(1, 3))
     for active_copy in range(active_copies):
@@ -140,11 +179,14 @@ def test_sparse_bytes_is_the_real_length(tensors: list[tuple[int, ...]], data: s
         coded = sparse.encode_sparse(layout, codec, work)
         assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
         positions, found, dense = sparse.decode_sparse(layout, codec, coded)
-        assert positions.numel() == found.numel() == positions.unique().numel() and dense.numel() == layout.num_dense
+        assert (
+            positions.numel() == found.numel() == positions.unique().numel()
+            and dense.numel() == layout.num_dense
+        )
         assert bool((work[positions] != 0).logical_or(found == 0).all())
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------
 
 
 def sealed(digest: int = DIGEST, step: int = STEP) -> torch.Tensor:
@@ -189,22 +231,39 @@ def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
     assert frame.unseal(other_version(sealed(), 3), HERE, "a")[0].step == STEP
 
 
-# ---- the same through a real exchange of two islands -------------------------------------------------------------------
+# ---- the same through a real exchange of two islands -------------------------------------------
 
 SMALL = {"topk": 2, "clip": None}
 CONFIGS = {
     "demo": preset("demo", **SMALL),
-    "consensus": preset("decoupled_momentum", transform=True, period=2, inner_optimizers="as_is", **SMALL),
-    "released": preset("decoupled_momentum", transform=True, rule="released", period=2, inner_optimizers="as_is", **SMALL),
+    "consensus": preset(
+        "decoupled_momentum", transform=True, period=2, inner_optimizers="as_is", **SMALL
+    ),
+    "released": preset(
+        "decoupled_momentum",
+        transform=True,
+        rule="released",
+        period=2,
+        inner_optimizers="as_is",
+        **SMALL,
+    ),
     "diloco": preset("diloco", period=2, inner_optimizers="as_is", clip=None),
     "full": preset("full"),
 }
 
 
-def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps: int = 2, kind: type = WireError) -> str:
-    """Train `steps` steps, then one exchange in which island 1's message number `sends` is changed on its way.
+def refused(
+    config: fsdp_demo.ExchangeConfig,
+    change: Any,
+    sends: int = 0,
+    steps: int = 2,
+    kind: type = WireError,
+) -> str:
+    """Train `steps` steps, then one exchange in which island 1's message number `sends` is changed
+    on its way.
 
-    Returns the text of island 0's WireError, after checking that the exchange changed nothing there.
+    Returns the text of island 0's WireError, after checking that the exchange changed nothing
+    there.
     """
 
     def island(i: int, topology: fsdp_demo.Topology) -> Any:
@@ -215,7 +274,9 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
 
         def step(t: int) -> None:
             for k, p in enumerate((w, b)):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + 10 * i + k))
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(100 * t + 10 * i + k)
+                )
             optimizer.step()
 
         for t in range(steps):
@@ -233,13 +294,19 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
             if i == 1:
                 return None
             assert type(error) is kind, error
-            if not config.channels[0].before_step:  # the inner step is the island's own, and was taken
+            # the inner step is the island's own, and was taken
+            if not config.channels[0].before_step:
                 params = [p - 0.25 * p.grad for p in params_with_grads(params, (w, b))]
             for p, old in zip((w, b), params, strict=True):
                 assert torch.equal(p.detach(), old)
             state = exchange.state_dict()
-            (flight,) = state["in_flight"]  # what was sent stays, to be sent once more; nothing of what came was applied
-            assert flight["step"] == now and flight["arrived"] is None and set(flight["parts"]) == {channel.channel.name}
+            # what was sent stays, to be sent once more; nothing of what came was applied
+            (flight,) = state["in_flight"]
+            assert (
+                flight["step"] == now
+                and flight["arrived"] is None
+                and set(flight["parts"]) == {channel.channel.name}
+            )
             for k, old in kept.items():
                 assert k == "accumulator" or torch.equal(channel.state().workspaces[k], old)
             with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
@@ -255,7 +322,9 @@ def refused(config: fsdp_demo.ExchangeConfig, change: Any, sends: int = 0, steps
     return first
 
 
-def params_with_grads(old: list[torch.Tensor], now: tuple[torch.nn.Parameter, ...]) -> list[torch.Tensor]:
+def params_with_grads(
+    old: list[torch.Tensor], now: tuple[torch.nn.Parameter, ...]
+) -> list[torch.Tensor]:
     for p, q in zip(old, now, strict=True):
         p.grad = q.grad
     return old
@@ -274,9 +343,14 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
     """The same body under a header that differs from the right one by these numbers."""
 
     def change(data: torch.Tensor, now: int) -> torch.Tensor:
-        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = frame.HEADER.unpack(bytes(data[:56].tolist()))
+        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = frame.HEADER.unpack(
+            bytes(data[:56].tolist())
+        )
         assert at == now
-        return frame.seal(frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number), data[56:])
+        return frame.seal(
+            frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number),
+            data[56:],
+        )
 
     return change
 
@@ -284,7 +358,13 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
 @pytest.mark.timeout(120)
 def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
     def run(me: Any) -> int:
-        size = 56 + 1 + sparse.sparse_bytes(Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec)
+        size = (
+            56
+            + 1
+            + sparse.sparse_bytes(
+                Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec
+            )
+        )
         for at in range(size):
             text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
             assert "island 1 (island1)" in text, text
@@ -302,28 +382,52 @@ def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
             for cut in (3, 5, 20):
                 assert "damaged" in refused(CONFIGS[name], lambda data, _, cut=cut: data[:-cut])
             assert "is at step" in refused(CONFIGS[name], reheaded(step=1), kind=frame.Mismatch)
-            assert "configuration digest" in refused(CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch)
+            assert "configuration digest" in refused(
+                CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch
+            )
             assert "version 2" in refused(CONFIGS[name], lambda data, _: other_version(data, 2))
         for name in ("full", "diloco"):  # header, then the two legs of the reduce
             assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
             for leg in (1, 2):
                 for at in (20, 100, -1):
                     text = refused(CONFIGS[name], flip(at), leg)
-                    assert ("header" if at == 20 else "reduce") in text and "island1" in text and "damaged" in text
+                    assert (
+                        ("header" if at == 20 else "reduce") in text
+                        and "island1" in text
+                        and "damaged" in text
+                    )
                 assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
 
     run_ranks(run, 1, 1)
 
 
-# ---- the meter ---------------------------------------------------------------------------------------------------------
+# ---- the meter ---------------------------------------------------------------------------------
 
 METERED = {
     "full": (preset("full"), 1),
     "demo": (preset("demo"), 1),
     "diloco-bf16": (preset("diloco", period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
     "diloco-int8": (preset("diloco", period=3, value_dtype="int8", inner_optimizers="as_is"), 3),
-    "consensus": (preset("decoupled_momentum", transform=True, period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
-    "released": (preset("decoupled_momentum", transform=True, period=3, rule="released", inner_optimizers="as_is"), 3),
+    "consensus": (
+        preset(
+            "decoupled_momentum",
+            transform=True,
+            period=3,
+            value_dtype="bf16",
+            inner_optimizers="as_is",
+        ),
+        3,
+    ),
+    "released": (
+        preset(
+            "decoupled_momentum",
+            transform=True,
+            period=3,
+            rule="released",
+            inner_optimizers="as_is",
+        ),
+        3,
+    ),
     "delayed": (preset("demo", **{"schedule.delay": 2}), 1),
 }
 
@@ -344,10 +448,17 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
             optimizer.step()
         exchange.flush()
         out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.sent)
-        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[0].schedule.due(steps - 1)
+        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
+            0
+        ].schedule.due(steps - 1)
         after = exchange.metrics()
-        assert (after["bytes_sent"], after["messages"]) == (out[0]["bytes_sent"], out[0]["messages"])
-        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(out[2])
+        assert (after["bytes_sent"], after["messages"]) == (
+            out[0]["bytes_sent"],
+            out[0]["messages"],
+        )
+        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(
+            out[2]
+        )
         exchange.finish()
         return out
 
@@ -366,16 +477,27 @@ def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere,
                 for i, (after, before, sent, sends) in enumerate(results):
                     received = sum(r[2][i] for r in results)
                     legs = 1 if config.channels[0].codec.sparse else 3
-                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, name
-                    assert (after["bytes_sent"], after["bytes_received"]) == (sum(sent), received), name
-                    assert received > 0 and after["exchanges"] == 7 // period and after["messages"] == legs * (7 // period), name
+                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, (
+                        name
+                    )
+                    assert (after["bytes_sent"], after["bytes_received"]) == (
+                        sum(sent),
+                        received,
+                    ), name
+                    assert (
+                        received > 0
+                        and after["exchanges"] == 7 // period
+                        and after["messages"] == legs * (7 // period)
+                    ), name
                     assert piece or sends == after["messages"] * (count - 1), name
 
     run_ranks(run, 1, 1)
 
 
 def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
-    """Header, one bit per tensor, the section: nothing else is sent, and both directions are equal."""
+    """Header, one bit per tensor, the section: nothing else is sent, and both directions are
+    equal.
+    """
     config = METERED["demo"][0]
     layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
     expected = 7 * (56 + 1 + sparse.sparse_bytes(layout, config.channels[0].codec))

@@ -1,4 +1,6 @@
-"""ZeroMQ between islands: the same bytes as gloo, and what gloo cannot: refusals, cancelled waits, one dead peer among others, keys."""
+"""ZeroMQ between islands: the same bytes as gloo, and what gloo cannot: refusals, cancelled waits,
+one dead peer among others, keys.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ try:
 except ModuleNotFoundError:
     zmq = None  # type: ignore[assignment]
 
-needs_zmq = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+needs_zmq = pytest.mark.skipif(
+    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
+)
 TOKEN = "a secret of these tests only"
 SECOND = timedelta(seconds=1)
 
@@ -57,16 +61,25 @@ class Store(Asker):
 
 
 def on_transports(
-    fn: Callable[[Any, int], Any], count: int, name: str = "zeromq", store: Store | None = None, timeout: float = 10.0, **each: Any
+    fn: Callable[[Any, int], Any],
+    count: int,
+    name: str = "zeromq",
+    store: Store | None = None,
+    timeout: float = 10.0,
+    **each: Any,
 ) -> list[Any]:
-    """fn(transport, rank) on `count` threads; what each returned, or the exception it raised. `each`: lists of what `Meeting` is told."""
+    """fn(transport, rank) on `count` threads; what each returned, or the exception it raised.
+    `each`: lists of what `Meeting` is told.
+    """
     store, results = store or Store(), [None] * count
     names = tuple(f"island{i}" for i in range(count))
 
     def work(rank: int) -> None:
         own = {"address": "127.0.0.1", **{key: values[rank] for key, values in each.items()}}
         try:
-            transport = opener(name, Meeting(store, "line", rank, count, names, timeout=timeout, **own))
+            transport = opener(
+                name, Meeting(store, "line", rank, count, names, timeout=timeout, **own)
+            )
             results[rank] = fn(transport, rank)
         except Exception as error:
             results[rank] = error.with_traceback(None)
@@ -80,11 +93,19 @@ def on_transports(
     return results
 
 
-def on_lines(fn: Callable[[PeerGroup], Any], count: int, connections: int = 1, **how: Any) -> list[Any]:
+def on_lines(
+    fn: Callable[[PeerGroup], Any], count: int, connections: int = 1, **how: Any
+) -> list[Any]:
     """fn(line) on `count` threads."""
 
     def work(transport: Any, rank: int) -> Any:
-        line = PeerGroup(transport.open(0), rank, count, [f"island{i}" for i in range(count)], how.get("timeout", 10.0))
+        line = PeerGroup(
+            transport.open(0),
+            rank,
+            count,
+            [f"island{i}" for i in range(count)],
+            how.get("timeout", 10.0),
+        )
         line.more = [transport.open(k) for k in range(1, connections)]
         try:
             return fn(line)
@@ -124,17 +145,26 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
     return run_ranks(lambda me: run(), 1, 1)[0]
 
 
-# ---- the same as gloo --------------------------------------------------------------------------------------------------
+# ---- the same as gloo --------------------------------------------------------------------------
 
 
 def exchanges(line: PeerGroup) -> tuple[Any, ...]:
-    """A gather, a swap of unequal sizes and a reduce of every code; what came, as lists, and the counts."""
+    """A gather, a swap of unequal sizes and a reduce of every code; what came, as lists, and the
+    counts.
+    """
     generator = torch.Generator().manual_seed(line.rank)
     header = line.header(PAYLOAD, 2)
-    _, bodies = line.gather(header, torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator))
-    sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]  # sizes[i][j]: what i sends to j
-    outgoing = [torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]]
-    _, unequal = line.swap(line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)])
+    _, bodies = line.gather(
+        header, torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator)
+    )
+    # sizes[i][j]: what i sends to j
+    sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]
+    outgoing = [
+        torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]
+    ]
+    _, unequal = line.swap(
+        line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)]
+    )
     vectors = [(torch.randn(5000, generator=generator), code) for code in sorted(FORMATS)]
     means = reduce(line, header, vectors, [[float(j + 1) for j in range(line.size)]] * len(vectors))
     counts = {k: v for k, v in vars(line.meter).items() if not k.startswith("seconds")}
@@ -143,7 +173,9 @@ def exchanges(line: PeerGroup) -> tuple[Any, ...]:
 
 @needs_zmq
 @pytest.mark.parametrize(("count", "connections", "token"), [(2, 1, ""), (3, 3, ""), (2, 2, TOKEN)])
-def test_the_same_bytes_and_counts_as_gloo(run_ranks, everywhere, count: int, connections: int, token: str) -> None:
+def test_the_same_bytes_and_counts_as_gloo(
+    run_ranks, everywhere, count: int, connections: int, token: str
+) -> None:
     everywhere.setattr(peers, "PIECE", 1000)
 
     def run() -> None:
@@ -176,7 +208,9 @@ def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, t
 @needs_zmq
 def test_training_over_it_is_the_same_training(run_ranks) -> None:
     """Islands that find each other in a real store, by ISLAND_TRANSPORT."""
-    config = preset("diloco", period=2, momentum_warmup=0).changed({"clip": None, "inner_optimizers": ["as_is"]})
+    config = preset("diloco", period=2, momentum_warmup=0).changed(
+        {"clip": None, "inner_optimizers": ["as_is"]}
+    )
 
     def trained(me: Any) -> Any:
         model = probe.Probe()
@@ -237,7 +271,7 @@ def test_bytes_on_the_wire_are_as_documented(run_ranks) -> None:
     assert sealed == [40 + 66, 47 + 66, 47 + 66, 47 + 66], sealed
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,12 +305,23 @@ def test_where_pieces_go() -> None:
     room, other = Room(10), Room(10)
     assert inbox.wait_for(1, room) is None and inbox.wait_for(1, other) is None
     assert inbox.place(Frame(PIECE, 1, 1, 0, 10)) is Place.DROP  # of an older epoch: does not count
-    assert inbox.place(Frame(PIECE, 2, 1, 0, 10)) is room and inbox.place(Frame(PIECE, 2, 1, 1, 4)) is other
-    assert inbox.place(Frame(PIECE, 2, 2, 0, 10)) is Place.ASIDE and inbox.keep(2, b"0123456789", 10) is None
+    assert (
+        inbox.place(Frame(PIECE, 2, 1, 0, 10)) is room
+        and inbox.place(Frame(PIECE, 2, 1, 1, 4)) is other
+    )
+    assert (
+        inbox.place(Frame(PIECE, 2, 2, 0, 10)) is Place.ASIDE
+        and inbox.keep(2, b"0123456789", 10) is None
+    )
     assert inbox.wait_for(2, Room(10)) == b"0123456789"
-    assert inbox.place(Frame(PIECE, 2, 3, 0, EARLY)) is Place.ASIDE and inbox.keep(3, "long", EARLY) is None
-    assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.LATER  # asked again below, which counts once
-    assert inbox.place(Frame(PIECE, 3, 1, 0, 10)) is Place.LATER  # of a later epoch: until this rank is there
+    assert (
+        inbox.place(Frame(PIECE, 2, 3, 0, EARLY)) is Place.ASIDE
+        and inbox.keep(3, "long", EARLY) is None
+    )
+    # asked again below, which counts once
+    assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.LATER
+    # of a later epoch: until this rank is there
+    assert inbox.place(Frame(PIECE, 3, 1, 0, 10)) is Place.LATER
     inbox.end(3)  # cancelled: what was kept has gone
     assert inbox.place(Frame(PIECE, 2, 3, 1, 10)) is Place.DROP
     assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.ASIDE
@@ -312,7 +357,8 @@ def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: boo
             connections.send([piece(1)], 2, 5).wait(10 * SECOND)
             time.sleep(0.2)
             with pytest.raises(RuntimeError, match="nothing came"):
-                connections.recv([piece(1)], 2, 9).wait(0.2 * SECOND)  # drives: what is early is put aside
+                # drives: what is early is put aside
+                connections.recv([piece(1)], 2, 9).wait(0.2 * SECOND)
             works.append(connections.recv([room], 1, 1))
         text = ""
         if rank == 0:
@@ -351,18 +397,26 @@ def test_more_than_the_largest_piece_ends_the_connection_unread(run_ranks) -> No
     alone(run_ranks, lambda: good(on_pieces(talk, 2)))
 
 
-# ---- keys --------------------------------------------------------------------------------------------------------------
+# ---- keys --------------------------------------------------------------------------------------
 
 
 @needs_zmq
 def test_tokens_must_be_the_same(run_ranks) -> None:
     def run() -> list[list[str]]:
         cases = [["a secret of one kind", "a secret of another"], [TOKEN, ""], ["short", "short"]]
-        return [[f"{type(r).__name__}: {r}" for r in on_pieces(lambda c, r: c, 2, token=tokens)] for tokens in cases]
+        return [
+            [f"{type(r).__name__}: {r}" for r in on_pieces(lambda c, r: c, 2, token=tokens)]
+            for tokens in cases
+        ]
 
     other, none, short = alone(run_ranks, run)
-    assert all(text.startswith("ValueError") and "another ISLAND_TOKEN: set the same" in text for text in other), other
-    assert "is set here and not at island 1" in none[0] and "is set there and not here" in none[1], none
+    assert all(
+        text.startswith("ValueError") and "another ISLAND_TOKEN: set the same" in text
+        for text in other
+    ), other
+    assert (
+        "is set here and not at island 1" in none[0] and "is set there and not here" in none[1]
+    ), none
     assert all("5 characters, allowed are 16 or more" in text for text in short)
 
 
@@ -383,7 +437,10 @@ def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
             return transport.open(0)
 
         tokens = ["a secret of one kind", "a secret of another"]
-        return [f"{type(r).__name__}: {r}" for r in on_transports(work, 2, store=Lying(), timeout=2.0, token=tokens)]
+        return [
+            f"{type(r).__name__}: {r}"
+            for r in on_transports(work, 2, store=Lying(), timeout=2.0, token=tokens)
+        ]
 
     def strangers() -> list[Any]:
         context, guests = zmq.Context(), []
@@ -407,7 +464,10 @@ def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
         return forged(), strangers()
 
     texts, met = alone(run_ranks, run)
-    assert all(text.startswith("PeerLost") and "could not be connected within 2 s" in text for text in texts), texts
+    assert all(
+        text.startswith("PeerLost") and "could not be connected within 2 s" in text
+        for text in texts
+    ), texts
     assert any("ISLAND_TOKEN" in text for text in texts), texts
     assert met == [[0, 1], [0, 1]]
 
@@ -435,10 +495,12 @@ def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
         met.wait()
         return [int(b[0]) for _ in range(3) for b in line.all_gather(piece(5, line.rank))]
 
-    assert alone(run_ranks, lambda: good(on_lines(talk, 2, store=Store(change)))) == [[0, 1] * 3] * 2
+    assert (
+        alone(run_ranks, lambda: good(on_lines(talk, 2, store=Store(change)))) == [[0, 1] * 3] * 2
+    )
 
 
-# ---- cancelled, dead, silent, overtaken --------------------------------------------------------------------------------
+# ---- cancelled, dead, silent, overtaken --------------------------------------------------------
 
 
 @needs_zmq
@@ -449,7 +511,9 @@ def test_a_cancelled_wait_ends_at_once_and_later_messages_pass(run_ranks) -> Non
         text = ""
         if rank == 0:
             waiting = connections.recv([piece(10)], 1, 5)
-            canceller = threading.Thread(target=lambda: (time.sleep(0.2), connections.cancel("a new epoch")))
+            canceller = threading.Thread(
+                target=lambda: (time.sleep(0.2), connections.cancel("a new epoch"))
+            )
             canceller.start()
             with pytest.raises(RuntimeError) as error:
                 waiting.wait(600 * SECOND)
@@ -484,8 +548,16 @@ def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
         met.wait()
         text = ""
         if rank == 0:
-            lost, alive = connections.recv([piece(10)], 1, 1), connections.recv([room := piece(10)], 2, 1)
-            {"cut": relays[0].cut, "reset": lambda: relays[0].cut(True), "silent": relays[0].hold, "closed": lambda: None}[how]()
+            lost, alive = (
+                connections.recv([piece(10)], 1, 1),
+                connections.recv([room := piece(10)], 2, 1),
+            )
+            {
+                "cut": relays[0].cut,
+                "reset": lambda: relays[0].cut(True),
+                "silent": relays[0].hold,
+                "closed": lambda: None,
+            }[how]()
             met.wait()
             with pytest.raises(RuntimeError) as error:
                 lost.wait(SECOND if how == "silent" else 60 * SECOND)
@@ -513,7 +585,9 @@ def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
         relays[0].close()
         return out
 
-    assert alone(run_ranks, run)[0] == ("nothing came for 1 s" if how == "silent" else "connection closed by peer")
+    assert alone(run_ranks, run)[0] == (
+        "nothing came for 1 s" if how == "silent" else "connection closed by peer"
+    )
 
 
 @needs_zmq
@@ -541,7 +615,9 @@ def test_what_a_peer_sent_before_it_left_is_still_there(run_ranks) -> None:
 
 @needs_zmq
 def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
-    """48 pieces wait behind a relay that holds them; a short message is handed over last and comes before the last of them."""
+    """48 pieces wait behind a relay that holds them; a short message is handed over last and comes
+    before the last of them.
+    """
     relays: list[Relay] = []
     met = threading.Barrier(2)
 
@@ -586,7 +662,8 @@ def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
         return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
 
     def run() -> Any:
-        met = on_lines(talk, 3, address=["", "127.0.0.1", "127.0.0.1"])  # the lowest rank, which would listen, cannot
+        # the lowest rank, which would listen, cannot
+        met = on_lines(talk, 3, address=["", "127.0.0.1", "127.0.0.1"])
         return met, [f"{type(r).__name__}: {r}" for r in on_lines(talk, 2, address=["", ""])]
 
     met, none = alone(run_ranks, run)
@@ -611,7 +688,8 @@ def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> No
         for _ in range(100):
             good(on_pieces(talk, 2))
         until = time.monotonic() + 20
-        while counted() > before and time.monotonic() < until:  # a thread that asked the store may be about to end
+        # a thread that asked the store may be about to end
+        while counted() > before and time.monotonic() < until:
             time.sleep(0.05)
         return before, counted()
 
@@ -619,12 +697,16 @@ def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> No
     assert after <= before
 
 
-# ---- the choice --------------------------------------------------------------------------------------------------------
+# ---- the choice --------------------------------------------------------------------------------
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="ISLAND_TRANSPORT='udp' is not known: allowed are zeromq, gloo"):
-        Topology.from_env({"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": "host:1", "ISLAND_TRANSPORT": "udp"})
+    with pytest.raises(
+        ValueError, match="ISLAND_TRANSPORT='udp' is not known: allowed are zeromq, gloo"
+    ):
+        Topology.from_env(
+            {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": "host:1", "ISLAND_TRANSPORT": "udp"}
+        )
 
 
 def test_islands_with_two_transports_are_told_at_once(run_ranks) -> None:
@@ -640,7 +722,11 @@ def test_islands_with_two_transports_are_told_at_once(run_ranks) -> None:
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == "zmq" or n.startswith("fsdp_demo.comm.zeromq")]:
+    for name in [
+        n
+        for n in sys.modules
+        if n.partition(".")[0] == "zmq" or n.startswith("fsdp_demo.comm.zeromq")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "zmq", None)
     for name in ("curve", "hub", "wire"):
@@ -664,7 +750,10 @@ def test_a_peer_that_goes_is_named_by_the_line() -> None:
             raise WireError("a piece of 5 bytes")
 
     line = PeerGroup(None, 0, 2, ["oslo", "rome"], 3.0)
-    with pytest.raises(PeerLost, match=r"island 1 \(rome\) is gone or was silent for 3 s: connection closed by peer"):
+    with pytest.raises(
+        PeerLost,
+        match=r"island 1 \(rome\) is gone or was silent for 3 s: connection closed by peer",
+    ):
         line._wait(1, Gone())
     with pytest.raises(WireError, match="a piece of 5 bytes"):
         line._wait(1, Refused())

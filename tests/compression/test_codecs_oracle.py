@@ -1,4 +1,6 @@
-"""The pure functions (blocks, transform, selection, codes, payload) against slow reference versions."""
+"""The pure functions (blocks, transform, selection, codes, payload) against slow reference
+versions.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,25 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- blocks ----------------------------------------------------------------------------------------------------------
+# -- blocks --------------------------------------------------------------------------------------
 
 
 def slots(layout: Layout, work: torch.Tensor) -> list[tuple[int, int, torch.Tensor, bool]]:
     """(r, s, the r x s content, transformed) of every slot of a workspace."""
     blocks = layout.blocks(work).view(-1, 64, 64)
-    return [(g.r, g.s, blocks[i, : g.r, : g.s], g.transform) for g in layout.groups for i in range(g.start, g.stop)]
+    return [
+        (g.r, g.s, blocks[i, : g.r, : g.s], g.transform)
+        for g in layout.groups
+        for i in range(g.start, g.stop)
+    ]
 
 
 @quick
 @given(st.lists(st.tuples(shapes, kinds), min_size=1, max_size=4), st.integers(1, 3))
 def test_layout_is_the_block_rule(tensors, active_copies):
-    """Over all active copies every element is in exactly one place, and the blocks are those of the rule; pack and unpack are inverse."""
+    """Over all active copies every element is in exactly one place, and the blocks are those of the
+    rule; pack and unpack are inverse.
+    """
     first, many = 1, []
     for shape, _ in tensors:
         numel = math.prod(shape)
@@ -61,11 +69,16 @@ def test_layout_is_the_block_rule(tensors, active_copies):
     got_blocks, got_dense = [], []
     back = [torch.full_like(t, -1) for t in many]
     for active_copy in range(active_copies):
-        layout = Layout([s for s, _ in tensors], [k for _, k in tensors], active_copy, active_copies)
+        layout = Layout(
+            [s for s, _ in tensors], [k for _, k in tensors], active_copy, active_copies
+        )
         work = layout.pack(many, torch.full((layout.numel,), float("nan")))
         assert layout.numel == layout.num_blocks * 4096 + layout.num_dense
         found = slots(layout, work)
-        assert sum(int((b != 0).sum()) for _, _, b, _ in found) == int((layout.blocks(work) != 0).sum())  # padding is zero
+        # padding is zero
+        assert sum(int((b != 0).sum()) for _, _, b, _ in found) == int(
+            (layout.blocks(work) != 0).sum()
+        )
         got_blocks += [(r, s, t, tuple(b.reshape(-1).tolist())) for r, s, b, t in found]
         got_dense += layout.dense_part(work).tolist()
         layout.unpack(work, back)
@@ -73,7 +86,9 @@ def test_layout_is_the_block_rule(tensors, active_copies):
     for t, (shape, kind) in zip(many, tensors, strict=True):
         cuts, rest = slow_blocks.cut(tuple(shape), dense=kind == "dense", flat=kind == "plain")
         flat = t.reshape(-1)
-        expected_blocks += [(*b.shape, kind == "transform", tuple(flat[b].reshape(-1).tolist())) for b in cuts]
+        expected_blocks += [
+            (*b.shape, kind == "transform", tuple(flat[b].reshape(-1).tolist())) for b in cuts
+        ]
         expected_dense += flat[rest].tolist()
     assert sorted(got_blocks) == sorted(expected_blocks)
     assert sorted(got_dense) == sorted(expected_dense)
@@ -81,14 +96,21 @@ def test_layout_is_the_block_rule(tensors, active_copies):
 
 
 def test_lanes_are_even():
-    """Every active copy gets its share of each group's blocks and of the dense elements, to within one."""
+    """Every active copy gets its share of each group's blocks and of the dense elements, to within
+    one.
+    """
     shapes, kinds = [(512, 250), (9000,), (33,)], ["transform", "plain", "transform"]
     whole = Layout(shapes, kinds)
     counts = {(g.transform, g.r, g.s): g.count for g in whole.groups}
     for active_copies in (2, 3, 4):
-        parts = [Layout(shapes, kinds, active_copy, active_copies) for active_copy in range(active_copies)]
+        parts = [
+            Layout(shapes, kinds, active_copy, active_copies)
+            for active_copy in range(active_copies)
+        ]
         for key, total in counts.items():
-            share = [sum(g.count for g in p.groups if (g.transform, g.r, g.s) == key) for p in parts]
+            share = [
+                sum(g.count for g in p.groups if (g.transform, g.r, g.s) == key) for p in parts
+            ]
             assert sum(share) == total and max(share) - min(share) <= 1
         dense = [p.num_dense for p in parts]
         assert sum(dense) == whole.num_dense and max(dense) - min(dense) <= 1
@@ -120,7 +142,7 @@ def test_matrix_shape_has_every_element(shape):
         assert matrix_shape(shape) == slow_blocks.view_2d(shape)
 
 
-# -- transform -------------------------------------------------------------------------------------------------------
+# -- transform -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 37, 63, 64])
@@ -129,16 +151,27 @@ def test_dct_matrix(n):
 
 
 def test_transform_of_every_kind_of_block():
-    shapes, kinds = [(187, 250), (64, 64), (9000,), (70, 65), (130, 200)], ["transform", "transform", "transform", "plain", "transform"]
+    shapes, kinds = (
+        [(187, 250), (64, 64), (9000,), (70, 65), (130, 200)],
+        ["transform", "transform", "transform", "plain", "transform"],
+    )
     tensors = [random(*s, seed=i) for i, s in enumerate(shapes)]
     layout = Layout(shapes, kinds)
     work = layout.pack(tensors, layout.new("cpu"))
     plain = work.clone()
     before = [(r, s, b.clone(), t) for r, s, b, t in slots(layout, work)]
-    assert {(r, s) for r, s, _, t in before if t} >= {(64, 64), (59, 64), (64, 58), (59, 58), (12, 64), (22, 64)}
+    assert {(r, s) for r, s, _, t in before if t} >= {
+        (64, 64),
+        (59, 64),
+        (64, 58),
+        (59, 58),
+        (12, 64),
+        (22, 64),
+    }
     transform(layout, work)
     padding = int((layout.blocks(plain) == 0).sum())
-    assert int((layout.blocks(work) == 0).sum()) >= padding - 3  # zeros of padding stay (a random value may be an exact zero)
+    # zeros of padding stay (a random value may be an exact zero)
+    assert int((layout.blocks(work) == 0).sum()) >= padding - 3
     for (r, s, x, transformed), (_, _, y, _) in zip(before, slots(layout, work), strict=True):
         expected = slow_dct.dct2(x.double()) if transformed else x.double()
         assert y.shape == (r, s) and torch.allclose(y.double(), expected, atol=2e-5)
@@ -148,11 +181,14 @@ def test_transform_of_every_kind_of_block():
     assert torch.allclose(work, plain, atol=2e-5)
 
 
-# -- selection -------------------------------------------------------------------------------------------------------
+# -- selection -----------------------------------------------------------------------------------
 
 
 @quick
-@given(st.lists(st.lists(st.integers(-4, 4), min_size=40, max_size=40), min_size=1, max_size=4), st.integers(1, 40))
+@given(
+    st.lists(st.lists(st.integers(-4, 4), min_size=40, max_size=40), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
 def test_topk_with_many_ties(rows, k):
     a = torch.tensor(rows, dtype=torch.float32)
     assert top_k(a, k).tolist() == [slow_topk.topk(row, k) for row in a]
@@ -172,11 +208,19 @@ def test_kept_of_edge_blocks(r, s):
         assert Group(r, s, True, 0, 1).k(k) == slow_topk.kept(k, r, s)
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
+# -- values --------------------------------------------------------------------------------------
 
 
 @quick
-@given(st.lists(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=5, max_size=5), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.lists(
+            st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=5, max_size=5
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_values(rows):
     v = torch.tensor(rows, dtype=torch.float32)
     v = torch.where(v.abs() > 1e37, 1e37, v)  # max |v| is a finite bf16 number
@@ -208,7 +252,7 @@ def test_what_is_not_finite_stays_visible(code, bad):
     assert not quantize.decode(code, quantize.encode(code, v), 1, 3).isfinite().all()
 
 
-# -- wire ------------------------------------------------------------------------------------------------------------
+# -- wire ----------------------------------------------------------------------------------------
 
 
 @quick
@@ -216,26 +260,42 @@ def test_what_is_not_finite_stays_visible(code, bad):
 def test_pack12(numbers):
     packed = sparse.pack12(torch.tensor(numbers, dtype=torch.int64))
     assert bytes(packed.tolist()) == slow_wire.pack12(numbers)
-    assert sparse.unpack12(packed, len(numbers)).tolist() == numbers == slow_wire.unpack12(bytes(packed.tolist()), len(numbers))
+    assert (
+        sparse.unpack12(packed, len(numbers)).tolist()
+        == numbers
+        == slow_wire.unpack12(bytes(packed.tolist()), len(numbers))
+    )
 
 
-SHAPES, KINDS = [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)], ["transform", "transform", "transform", "plain", "dense"]
+SHAPES, KINDS = (
+    [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)],
+    ["transform", "transform", "transform", "plain", "dense"],
+)
 
 
 def workspace(seed: int = 0) -> tuple[Layout, torch.Tensor]:
     layout = Layout(SHAPES, KINDS)
-    return layout, transform(layout, layout.pack([random(*s, seed=seed + i) for i, s in enumerate(SHAPES)], layout.new("cpu")))
+    return layout, transform(
+        layout,
+        layout.pack([random(*s, seed=seed + i) for i, s in enumerate(SHAPES)], layout.new("cpu")),
+    )
 
 
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("k", [1, 33, 4096])
 def test_encode_and_decode(code, k):
-    """What is decoded is each block's top-k, dequantised, at its place; nothing else; the dense part whole."""
+    """What is decoded is each block's top-k, dequantised, at its place; nothing else; the dense
+    part whole.
+    """
     layout, work = workspace()
     codec = Codec("dct", "topk", k, code)
     before = work.clone()
     data = sparse.encode_sparse(layout, codec, work)
-    assert torch.equal(work, before) and data.dtype == torch.uint8 and data.numel() == sparse.sparse_bytes(layout, codec)
+    assert (
+        torch.equal(work, before)
+        and data.dtype == torch.uint8
+        and data.numel() == sparse.sparse_bytes(layout, codec)
+    )
     positions, found, dense = sparse.decode_sparse(layout, codec, data)
     assert len(set(positions.tolist())) == len(positions) == len(found)
     got = torch.zeros(layout.numel)
@@ -246,15 +306,23 @@ def test_encode_and_decode(code, k):
         expected[where] = slow_values.dequantised(x.reshape(-1)[where], code)
         assert torch.equal(y.reshape(-1), expected)
     assert int((layout.dense_part(got) != 0).sum()) == 0
-    assert torch.equal(dense, slow_values.dequantised(layout.dense_part(work), "fp32" if code == "fp32" else "bf16"))
+    assert torch.equal(
+        dense,
+        slow_values.dequantised(layout.dense_part(work), "fp32" if code == "fp32" else "bf16"),
+    )
 
 
 def test_bytes_of_the_section_by_hand():
-    """One full block, one 14 x 64 edge block, 8 dense elements: k = 32 and ceil(32 * 896 / 4096) = 7 values."""
+    """One full block, one 14 x 64 edge block, 8 dense elements: k = 32 and ceil(32 * 896 / 4096) =
+    7 values.
+    """
     layout = Layout([(5000,)], ["transform"])
     full, edge = 2 + 32 + 48, 2 + 7 + 11
     assert sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "int8")) == full + edge + 8 * 2
-    assert sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "fp32")) == 32 * 4 + 48 + 7 * 4 + 11 + 8 * 4
+    assert (
+        sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "fp32"))
+        == 32 * 4 + 48 + 7 * 4 + 11 + 8 * 4
+    )
 
 
 def test_nothing_to_send():
@@ -266,7 +334,9 @@ def test_nothing_to_send():
 
 def test_header_by_hand():
     body = torch.arange(5, dtype=torch.uint8)
-    header = frame.Header(digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7)
+    header = frame.Header(
+        digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7
+    )
     message = bytes(frame.seal(header, body).tolist())
     fields = (3, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
     head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
@@ -276,8 +346,15 @@ def test_header_by_hand():
 
 def test_header_and_body_come_back():
     header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
-    got, body = frame.unseal(frame.seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
-    assert body.tolist() == list(range(7)) and got.weight == 0.25 and math.isnan(got.loss) and got.flags == 0
+    got, body = frame.unseal(
+        frame.seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1"
+    )
+    assert (
+        body.tolist() == list(range(7))
+        and got.weight == 0.25
+        and math.isnan(got.loss)
+        and got.flags == 0
+    )
 
 
 @quick
@@ -291,7 +368,9 @@ def test_every_flipped_bit_and_every_truncation_is_refused(data):
     with pytest.raises(frame.WireError, match="island 1"):
         frame.unseal(torn, header, "island 1")
     with pytest.raises(frame.WireError, match="island 1"):
-        frame.unseal(message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1")
+        frame.unseal(
+            message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1"
+        )
 
 
 def test_another_digest_or_step_is_refused_with_both_values():

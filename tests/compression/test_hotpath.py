@@ -1,4 +1,6 @@
-"""The hot path: windows, the descent to the largest, products in bf16, what arrives, and the benchmarks' keys (never their times)."""
+"""The hot path: windows, the descent to the largest, products in bf16, what arrives, and the
+benchmarks' keys (never their times).
+"""
 
 from __future__ import annotations
 
@@ -50,26 +52,38 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "STEP", 4)
 
 
-# ---- windows -----------------------------------------------------------------------------------------------------------
+# ---- windows -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("active_copies", [1, 2, 3])
 def test_windows_are_the_workspace(active_copies: int, small: None) -> None:
-    """They follow each other without gaps, as do their parts; packing them one by one is packing the whole."""
+    """They follow each other without gaps, as do their parts; packing them one by one is packing
+    the whole.
+    """
     tensors = [random(*s, seed=i) for i, s in enumerate(SHAPES)]
     tensors[0] = tensors[0].t().contiguous().t()  # in another order in memory
     for active_copy in range(active_copies):
         layout = Layout(SHAPES, KINDS, active_copy, active_copies)
-        windows, whole = layout.windows("cpu"), layout.pack(tensors, torch.full((layout.numel,), torch.nan))
-        assert [w.begin for w in windows] == [0, *(w.end for w in windows[:-1])] and windows[-1].end == layout.numel
+        windows, whole = (
+            layout.windows("cpu"),
+            layout.pack(tensors, torch.full((layout.numel,), torch.nan)),
+        )
+        assert [w.begin for w in windows] == [0, *(w.end for w in windows[:-1])] and windows[
+            -1
+        ].end == layout.numel
         with ContiguousViews(tensors) as memory:
             for w in windows:
-                assert [p.begin for p in w.inner] == [w.begin, *(p.end for p in w.inner[:-1])] and w.inner[-1].end == w.end
+                assert [p.begin for p in w.inner] == [
+                    w.begin,
+                    *(p.end for p in w.inner[:-1]),
+                ] and w.inner[-1].end == w.end
                 for part in w.inner:
-                    assert torch.equal(part.pack(memory, torch.full((part.numel,), torch.nan)), part.of(whole))
+                    assert torch.equal(
+                        part.pack(memory, torch.full((part.numel,), torch.nan)), part.of(whole)
+                    )
 
 
-# ---- selection ---------------------------------------------------------------------------------------------------------
+# ---- selection ---------------------------------------------------------------------------------
 
 
 def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
@@ -79,7 +93,9 @@ def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 7, 8, 16, 17, 32, 64, 128, 129, 4095])
 @pytest.mark.parametrize("levels", [0, 3, 40, 4000])
 def test_the_largest_of_blocks_with_ties(k: int, levels: int) -> None:
-    """Whole numbers between -levels and levels: from all equal to few ties; a block of zeros, one with a NaN and an infinity."""
+    """Whole numbers between -levels and levels: from all equal to few ties; a block of zeros, one
+    with a NaN and an infinity.
+    """
     a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
     a[3] = 0.0
     a[5, 100], a[5, 7] = torch.nan, -torch.inf
@@ -90,12 +106,14 @@ def test_the_largest_of_blocks_with_ties(k: int, levels: int) -> None:
     assert torch.equal(topk._exact(a, k), expected)
 
 
-# ---- the transform -----------------------------------------------------------------------------------------------------
+# ---- the transform -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 def test_products(products: str, small: None) -> None:
-    """Forward into an accumulator and back; bf16 within its rounding of the exact, on blocks of every kind."""
+    """Forward into an accumulator and back; bf16 within its rounding of the exact, on blocks of
+    every kind.
+    """
     layout = Layout(SHAPES, KINDS)
     work = layout.pack([random(*s, seed=i) for i, s in enumerate(SHAPES)], layout.new("cpu"))
     exact = transform(layout, work.clone())
@@ -113,7 +131,9 @@ def test_products(products: str, small: None) -> None:
 
 
 def test_few_coefficients_are_as_many_outer_products() -> None:
-    place = torch.stack([torch.randperm(BLOCK, generator=torch.Generator().manual_seed(i))[:20] for i in range(3)])
+    place = torch.stack(
+        [torch.randperm(BLOCK, generator=torch.Generator().manual_seed(i))[:20] for i in range(3)]
+    )
     values, layout = random(3, 20), Layout([(64, 192)], ["transform"])
     dense = torch.zeros(3, BLOCK).scatter_(1, place, values).view(-1)
     exact = transform(layout, dense, inverse=True)
@@ -125,22 +145,37 @@ def test_few_coefficients_are_as_many_outer_products() -> None:
 
 def test_the_faster_products_are_fp32() -> None:
     """Where oneDNN is chosen, it makes what MKL makes, to rounding; the setting is put back."""
-    before = torch.backends.mkldnn.matmul.fp32_precision if hasattr(torch.backends.mkldnn, "matmul") else None
+    before = (
+        torch.backends.mkldnn.matmul.fp32_precision
+        if hasattr(torch.backends.mkldnn, "matmul")
+        else None
+    )
     assert onednn() in (True, False)
     layout = Layout([(512, 512)], ["transform"])
     work = random(layout.numel)
-    exact = torch.matmul(torch.matmul(matrix("dct", 64).double(), work.view(-1, 64, 64).double()), matrix("dct", 64).double().t())
-    assert float((transform(layout, work.clone()).view(-1, 64, 64).double() - exact).abs().max()) < 1e-5
+    exact = torch.matmul(
+        torch.matmul(matrix("dct", 64).double(), work.view(-1, 64, 64).double()),
+        matrix("dct", 64).double().t(),
+    )
+    assert (
+        float((transform(layout, work.clone()).view(-1, 64, 64).double() - exact).abs().max())
+        < 1e-5
+    )
     if before is not None:
         assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
-# ---- a channel ---------------------------------------------------------------------------------------------------------
+# ---- a channel ---------------------------------------------------------------------------------
 
 
-def channel(config: ExchangeConfig, size: int, shapes: Any = SHAPES) -> tuple[ChannelRunner, list[nn.Parameter]]:
+def channel(
+    config: ExchangeConfig, size: int, shapes: Any = SHAPES
+) -> tuple[ChannelRunner, list[nn.Parameter]]:
     named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
-    made = ChannelRunner(config.channels[0], Placement(TorchHost([fsdp_demo.base_optimizer(config, named)]), islands=size))
+    made = ChannelRunner(
+        config.channels[0],
+        Placement(TorchHost([fsdp_demo.base_optimizer(config, named)]), islands=size),
+    )
     made.start()
     return made, [p for _, p in named]
 
@@ -157,7 +192,9 @@ def step(made: ChannelRunner, parameters: list[nn.Parameter], seed: int) -> Chan
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 @pytest.mark.parametrize("code", ["int8", "fp32", "2bit"])
 def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: None) -> None:
-    """The accumulator before it was sent, less the decoded section, is the accumulator after, bit for bit."""
+    """The accumulator before it was sent, less the decoded section, is the accumulator after, bit
+    for bit.
+    """
     config = preset("demo", topk=9, value_dtype=code, **{"codec.transform_precision": products})
     (one, p), (two, q) = channel(config, 2), channel(config, 2)
     sent = step(one, p, 1)
@@ -172,10 +209,18 @@ def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: No
     assert torch.equal(one.accumulator, expected)
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 0.0, 2.5], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-@pytest.mark.parametrize("kind, clip", [("senders", "none"), ("replicas", "none"), ("senders", "median_norm")])
-def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[float], small: None) -> None:
-    """Window by window as element by element, and as few terms; also where blocks are many for the cache."""
+@pytest.mark.parametrize(
+    "weights", [[1.0, 1.0, 1.0], [1.0, 0.0, 2.5], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+)
+@pytest.mark.parametrize(
+    "kind, clip", [("senders", "none"), ("replicas", "none"), ("senders", "median_norm")]
+)
+def test_the_mean_is_that_of_a_plain_sum(
+    kind: str, clip: str, weights: list[float], small: None
+) -> None:
+    """Window by window as element by element, and as few terms; also where blocks are many for the
+    cache.
+    """
     config = preset("demo", topk=40, **{"reducer.mean_over": kind, "reducer.clip": clip})
     made, parameters = channel(config, 3)
     bodies = [step(made, parameters, seed).body for seed in range(3)]
@@ -189,7 +234,9 @@ def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[flo
             count[places] += w * (values != 0)
             made.layout.dense_part(total).add_(dense, alpha=w)
     made.layout.dense_part(count).fill_(sum(weights))
-    expected = total / (count.masked_fill(count == 0, 1.0) if kind == "senders" else max(sum(weights), 1e-9))
+    expected = total / (
+        count.masked_fill(count == 0, 1.0) if kind == "senders" else max(sum(weights), 1e-9)
+    )
     if clip == "none" or sum(w > 0 for w in weights) < 2:
         assert torch.allclose(found, expected, atol=1e-6)
     mean = section.received(bodies, weights, 0)
@@ -201,8 +248,13 @@ def test_the_mean_is_that_of_a_plain_sum(kind: str, clip: str, weights: list[flo
 
 
 def test_bf16_products_follow_fp32(small: None) -> None:
-    """The same steps with both: nearly the same choice, and gradients whose signs nearly all agree."""
-    configs = [preset("demo", topk=8, **{"codec.transform_precision": products}) for products in ("fp32", "bf16")]
+    """The same steps with both: nearly the same choice, and gradients whose signs nearly all
+    agree.
+    """
+    configs = [
+        preset("demo", topk=8, **{"codec.transform_precision": products})
+        for products in ("fp32", "bf16")
+    ]
     found = []
     for config in configs:
         made, parameters = channel(config, 1, [(512, 512)])
@@ -217,7 +269,9 @@ def test_bf16_products_follow_fp32(small: None) -> None:
 
 @torch.no_grad()
 def test_what_is_not_transformed_is_not_transformed_back() -> None:
-    """Embeddings are plain by default: with bf16 products, too, their gradient is what was sent, where it was sent."""
+    """Embeddings are plain by default: with bf16 products, too, their gradient is what was sent,
+    where it was sent.
+    """
     config = preset("demo", topk=8, **{"applier.sign": False, "codec.transform_precision": "bf16"})
     embedding = nn.Parameter(torch.zeros(128, 64))
     optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
@@ -234,7 +288,10 @@ def test_what_is_not_transformed_is_not_transformed_back() -> None:
 
 def test_products_are_part_of_the_configuration() -> None:
     config = preset("demo", **{"codec.transform_precision": "bf16"})
-    assert ExchangeConfig.from_yaml(config.to_yaml()) == config and config.digest() != preset("demo").digest()
+    assert (
+        ExchangeConfig.from_yaml(config.to_yaml()) == config
+        and config.digest() != preset("demo").digest()
+    )
     with pytest.raises(ValueError, match=r"codec.transform_precision='fp16'.*fp32.*bf16"):
         Codec("dct", "topk", transform_precision="fp16")
     with pytest.raises(ValueError, match="about the transform"):
@@ -254,13 +311,24 @@ def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
         sent = made.encode(0, None)
         made.subtract(sent)
     mean = made.section.workspace(sent.vectors, 0)
-    assert torch.allclose(made.accumulator + mean, before, atol=1e-6) and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100
+    assert (
+        torch.allclose(made.accumulator + mean, before, atol=1e-6)
+        and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100
+    )
 
 
-# ---- the benchmarks ----------------------------------------------------------------------------------------------------
+# ---- the benchmarks ----------------------------------------------------------------------------
 
 TINY = ["--hidden", "256", "--shards", "1", "--repeat", "1"]
-KEYS = {"published_ns", "ours_ns", "ratio", "bytes_per_coefficient", "same_coefficients", "residual_error", "workspace_mb"}
+KEYS = {
+    "published_ns",
+    "ours_ns",
+    "ratio",
+    "bytes_per_coefficient",
+    "same_coefficients",
+    "residual_error",
+    "workspace_mb",
+}
 
 
 def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -269,27 +337,53 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     script.main()
 
 
-def test_codec_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codec_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
     run(codec, monkeypatch, *TINY, "--training", "3", "--json", str(out))
     rows, printed = json.loads(out.read_text()), capsys.readouterr().out
     for name in ("k8", "k32", "k8_bf16", "k32_bf16"):
-        assert set(rows[name]) >= KEYS | {"published_temporaries_mb", "energy"} and f"\n{name} " in printed
+        assert (
+            set(rows[name]) >= KEYS | {"published_temporaries_mb", "energy"}
+            and f"\n{name} " in printed
+        )
         assert rows[name]["bytes_per_coefficient"] == {8: 2.75, 32: 2.5625}[codec.HOT[name][0]]
         assert rows[name]["workspace_mb"] <= 64 + 2 * 1024 * 256 * 4 / 1e6
     for name in ("k8", "k32"):
         assert rows[name]["same_coefficients"] > 0.9999 and rows[name]["residual_error"] < 1e-6
     for name in ("k8_bf16", "k32_bf16"):
-        assert rows[name]["same_coefficients"] > 0.98 and rows[name]["energy"] > 0.999 and rows[name]["energy_recorded"] > 0.999
+        assert (
+            rows[name]["same_coefficients"] > 0.98
+            and rows[name]["energy"] > 0.999
+            and rows[name]["energy_recorded"] > 0.999
+        )
     assert rows["plain_k64"]["ours_ns"] > 0
 
 
-def test_codes_and_decode_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(codec, monkeypatch, "--codes", "--elements", "8192", "--repeat", "1", "--json", str(tmp_path / "codes.json"))
-    assert [r["code"] for r in json.loads((tmp_path / "codes.json").read_text())["codes"]] == list(codec.CODES)
+def test_codes_and_decode_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(
+        codec,
+        monkeypatch,
+        "--codes",
+        "--elements",
+        "8192",
+        "--repeat",
+        "1",
+        "--json",
+        str(tmp_path / "codes.json"),
+    )
+    assert [r["code"] for r in json.loads((tmp_path / "codes.json").read_text())["codes"]] == list(
+        codec.CODES
+    )
     run(decode, monkeypatch, *TINY, "--json", str(tmp_path / "decode.json"))
     found = json.loads((tmp_path / "decode.json").read_text())
-    assert list(found["replicas"]) == ["1", "2", "4", "8", "16", "32"] and set(found["growth"]) == {"published", "ours"}
+    assert list(found["replicas"]) == ["1", "2", "4", "8", "16", "32"] and set(found["growth"]) == {
+        "published",
+        "ours",
+    }
     assert "from 2 to 32 replicas" in capsys.readouterr().out
     if not torch.cuda.is_available():
         for script in (codec, decode):
@@ -303,7 +397,10 @@ def test_the_published_form_is_the_definition() -> None:
     d = matrix("dct", 64)
     coefficients = hotpath.LR * (d @ g @ d.t())
     (sent,) = one.send([g], hotpath.silent)
-    chosen = torch.zeros(BLOCK).scatter_(0, by_sorting(coefficients.view(1, -1), 3)[0], 1.0).view(64, 64) * coefficients
+    chosen = (
+        torch.zeros(BLOCK).scatter_(0, by_sorting(coefficients.view(1, -1), 3)[0], 1.0).view(64, 64)
+        * coefficients
+    )
     assert set(sent[0].flatten().tolist()) == set(chosen.view(-1).nonzero().flatten().tolist())
     assert torch.allclose(one.momentum[0], hotpath.LR * g - d.t() @ chosen @ d, atol=1e-6)
     one.receive([[sent]], hotpath.silent)

@@ -1,4 +1,6 @@
-"""What must hold for any shapes, number of replicas, k, codec and feedback: hypothesis draws them, threads play the islands."""
+"""What must hold for any shapes, number of replicas, k, codec and feedback: hypothesis draws them,
+threads play the islands.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, Reducer, SyncSchedule, presets
+from fsdp_demo import (
+    Accumulator,
+    Applier,
+    Channel,
+    Codec,
+    ExchangeConfig,
+    Reducer,
+    SyncSchedule,
+    presets,
+)
 from fsdp_demo.compression import dense, selection
 from fsdp_demo.config.channel import CODES
 
@@ -24,8 +35,23 @@ from ..support.transforms import transform
 
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 
-SHAPES = [(), (0,), (0, 5), (1,), (7,), (4099,), (50257,), (130, 67), (3, 64, 65), (2, 3, 5), (64, 64), (1, 4096), (257, 17)]
-BITS = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 2.0**-7}  # of the mean on its way back, in units of the largest value of its group
+SHAPES = [
+    (),
+    (0,),
+    (0, 5),
+    (1,),
+    (7,),
+    (4099,),
+    (50257,),
+    (130, 67),
+    (3, 64, 65),
+    (2, 3, 5),
+    (64, 64),
+    (1, 4096),
+    (257, 17),
+]
+# of the mean on its way back, in units of the largest value of its group
+BITS = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 2.0**-7}
 
 
 class Bag(nn.Module):
@@ -37,7 +63,12 @@ class Bag(nn.Module):
 
 
 FEEDBACKS = ("subtract", "subtract from deltas", "none", "put_back")
-KINDS = [(r, c) for r in FEEDBACKS for c in ("dense", "topk", "seeded") if (r, c) != ("put_back", "dense")]
+KINDS = [
+    (r, c)
+    for r in FEEDBACKS
+    for c in ("dense", "topk", "seeded")
+    if (r, c) != ("put_back", "dense")
+]
 
 
 @st.composite
@@ -46,17 +77,31 @@ def channels(draw: st.DrawFn, feedback: str, selection: str) -> Channel:
     chosen = draw(st.sampled_from(["random", "stride"])) if selection == "seeded" else selection
     turned = "dct" if chosen != "dense" and draw(st.booleans()) else "none"
     k = draw(st.one_of(st.sampled_from([1, 32, 4095, 4096]), st.integers(1, 4096)))
-    source = "delta" if feedback == "put_back" or feedback.endswith("deltas") else draw(st.sampled_from(["gradient", "delta"]))
+    source = (
+        "delta"
+        if feedback == "put_back" or feedback.endswith("deltas")
+        else draw(st.sampled_from(["gradient", "delta"]))
+    )
     feedback = feedback.split()[0]
     return Channel(
         "any",
         source,
         SyncSchedule(1),
-        Accumulator(draw(st.sampled_from([0.9, 0.0, 1.0])), draw(st.sampled_from([0.3, 1.0])), draw(st.sampled_from([0.2, 1.0]))),
+        Accumulator(
+            draw(st.sampled_from([0.9, 0.0, 1.0])),
+            draw(st.sampled_from([0.3, 1.0])),
+            draw(st.sampled_from([0.2, 1.0])),
+        ),
         Codec(turned, chosen, k, draw(st.sampled_from(CODES))),
         feedback,
-        Reducer(draw(st.sampled_from(["replicas", "replicas", "senders"])) if chosen == "topk" else "replicas"),
-        Applier("gradient") if source == "gradient" else Applier("outer_step", local_delta=feedback == "put_back"),
+        Reducer(
+            draw(st.sampled_from(["replicas", "replicas", "senders"]))
+            if chosen == "topk"
+            else "replicas"
+        ),
+        Applier("gradient")
+        if source == "gradient"
+        else Applier("outer_step", local_delta=feedback == "put_back"),
         uncompressed=("bag.1",) * draw(st.booleans()),
         no_transform=("bag.2",) * draw(st.booleans()),
     )
@@ -70,13 +115,19 @@ def noise(shape: tuple[int, ...], key: tuple[int, ...], scale: float) -> torch.T
     return torch.randn(shape, generator=generator) * scale
 
 
-def played(shapes: Any, channel: Channel, replicas: int, seed: int, scale: float, steps: int = 2) -> list[list[dict[str, Any]]]:
-    """What each island saw at each step: source, accumulator before and after, and the mean it applied (all in the transform domain)."""
+def played(
+    shapes: Any, channel: Channel, replicas: int, seed: int, scale: float, steps: int = 2
+) -> list[list[dict[str, Any]]]:
+    """What each island saw at each step: source, accumulator before and after, and the mean it
+    applied (all in the transform domain).
+    """
 
     def island(i: int, topology: fsdp_demo.Topology) -> list[dict[str, Any]]:
         model = Bag(shapes)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        exchange = fsdp_demo.attach(optimizer, ExchangeConfig("any", (channel,)), model=model, topology=topology)
+        exchange = fsdp_demo.attach(
+            optimizer, ExchangeConfig("any", (channel,)), model=model, topology=topology
+        )
         at, seen, history = exchange.channels[0], [], []
         layout = at.layout
         assert layout is not None
@@ -89,25 +140,47 @@ def played(shapes: Any, channel: Channel, replicas: int, seed: int, scale: float
         at.apply = spy
         for t in range(steps):
             before = at.accumulator.clone()
-            source = [noise(p.shape, (seed, t, i, n), scale) for n, p in enumerate(model.parameters())]
+            source = [
+                noise(p.shape, (seed, t, i, n), scale) for n, p in enumerate(model.parameters())
+            ]
             for p, s in zip(model.parameters(), source, strict=True):
                 p.grad = s.clone()
             start = [p.detach().clone() for p in model.parameters()]
             optimizer.step()
-            if channel.source == "delta":  # lr 1, from the anchor: the delta is the gradient, but for the rounding of the parameters
+            # lr 1, from the anchor: the delta is the gradient, but for the rounding of the
+            # parameters
+            if channel.source == "delta":
                 source = [a - (a - s) for a, s in zip(start, source, strict=True)]
             work = transform(layout, layout.pack(source, layout.new("cpu")))
-            applied = [(p if channel.source == "delta" else p.grad).detach().clone() for p in model.parameters()]
-            history.append({"before": before, "source": work, "after": at.accumulator.clone(), "mean": seen[t], "applied": applied})
+            applied = [
+                (p if channel.source == "delta" else p.grad).detach().clone()
+                for p in model.parameters()
+            ]
+            history.append(
+                {
+                    "before": before,
+                    "source": work,
+                    "after": at.accumulator.clone(),
+                    "mean": seen[t],
+                    "applied": applied,
+                }
+            )
         exchange.finish()
-        history.append({"sent": exchange.metrics()["bytes_sent"], "final": [p.detach().clone() for p in model.parameters()]})
+        history.append(
+            {
+                "sent": exchange.metrics()["bytes_sent"],
+                "final": [p.detach().clone() for p in model.parameters()],
+            }
+        )
         return history
 
     return threaded.values(threaded.islands(island, replicas))
 
 
 def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: int) -> None:
-    """Over the replicas: what came in is what was sent plus what is kept. With divisor R what was sent is R times the mean that arrived."""
+    """Over the replicas: what came in is what was sent plus what is kept. With divisor R what was
+    sent is R times the mean that arrived.
+    """
     a = channel.accumulator
     for t in range(len(history[0]) - 1):
         steps = [h[t] for h in history]
@@ -115,18 +188,35 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
         kept = sum(s["after"].double() for s in steps)
         mean = steps[0]["mean"].double()
         share = {"none": 0.0, "subtract": a.alpha, "put_back": 0.0}[channel.feedback]
-        size = sum(s["source"].abs().max() + s["before"].abs().max() for s in steps) if came.numel() else torch.zeros(())
+        size = (
+            sum(s["source"].abs().max() + s["before"].abs().max() for s in steps)
+            if came.numel()
+            else torch.zeros(())
+        )
         gathers = channel.codec.indexed or slow.gathers(channel.codec.value_dtype, replicas)
-        back = "fp32" if gathers else "int8" if channel.codec.value_dtype in slow.BYTES else channel.codec.value_dtype
+        back = (
+            "fp32"
+            if gathers
+            else "int8"
+            if channel.codec.value_dtype in slow.BYTES
+            else channel.codec.value_dtype
+        )
         if channel.codec.sparse and not gathers and channel.codec.value_dtype != "fp32":
-            back = "bf16" if channel.codec.value_dtype == "bf16" else "int8"  # dense elements come back in bf16, which is closer
-        taken = {"none": 0.0, "subtract": a.alpha, "put_back": 1.0}[channel.feedback]  # of what was sent
+            # dense elements come back in bf16, which is closer
+            back = "bf16" if channel.codec.value_dtype == "bf16" else "int8"
+        # of what was sent
+        taken = {"none": 0.0, "subtract": a.alpha, "put_back": 1.0}[channel.feedback]
         bound = (4e-6 + taken * BITS[back]) * float(size) * replicas
-        assert float((kept + share * replicas * mean - came).abs().max() if came.numel() else 0.0) <= bound
+        assert (
+            float((kept + share * replicas * mean - came).abs().max() if came.numel() else 0.0)
+            <= bound
+        )
 
 
 @pytest.mark.parametrize("feedback, selection", KINDS)
-def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, feedback, selection) -> None:
+def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(
+    run_ranks, feedback, selection
+) -> None:
     def run():
         @settings(quick, max_examples=9)
         @given(
@@ -142,10 +232,16 @@ def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, feedbac
                 first = history[0][t]
                 for other in history[1:]:
                     assert torch.equal(first["mean"], other[t]["mean"])
-                    same = all(torch.equal(x, y) for x, y in zip(first["applied"], other[t]["applied"], strict=True))
+                    same = all(
+                        torch.equal(x, y)
+                        for x, y in zip(first["applied"], other[t]["applied"], strict=True)
+                    )
                     assert same or channel.applier.local_delta
             for other in history[1:]:
-                assert all(torch.equal(x, y) for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True))
+                assert all(
+                    torch.equal(x, y)
+                    for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True)
+                )
             assert (history[0][-1]["sent"] == 0) == (replicas == 1)
             if channel.reducer.mean_over == "replicas" or replicas == 1:
                 conserved(history, channel, replicas)
@@ -155,20 +251,27 @@ def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(run_ranks, feedbac
     run_ranks(run, 1, 1, timeout=240)
 
 
-# -- codes ------------------------------------------------------------------------------------------------------------------
+# -- codes ---------------------------------------------------------------------------------------
 
 
 def bound(v: torch.Tensor, code: str) -> torch.Tensor:
-    """The documented largest error of each value of one group (`codecs/values.py`), from the group alone."""
+    """The documented largest error of each value of one group (`codecs/values.py`), from the group
+    alone.
+    """
     size = v.abs().double()
     top = float(size.max())
-    scale = top / {"int8": 127, "int4": 7, "fp4_e3m0": 1, "fp4_e2m1": 6}.get(code, 1) * (1 + 2.0**-8)
+    scale = (
+        top / {"int8": 127, "int4": 7, "fp4_e3m0": 1, "fp4_e2m1": 6}.get(code, 1) * (1 + 2.0**-8)
+    )
     if code in ("fp32", "bf16"):
         return size * (0 if code == "fp32" else 2.0**-8)
     if code in ("int8", "int4"):
-        return torch.full_like(size, scale / 2 + top * 2.0**-8)  # what lies above the largest code, where the scale was rounded down
+        # what lies above the largest code, where the scale was rounded down
+        return torch.full_like(size, scale / 2 + top * 2.0**-8)
     if code == "fp4_e3m0":
-        return torch.maximum(size / 3, torch.tensor(scale / 128)) + top * 2.0**-8 * (size > 0.7 * top)
+        return torch.maximum(size / 3, torch.tensor(scale / 128)) + top * 2.0**-8 * (
+            size > 0.7 * top
+        )
     if code == "fp4_e2m1":
         return torch.maximum(size / 5, torch.tensor(scale / 4)) + top * 2.0**-8 * (size > 0.9 * top)
     threshold = float(size.mean())
@@ -184,7 +287,9 @@ def bound(v: torch.Tensor, code: str) -> torch.Tensor:
     st.sampled_from([1e-20, 1e-3, 1.0, 1e6]),
     st.sampled_from([0.0, 0.5, 0.999]),
 )
-def test_a_vector_comes_back_within_the_documented_bound(code, n, replicas, seed, scale, zeros) -> None:
+def test_a_vector_comes_back_within_the_documented_bound(
+    code, n, replicas, seed, scale, zeros
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(n, generator=generator) * scale * (torch.rand(n, generator=generator) >= zeros)
     data = dense.encode(code, v)
@@ -194,7 +299,9 @@ def test_a_vector_comes_back_within_the_documented_bound(code, n, replicas, seed
     # Cut into the parts of a reduce, or handed over at an odd place in a message, it is the same.
     assert torch.equal(dense.round_trip(code, v, replicas), back)
     assert torch.equal(dense.decode(code, torch.cat([data[:1], data])[1:] if n else data, n), back)
-    group = {"int8": 4096, "int4": 256, "fp4_e3m0": 4096, "fp4_e2m1": 32, "2bit": 256}.get(code, max(n, 1))
+    group = {"int8": 4096, "int4": 256, "fp4_e3m0": 4096, "fp4_e2m1": 32, "2bit": 256}.get(
+        code, max(n, 1)
+    )
     for row in range(0, n, 4096):
         for at in range(row, min(row + 4096, n), group):
             part = slice(at, min(at + group, row + 4096, n))
@@ -202,7 +309,7 @@ def test_a_vector_comes_back_within_the_documented_bound(code, n, replicas, seed
             assert bool((error <= bound(v[part], code) * (1 + 1e-5) + 1e-37).all())
 
 
-# -- positions that follow from the step ------------------------------------------------------------------------------------
+# -- positions that follow from the step ---------------------------------------------------------
 
 
 @quick
@@ -215,7 +322,9 @@ def test_a_vector_comes_back_within_the_documented_bound(code, n, replicas, seed
     st.integers(0, 5),
 )
 def test_every_row_is_sent_in_every_pass(kind, size, data, count, passes, seed) -> None:
-    """The ceil(size / k) exchanges of a pass send every coefficient, each k distinct ones; a pure function of the arguments."""
+    """The ceil(size / k) exchanges of a pass send every coefficient, each k distinct ones; a pure
+    function of the arguments.
+    """
     k = data.draw(st.one_of(st.sampled_from([1, (size + 1) // 2, size]), st.integers(1, size)))
     length = math.ceil(size / k)
     turns = range(passes * length, (passes + 1) * length)
@@ -226,30 +335,42 @@ def test_every_row_is_sent_in_every_pass(kind, size, data, count, passes, seed) 
     sent = torch.zeros(count, size, dtype=torch.int64)
     for turn in turns:
         chosen = selection.seeded(kind, size, k, count, turn, seed)
-        assert chosen.shape == (count, k) and torch.equal(chosen, selection.seeded(kind, size, k, count, turn, seed))
+        assert chosen.shape == (count, k) and torch.equal(
+            chosen, selection.seeded(kind, size, k, count, turn, seed)
+        )
         assert all(len(set(row.tolist())) == k for row in chosen)
         sent.scatter_add_(1, chosen, torch.ones_like(chosen))
     assert int(sent.min()) >= 1
-    assert int(sent.sum()) == length * k * count and int(sent.max()) <= 2  # more than once only where k does not divide the size
+    # more than once only where k does not divide the size
+    assert int(sent.sum()) == length * k * count and int(sent.max()) <= 2
 
 
 @pytest.mark.parametrize("kind", ["random", "stride"])
 def test_positions_differ_from_pass_to_pass_and_from_seed_to_seed(kind) -> None:
     a, b, c = (selection.seeded(kind, 4096, 128, 4, n, s) for n, s in ((0, 0), (32, 0), (0, 1)))
     if kind == "stride":
-        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a + 1, selection.seeded(kind, 4096, 128, 4, 1, 0))
+        assert (
+            torch.equal(a, b)
+            and torch.equal(a, c)
+            and torch.equal(a + 1, selection.seeded(kind, 4096, 128, 4, 1, 0))
+        )
     else:
         assert not torch.equal(a, b) and not torch.equal(a, c)
-        assert any(not torch.equal(x, y) for x, y in itertools.pairwise(a))  # blocks are shifted against each other
+        # blocks are shifted against each other
+        assert any(not torch.equal(x, y) for x, y in itertools.pairwise(a))
 
 
 @pytest.mark.parametrize("name", ["random", "stride"])
 def test_every_element_of_a_model_moves_within_a_pass(monkeypatch, name) -> None:
-    """A constant gradient, SGD without sign: within ceil(4096 / k) steps everything has moved, and in all passes equally often."""
+    """A constant gradient, SGD without sign: within ceil(4096 / k) steps everything has moved, and
+    in all passes equally often.
+    """
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Bag(((64, 70), (4096,), (9,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    exchange = fsdp_demo.attach(optimizer, name, model=model, topk=512, beta=1.0, sign=False, clip=None)
+    exchange = fsdp_demo.attach(
+        optimizer, name, model=model, topk=512, beta=1.0, sign=False, clip=None
+    )
     for _ in range(8):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -257,10 +378,11 @@ def test_every_element_of_a_model_moves_within_a_pass(monkeypatch, name) -> None
     exchange.detach()
     for p in (p.detach() for p in model.parameters()):
         assert bool((p < 0).all())
-        assert float(p.min()) == -8.0 and len(p[p == -8.0]) >= p.numel() / 8 * 0.99  # what was sent last has all eight
+        # what was sent last has all eight
+        assert float(p.min()) == -8.0 and len(p[p == -8.0]) >= p.numel() / 8 * 0.99
 
 
-# -- one replica --------------------------------------------------------------------------------------------------------------
+# -- one replica ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(presets()))
@@ -282,4 +404,7 @@ def test_one_replica_works_and_sends_nothing(monkeypatch, name) -> None:
     exchange.finish()
     metrics = exchange.metrics()
     assert (metrics["bytes_sent"], metrics["bytes_received"]) == (0, 0) and metrics["step"] == 9
-    assert all(bool(p.isfinite().all()) and not torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+    assert all(
+        bool(p.isfinite().all()) and not torch.equal(p, s)
+        for p, s in zip(model.parameters(), start, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Between device and host: in which order streams and events are asked, and who waits. Streams are played (`support/accelerator.py`)."""
+"""Between device and host: in which order streams and events are asked, and who waits. Streams are
+played (`support/accelerator.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ CPU = torch.device("cpu")
 
 
 def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
-    """It begins behind what training has queued, and nobody waits for it but the thread that sends."""
+    """It begins behind what training has queued, and nobody waits for it but the thread that
+    sends.
+    """
     with plug_in() as plug, Accelerator():
         staging, tensors = Staging(DEVICE), [torch.arange(n, device=DEVICE) for n in (3, 5)]
         waits = staging.to_host(tensors)
@@ -25,7 +29,8 @@ def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
             "event on stream1",
             "from stream1",
         ]
-        assert plug.streams[1].held == tensors  # their memory is not handed on before they are copied
+        # their memory is not handed on before they are copied
+        assert plug.streams[1].held == tensors
         plug.log.clear()
         found: list[torch.Tensor] = []
         worker = threading.Thread(target=lambda: found.extend(waits()), name="worker")
@@ -33,7 +38,10 @@ def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
         worker.join()
         assert plug.log == ["worker waits for stream1"]
         assert [t.tolist() for t in found] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-        assert all(not isinstance(t, There) and t.untyped_storage()._cdata in Accelerator.pinned for t in found)
+        assert all(
+            not isinstance(t, There) and t.untyped_storage()._cdata in Accelerator.pinned
+            for t in found
+        )
         assert staging.to_host([])() == [] and len(plug.streams) == 2
 
 
@@ -53,10 +61,18 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     staging, tensors = Staging(CPU), [torch.ones(3), torch.zeros(2)]
     sent = staging.to_host(tensors)()
     assert all(a is b for a, b in zip(sent, tensors, strict=True))
-    assert all(a is b for a, b in zip(staging.pin(list(tensors)), tensors, strict=True)) and upload(tensors[0], CPU) is tensors[0]
+    assert (
+        all(a is b for a, b in zip(staging.pin(list(tensors)), tensors, strict=True))
+        and upload(tensors[0], CPU) is tensors[0]
+    )
 
 
 def test_room_is_as_large_as_the_tensor() -> None:
     with plug_in(), Accelerator():
         room = pinned(torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE)[:, 1:3])
-    assert room.shape == (3, 2) and room.dtype == torch.bfloat16 and room.device == CPU and room.is_contiguous()
+    assert (
+        room.shape == (3, 2)
+        and room.dtype == torch.bfloat16
+        and room.device == CPU
+        and room.is_contiguous()
+    )

@@ -1,4 +1,6 @@
-"""Codes of values against per-value oracles and by hand: bytes, errors, and what happens to zeros, signs and what is not finite."""
+"""Codes of values against per-value oracles and by hand: bytes, errors, and what happens to zeros,
+signs and what is not finite.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,27 @@ grouped = pytest.mark.parametrize("code", GROUPED)
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Rows of values whose scales are normal numbers: from even to heavy-tailed, zeros among them, of any order of magnitude."""
+    """Rows of values whose scales are normal numbers: from even to heavy-tailed, zeros among them,
+    of any order of magnitude.
+    """
     rows, cols = draw(shapes)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     v = torch.randn(rows, cols, generator=generator)
-    v = v.sign() * v.abs() ** draw(st.sampled_from((0.0, 0.5, 1.0, 4.0, 12.0))) * 10.0 ** draw(st.integers(-20, 20))
-    v *= (torch.rand(rows, cols, generator=generator) >= draw(st.sampled_from((0.0, 0.5, 0.99)))).float()
+    v = (
+        v.sign()
+        * v.abs() ** draw(st.sampled_from((0.0, 0.5, 1.0, 4.0, 12.0)))
+        * 10.0 ** draw(st.integers(-20, 20))
+    )
+    v *= (
+        torch.rand(rows, cols, generator=generator) >= draw(st.sampled_from((0.0, 0.5, 0.99)))
+    ).float()
     return v * torch.where(torch.rand(rows, 1, generator=generator) < 0.2, 2.0**-20, 1.0)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+    )
 
 
 def back(code: str, v: torch.Tensor) -> torch.Tensor:
@@ -59,7 +71,7 @@ def check_against_oracle(code: str, v: torch.Tensor) -> None:
     assert same_bits(quantize.decode(code, data, *v.shape), expected)
 
 
-# ---- against the oracle ------------------------------------------------------------------------------------------------
+# ---- against the oracle ------------------------------------------------------------------------
 
 
 @codes
@@ -71,7 +83,13 @@ def test_bytes_and_values_are_the_oracles(code, v):
 
 @codes
 @quick
-@given(st.lists(st.lists(st.floats(-(2.0**119), 2.0**119, width=32), min_size=6, max_size=6), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.lists(st.floats(-(2.0**119), 2.0**119, width=32), min_size=6, max_size=6),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_any_floats(code, rows):
     """Subnormal numbers, signed zeros and scales that underflow among them."""
     check_against_oracle(code, torch.tensor(rows, dtype=torch.float32))
@@ -87,9 +105,23 @@ def test_ties(code, numbers, exponent):
 
 @codes
 def test_neighbours_of_every_threshold(code):
-    """fp32's next numbers below and above half-way, where a sum with one half would be rounded to the wrong side."""
-    half_way = torch.cat([torch.arange(0.0, 8.0, 0.125), 1.5 * 2.0 ** torch.arange(-9.0, 3.0), 2.0 ** torch.arange(-9.0, 3.0)])
-    near = torch.cat([half_way, half_way.nextafter(torch.tensor(math.inf)), half_way.nextafter(torch.tensor(-math.inf))])
+    """fp32's next numbers below and above half-way, where a sum with one half would be rounded to
+    the wrong side.
+    """
+    half_way = torch.cat(
+        [
+            torch.arange(0.0, 8.0, 0.125),
+            1.5 * 2.0 ** torch.arange(-9.0, 3.0),
+            2.0 ** torch.arange(-9.0, 3.0),
+        ]
+    )
+    near = torch.cat(
+        [
+            half_way,
+            half_way.nextafter(torch.tensor(math.inf)),
+            half_way.nextafter(torch.tensor(-math.inf)),
+        ]
+    )
     for top in (1.0, 6.0, 7.0, 127.0):  # scale 1 in one of the codes
         rows = near[near.abs() <= top]
         rows = torch.cat([rows, torch.zeros(-rows.numel() % 31)]).view(-1, 31)
@@ -102,11 +134,15 @@ def test_rows_of_several_groups(code, shape):
     """Rows, whole groups in each, and values in the shorter last one."""
     rows, whole, rest = shape
     cols = whole * (FORMATS[code].group or 256) + rest
-    check_against_oracle(code, torch.randn(rows, cols, generator=torch.Generator().manual_seed(3)) ** 3)
+    check_against_oracle(
+        code, torch.randn(rows, cols, generator=torch.Generator().manual_seed(3)) ** 3
+    )
 
 
 @codes
-@pytest.mark.parametrize("shape", [(40, 1), (37, 3), (19, 64), (50, 300), (3, 1000), (33, 256), (2, 4096)])
+@pytest.mark.parametrize(
+    "shape", [(40, 1), (37, 3), (19, 64), (50, 300), (3, 1000), (33, 256), (2, 4096)]
+)
 def test_chunks_do_not_show(code, shape, monkeypatch):
     v = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     data = quantize.encode(code, v)
@@ -121,7 +157,10 @@ def test_chunks_do_not_show(code, shape, monkeypatch):
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0)])
 def test_no_values(code, shape):
     data = quantize.encode(code, torch.zeros(shape))
-    assert data.numel() == quantize.num_bytes(code, *shape) == 0 and quantize.decode(code, data, *shape).shape == shape
+    assert (
+        data.numel() == quantize.num_bytes(code, *shape) == 0
+        and quantize.decode(code, data, *shape).shape == shape
+    )
 
 
 @codes
@@ -130,19 +169,32 @@ def test_a_slice_that_starts_at_any_byte_and_memory_in_any_order(code):
     data = quantize.encode(code, v)
     assert torch.equal(data, quantize.encode(code, v.contiguous()))
     for start in (1, 2, 3):
-        assert same_bits(quantize.decode(code, torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:], 9, 70), back(code, v))
+        assert same_bits(
+            quantize.decode(
+                code, torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:], 9, 70
+            ),
+            back(code, v),
+        )
 
 
-# ---- by hand: a change here is a new wire version ----------------------------------------------------------------------
+# ---- by hand: a change here is a new wire version ----------------------------------------------
 
 GOLDEN = {
     # 1.0 in bf16 is 0x3f80; 7, -4 (tie), 0 (tie), 2 (tie), 0 and the padding: nibbles 7 c 0 2 0 0
     "int4": ([[7, -3.5, 0.5, 1.5, -0.25]], "803f" + "c72000"),
     # 1, -1 (tie), 0.5, 0 (tie), 2^-6, -0, 2^-4 (tie), -2^-6: 7 f 6 0 1 8 3 9
-    "fp4_e3m0": ([[1, -0.75, 0.74, 2**-7, 0.0079, -0.0, 1.5 * 2**-5, -(2**-6)]], "803f" + "f7068193"),
-    # 6, -4 (tie), 4 (tie), 2 (tie), 2 (tie), -1 (tie), 1 (tie), 0 (tie), 0.5, 4, 3, -1.5: 7 e 6 4 4 a 2 0 1 6 5 b
-    "fp4_e2m1": ([[6, -5, 3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.26, 4.9, 2.9, -1.6]], "803f" + "e746a40261b5"),
-    # threshold 8 / 5; low 1/3 is 0x3eab, high 3.5 is 0x4060; +low, -high, +low, -low, +high: 0 3 0 2 1
+    "fp4_e3m0": (
+        [[1, -0.75, 0.74, 2**-7, 0.0079, -0.0, 1.5 * 2**-5, -(2**-6)]],
+        "803f" + "f7068193",
+    ),
+    # 6, -4 (tie), 4 (tie), 2 (tie), 2 (tie), -1 (tie), 1 (tie), 0 (tie), 0.5, 4, 3, -1.5: 7 e 6 4 4
+    # a 2 0 1 6 5 b
+    "fp4_e2m1": (
+        [[6, -5, 3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.26, 4.9, 2.9, -1.6]],
+        "803f" + "e746a40261b5",
+    ),
+    # threshold 8 / 5; low 1/3 is 0x3eab, high 3.5 is 0x4060; +low, -high, +low, -low, +high: 0 3 0
+    # 2 1
     "2bit": ([[1, -3, 0, -0.0, 4]], "ab3e6040" + "8c01"),
 }
 
@@ -150,30 +202,45 @@ GOLDEN = {
 @pytest.mark.parametrize("code", GOLDEN)
 def test_golden_by_hand(code):
     rows, expected = GOLDEN[code]
-    assert bytes(quantize.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex() == expected
+    assert (
+        bytes(quantize.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex()
+        == expected
+    )
 
 
 def test_scales_come_first_and_rows_follow_without_gaps():
     rows = torch.tensor([[7.0, 1.0, -1.0], [14.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
     assert bytes(quantize.encode("int4", rows).tolist()).hex() == "803f00400000" + "177f010000"
-    rows = torch.tensor([[1.0] * 256 + [-2.0], [4.0] * 257])  # 2bit: no value below the mean, so a lower level of 0
+    # 2bit: no value below the mean, so a lower level of 0
+    rows = torch.tensor([[1.0] * 256 + [-2.0], [4.0] * 257])
     scales = "0000803f" + "00000040" + "00008040" + "00008040"
-    assert bytes(quantize.encode("2bit", rows).tolist()).hex() == scales + "55" * 64 + "57" + "55" * 63 + "05"
+    assert (
+        bytes(quantize.encode("2bit", rows).tolist()).hex()
+        == scales + "55" * 64 + "57" + "55" * 63 + "05"
+    )
 
 
 def test_every_code_of_four_bits():
     """Also -8, which no encoder writes."""
-    data = torch.tensor([0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
+    data = torch.tensor(
+        [0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8
+    )
     assert quantize.decode("int4", data, 1, 16).tolist() == [[*range(8), *range(-8, 0)]]
     for code, form in (("fp4_e3m0", E3M0), ("fp4_e2m1", E2M1)):
-        assert quantize.decode(code, data, 1, 16).tolist() == [[*form.magnitudes, *(-m for m in form.magnitudes)]]
+        assert quantize.decode(code, data, 1, 16).tolist() == [
+            [*form.magnitudes, *(-m for m in form.magnitudes)]
+        ]
 
 
 @codes
 def test_bytes_by_hand(code):
-    size, scale = {"fp32": (4, 0), "bf16": (2, 0), "int8": (1, 4096), "int4": (0.5, 256), "fp4_e3m0": (0.5, 4096)}.get(
-        code, (0.5, 32) if code == "fp4_e2m1" else (0.25, 256)
-    )
+    size, scale = {
+        "fp32": (4, 0),
+        "bf16": (2, 0),
+        "int8": (1, 4096),
+        "int4": (0.5, 256),
+        "fp4_e3m0": (0.5, 4096),
+    }.get(code, (0.5, 32) if code == "fp4_e2m1" else (0.25, 256))
     assert quantize.bytes_per_value(code) == size and FORMATS[code].group == scale
     per_group = {"2bit": 4}.get(code, 2)
     for rows, cols in ((1, 1), (3, 5), (2, 4096), (2, 4097), (7, 33)):
@@ -181,7 +248,7 @@ def test_bytes_by_hand(code):
         assert quantize.num_bytes(code, rows, cols) == scales + math.ceil(rows * cols * size)
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------
 
 
 def bound(code: str, v: torch.Tensor) -> torch.Tensor:
@@ -194,7 +261,9 @@ def bound(code: str, v: torch.Tensor) -> torch.Tensor:
         mean = float(size.mean())
         return torch.full_like(size, (max(mean, top - mean) + 2.0**-8 * top) * slack)
     scale = quantise.bf16(top / LARGEST[code])
-    relative, absolute = {"fp4_e3m0": (1 / 3, 1 / 128), "fp4_e2m1": (1 / 5, 1 / 4)}.get(code, (0.0, 0.5))
+    relative, absolute = {"fp4_e3m0": (1 / 3, 1 / 128), "fp4_e2m1": (1 / 5, 1 / 4)}.get(
+        code, (0.0, 0.5)
+    )
     return (relative * size).clamp_min(absolute * scale) * slack
 
 
@@ -220,15 +289,16 @@ def test_the_bounds_are_met(code):
     assert worst > 0.9
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------------
+# ---- what is kept ------------------------------------------------------------------------------
 
 
 @codes
 @quick
 @given(tensors())
 def test_coding_again_changes_nothing(code, v):
-    """The same bytes again, since the largest value of a group comes back as the largest code. Not so where a scale is not a normal number;
-    and of 2bit only the values: where all are one level, it may be called the lower one or the higher."""
+    """The same bytes again, since the largest value of a group comes back as the largest code. Not
+    so where a scale is not a normal number; and of 2bit only the values: where all are one
+    level, it may be called the lower one or the higher."""
     v = torch.where(v.abs() < 1e-30, 0.0, v)
     once = back(code, v)
     again = quantize.encode(code, once)
@@ -253,7 +323,11 @@ def test_zeros_stay_zero(code, v):
 def test_a_group_of_zeros_has_scale_zero(code):
     v = torch.zeros(3, 5)
     v[1] = 1.0
-    scales = quantize.encode(code, v)[: 6 * (2 if code == "2bit" else 1)].view(torch.bfloat16).view(3, -1)
+    scales = (
+        quantize.encode(code, v)[: 6 * (2 if code == "2bit" else 1)]
+        .view(torch.bfloat16)
+        .view(3, -1)
+    )
     assert scales.any(1).tolist() == [False, True, False]
     assert not back(code, v)[[0, 2]].any()
 

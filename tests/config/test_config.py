@@ -1,4 +1,6 @@
-"""The configuration: what is refused, what an error says, and that yaml, `--set` and the digest lose nothing."""
+"""The configuration: what is refused, what an error says, and that yaml, `--set` and the digest
+lose nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_demo
-from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, Fragments, Reducer, SyncSchedule, load_config, preset, presets
+from fsdp_demo import (
+    Accumulator,
+    Applier,
+    Channel,
+    Codec,
+    ExchangeConfig,
+    Fragments,
+    Reducer,
+    SyncSchedule,
+    load_config,
+    preset,
+    presets,
+)
 from fsdp_demo.config.channel import BLOCK
 
 PRESETS = sorted(presets())
@@ -29,7 +43,7 @@ def refusal(call: Any, *parts: str) -> str:
     return str(error.value)
 
 
-# ---- unknown names -----------------------------------------------------------------------------------------------------
+# ---- unknown names -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -60,7 +74,11 @@ def test_unknown_preset_offers_the_nearest() -> None:
         ({"codec.transform": "dtc"}, ["codec.transform='dtc'", "none, dct", "did you mean 'dct'"]),
         (
             {"codec.value_dtype": "int3"},
-            ["codec.value_dtype='int3'", "fp32, bf16, int8, int4, fp4_e3m0, fp4_e2m1, 2bit", "did you mean 'int8'"],
+            [
+                "codec.value_dtype='int3'",
+                "fp32, bf16, int8, int4, fp4_e3m0, fp4_e2m1, 2bit",
+                "did you mean 'int8'",
+            ],
         ),
         ({"codec.select": "top-k"}, ["codec.select='top-k'", "did you mean 'topk'"]),
         ({"reducer": "sender"}, ["reducer.mean_over='sender'", "did you mean 'senders'"]),
@@ -87,11 +105,17 @@ def test_unknown_keys_of_a_yaml_file_name_their_place() -> None:
     refusal(lambda: ExchangeConfig.from_dict({"preset": "x"}), "lacks channels")
     refusal(lambda: ExchangeConfig.from_yaml("- 1"), "must be a mapping")
     refusal(lambda: ExchangeConfig.from_yaml(""), "must be a mapping")
-    refusal(lambda: ExchangeConfig.from_dict({"preset": "x", "channels": ["demo"]}), "channels[0]='demo' must be a mapping")
-    refusal(lambda: ExchangeConfig.from_dict({"preset": "x", "channels": "demo"}), "channels='demo' must be a list")
+    refusal(
+        lambda: ExchangeConfig.from_dict({"preset": "x", "channels": ["demo"]}),
+        "channels[0]='demo' must be a mapping",
+    )
+    refusal(
+        lambda: ExchangeConfig.from_dict({"preset": "x", "channels": "demo"}),
+        "channels='demo' must be a list",
+    )
 
 
-# ---- numbers out of range ----------------------------------------------------------------------------------------------
+# ---- numbers out of range ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,7 +148,13 @@ def test_numbers_out_of_range(changes: dict[str, Any], parts: list[str]) -> None
 
 
 def test_too_much_in_flight_says_how_much_is_allowed() -> None:
-    refusal(lambda: preset("full", **{"schedule.delay": 16}), "17 payloads", "max_in_flight=16", "schedule.delay=16", "shorten the delay")
+    refusal(
+        lambda: preset("full", **{"schedule.delay": 16}),
+        "17 payloads",
+        "max_in_flight=16",
+        "schedule.delay=16",
+        "shorten the delay",
+    )
     assert preset("full", **{"schedule.delay": 15}).channels[0].schedule.in_flight == 16
     assert preset("full", max_in_flight=17, **{"schedule.delay": 16}).max_in_flight == 17
 
@@ -140,17 +170,28 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
         lambda: lone("c", "delta", applier=Applier("gradient")),
         lambda: lone("c", "parameter", applier=Applier("outer_step")),
         lambda: lone("c", "gradient", feedback="subtract"),  # nothing to subtract from
-        lambda: lone("c", "gradient", SyncSchedule(sync_every=2)),  # gradients between exchanges would be lost
+        # gradients between exchanges would be lost
+        lambda: lone("c", "gradient", SyncSchedule(sync_every=2)),
         lambda: lone("c", "gradient", reducer=Reducer("senders")),  # everybody sends
         lambda: lone("c", "delta", applier=Applier("outer_step", sign=True)),
         lambda: lone("c", "delta", applier=Applier("outer_step", local_delta=True)),
-        lambda: lone("c", "gradient", SyncSchedule(), Accumulator(0.9), Codec("none", "topk"), "put_back"),
         lambda: lone(
-            "c", "delta", SyncSchedule(), Accumulator(0.9), feedback="put_back", applier=Applier("outer_step")
+            "c", "gradient", SyncSchedule(), Accumulator(0.9), Codec("none", "topk"), "put_back"
+        ),
+        lambda: lone(
+            "c",
+            "delta",
+            SyncSchedule(),
+            Accumulator(0.9),
+            feedback="put_back",
+            applier=Applier("outer_step"),
         ),  # would count twice
         lambda: lone("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
-        lambda: lone("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),  # everybody sends
-        lambda: lone("c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")),
+        # everybody sends
+        lambda: lone("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),
+        lambda: lone(
+            "c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")
+        ),
         lambda: lone("c", "parameter", applier=Applier("replace"), after="c"),
         lambda: lone("c", "parameter", codec=Codec(value_dtype="int8"), applier=Applier("replace")),
         lambda: lone("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
@@ -160,7 +201,8 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
         lambda: preset("diloco", momentum_warmup=-1),
         lambda: preset("demo", version=3),
         lambda: preset("demo", inner_optimizer="adagrad"),
-        lambda: preset("decoupled_momentum", average_every=2),  # consensus replicas are equal anyway
+        # consensus replicas are equal anyway
+        lambda: preset("decoupled_momentum", average_every=2),
         lambda: preset("desloc", states={"exp_avg": 0}),
         lambda: fsdp_demo.half_life_multiples({"exp_avg": 1.0}),
         lambda: Fragments(layers=0),
@@ -169,9 +211,19 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
         lambda: preset("diloco", clip_scope="world"),
         lambda: two(average()),  # both write the parameters after every tenth step
         lambda: two(average(after="nobody")),
-        lambda: two(average(after="delta"), delay=1),  # no anchor can be set under what is in flight
-        lambda: two(Channel("again", "delta", SyncSchedule(10), applier=Applier("outer_step"))),  # each would undo the other
-        lambda: two(Channel("again", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("layers.*",))),
+        # no anchor can be set under what is in flight
+        lambda: two(average(after="delta"), delay=1),
+        # each would undo the other
+        lambda: two(Channel("again", "delta", SyncSchedule(10), applier=Applier("outer_step"))),
+        lambda: two(
+            Channel(
+                "again",
+                "delta",
+                SyncSchedule(10),
+                applier=Applier("outer_step"),
+                include=("layers.*",),
+            )
+        ),
         lambda: ExchangeConfig("none", ()),
         lambda: ExchangeConfig("twice", (Channel("c", "gradient"), Channel("c", "gradient"))),
     ],
@@ -188,7 +240,13 @@ def average(**options: Any) -> Channel:
 
 def two(second: Channel, **schedule: int) -> ExchangeConfig:
     """A delta channel of period 10 over all parameters, and another one."""
-    return ExchangeConfig("two", (Channel("delta", "delta", SyncSchedule(10, **schedule), applier=Applier("outer_step")), second))
+    return ExchangeConfig(
+        "two",
+        (
+            Channel("delta", "delta", SyncSchedule(10, **schedule), applier=Applier("outer_step")),
+            second,
+        ),
+    )
 
 
 def test_the_right_combinations_are_allowed() -> None:
@@ -200,8 +258,20 @@ def test_the_right_combinations_are_allowed() -> None:
     ExchangeConfig(
         "embeddings apart",
         (
-            Channel("delta", "delta", SyncSchedule(10), applier=Applier("outer_step"), exclude=("*embed*",)),
-            Channel("embeddings", "delta", SyncSchedule(30), applier=Applier("outer_step"), include=("*embed*",)),
+            Channel(
+                "delta",
+                "delta",
+                SyncSchedule(10),
+                applier=Applier("outer_step"),
+                exclude=("*embed*",),
+            ),
+            Channel(
+                "embeddings",
+                "delta",
+                SyncSchedule(30),
+                applier=Applier("outer_step"),
+                include=("*embed*",),
+            ),
         ),
     )
     Channel("c", "delta", SyncSchedule(sync_every=2, delay=5), applier=Applier("outer_step"))
@@ -211,16 +281,21 @@ def test_the_right_combinations_are_allowed() -> None:
     preset("demo", topk=BLOCK, value_dtype="fp32")
 
 
-# ---- types -------------------------------------------------------------------------------------------------------------
+# ---- types -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "texts", "read"),
     [
         ("demo", ["lr=1e-3"], lambda c: c.lr == 1e-3),
-        ("diloco", ["lr=1e-1"], lambda c: c.channels[0].applier.lr == 0.1),  # a keyword of the preset: the outer rate
+        # a keyword of the preset: the outer rate
+        ("diloco", ["lr=1e-1"], lambda c: c.channels[0].applier.lr == 0.1),
         ("diloco", ["applier.lr=5e-1"], lambda c: c.channels[0].applier.lr == 0.5),
-        ("diloco", ["momentum=0"], lambda c: c.channels[0].applier.momentum == 0.0 and not c.channels[0].applier.nesterov),
+        (
+            "diloco",
+            ["momentum=0"],
+            lambda c: c.channels[0].applier.momentum == 0.0 and not c.channels[0].applier.nesterov,
+        ),
         ("diloco", ["clip=null"], lambda c: c.clip is None),
         ("diloco", ["clip=2"], lambda c: c.clip == 2.0),
         (
@@ -234,7 +309,11 @@ def test_the_right_combinations_are_allowed() -> None:
         ("demo", ["momentum.exclude=[a*, b]"], lambda c: c.channels[0].exclude == ("a*", "b")),
         ("demo", ["inner_optimizers=as_is"], lambda c: c.inner_optimizers == ("as_is",)),
         ("demo", ["inner_optimizers=[sgd, muon]"], lambda c: c.inner_optimizers == ("sgd", "muon")),
-        ("full", ["accumulator.beta=0.9", "schedule.sync_every=3"], lambda c: c.channels[0].accumulator == Accumulator(beta=0.9)),
+        (
+            "full",
+            ["accumulator.beta=0.9", "schedule.sync_every=3"],
+            lambda c: c.channels[0].accumulator == Accumulator(beta=0.9),
+        ),
         ("decoupled_momentum", ["lr=null"], lambda c: c.channels[0].applier.lr == 1.0),
     ],
 )
@@ -275,7 +354,7 @@ def test_keywords_in_code_are_checked_like_texts() -> None:
     assert preset("diloco", lr=1).channels[0].applier.lr == 1.0
 
 
-# ---- yaml --------------------------------------------------------------------------------------------------------------
+# ---- yaml --------------------------------------------------------------------------------------
 
 
 def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
@@ -287,11 +366,15 @@ def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "clip": st.none() | number,
         "max_in_flight": st.integers(16, 100),
         "lr": number,
-        "inner_optimizers": st.lists(st.sampled_from(["sgd", "adamw", "muon", "any"]), min_size=1, max_size=3, unique=True).map(tuple),
+        "inner_optimizers": st.lists(
+            st.sampled_from(["sgd", "adamw", "muon", "any"]), min_size=1, max_size=3, unique=True
+        ).map(tuple),
         "applier.dense_lr": number,
         "reducer.weight": st.sampled_from(["equal", "tokens"]),
         "include": st.lists(st.text(max_size=8), max_size=3).map(tuple),
-        "exclude": st.lists(st.sampled_from(["*", "yes", "1e5", "null", "~", "a: b", "#c", "é"]), max_size=3).map(tuple),
+        "exclude": st.lists(
+            st.sampled_from(["*", "yes", "1e5", "null", "~", "a: b", "#c", "é"]), max_size=3
+        ).map(tuple),
     }
     if name == "demo":
         options |= {"beta": st.floats(0, 1), "topk": st.integers(1, BLOCK), "sign": st.booleans()}
@@ -299,13 +382,19 @@ def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
     if name in ("diloco", "decoupled_momentum"):
         options |= {"period": st.integers(4, 10**6)}
     if name == "decoupled_momentum":
-        options |= {"rule": st.sampled_from(["consensus", "released"]), "reducer": st.sampled_from(["replicas", "senders"])}
+        options |= {
+            "rule": st.sampled_from(["consensus", "released"]),
+            "reducer": st.sampled_from(["replicas", "senders"]),
+        }
     return st.fixed_dictionaries({}, optional=options)
 
 
 def build(name: str, changes: dict[str, Any]) -> ExchangeConfig:
     channel = presets()[name]().channels[0].name
-    return preset(name, **{f"{channel}.{k}" if k in ("include", "exclude") else k: v for k, v in changes.items()})
+    return preset(
+        name,
+        **{f"{channel}.{k}" if k in ("include", "exclude") else k: v for k, v in changes.items()},
+    )
 
 
 @quick
@@ -316,7 +405,9 @@ def test_yaml_round_trip(data: st.DataObject) -> None:
     again = ExchangeConfig.from_yaml(config.to_yaml())
     assert again == config and again.digest() == config.digest()
     assert type(again.channels) is tuple and all(
-        type(p) is tuple for c in again.channels for p in (c.include, c.exclude, c.uncompressed, c.no_transform)
+        type(p) is tuple
+        for c in again.channels
+        for p in (c.include, c.exclude, c.uncompressed, c.no_transform)
     )
 
 
@@ -365,16 +456,42 @@ def test_every_field_is_in_the_digest(name: str) -> None:
                 changed.add((*parents, leaf))
     unmoved = {path[-1] for path in set(map(tuple, leaves(plain))) - changed}
     # What cannot change alone: other values of these are refused without a change elsewhere.
-    words = {"source", "transform", "select", "feedback", "mean_over", "acts_as", "value_dtype", "sign", "order", "clip", "clip_scope"}
+    words = {
+        "source",
+        "transform",
+        "select",
+        "feedback",
+        "mean_over",
+        "acts_as",
+        "value_dtype",
+        "sign",
+        "order",
+        "clip",
+        "clip_scope",
+    }
     words |= {"rate", "after", "offload_outer_state", "transform_precision"}
-    assert unmoved <= words | {"nesterov", "local_delta", "accumulator", "offset", "sync_every", "momentum", "mix", "fragments"}
+    assert unmoved <= words | {
+        "nesterov",
+        "local_delta",
+        "accumulator",
+        "offset",
+        "sync_every",
+        "momentum",
+        "mix",
+        "fragments",
+    }
 
 
 def test_a_yaml_file_may_be_short_or_whole(tmp_path: Any) -> None:
     short, whole = tmp_path / "short.yaml", tmp_path / "whole.yml"
-    short.write_text("preset: demo\ntopk: 16\nclip: null\ncodec:\n  value_dtype: bf16\nmomentum:\n  schedule: {delay: 2}\n")
+    short.write_text(
+        "preset: demo\ntopk: 16\nclip: null\ncodec:\n  value_dtype: bf16\nmomentum:\n  schedule: "
+        "{delay: 2}\n"
+    )
     config = load_config(str(short), ["codec.topk=8"])
-    assert config == preset("demo", clip=None, value_dtype="bf16", **{"codec.topk": 8, "schedule.delay": 2})
+    assert config == preset(
+        "demo", clip=None, value_dtype="bf16", **{"codec.topk": 8, "schedule.delay": 2}
+    )
     whole.write_text(config.to_yaml())
     assert load_config(str(whole)) == config
     assert load_config(str(whole), ["max_in_flight=20"]).max_in_flight == 20
@@ -391,7 +508,7 @@ def test_yaml_is_readable() -> None:
     assert list(data)[:2] == ["preset", "channels"] and data["channels"][0]["codec"]["topk"] == 32
 
 
-# ---- schedule, what is equal when, sentences ---------------------------------------------------------------------------------------
+# ---- schedule, what is equal when, sentences ---------------------------------------------------
 
 
 @quick
@@ -405,7 +522,10 @@ def test_schedule(period: int, data: st.DataObject) -> None:
 
 
 def test_what_is_equal_when_is_derived() -> None:
-    assert [name for name in PRESETS if not preset(name).equal_after_exchange] == ["streaming_diloco"]  # local steps are mixed in
+    # local steps are mixed in
+    assert [name for name in PRESETS if not preset(name).equal_after_exchange] == [
+        "streaming_diloco"
+    ]
     assert all(preset(name).equal_at_end for name in PRESETS)
     assert not preset("decoupled_momentum", rule="released").equal_at_end
     assert (
@@ -423,11 +543,18 @@ def test_describe_is_one_line_with_the_numbers(name: str) -> None:
     text = config.describe()
     assert "\n" not in text and name in text
     for c in config.channels:
-        assert c.source in text and f"every {c.schedule.sync_every}" in text and c.reducer.mean_over in text and c.codec.value_dtype in text
-        assert (f"top-{c.codec.topk}" in text) == c.codec.indexed and (f"{name} {c.codec.topk}" in text) == c.codec.seeded
+        assert (
+            c.source in text
+            and f"every {c.schedule.sync_every}" in text
+            and c.reducer.mean_over in text
+            and c.codec.value_dtype in text
+        )
+        assert (f"top-{c.codec.topk}" in text) == c.codec.indexed and (
+            f"{name} {c.codec.topk}" in text
+        ) == c.codec.seeded
 
 
-# ---- the inner optimizer -----------------------------------------------------------------------------------------------
+# ---- the inner optimizer -----------------------------------------------------------------------
 
 
 def single(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
@@ -446,7 +573,12 @@ def single(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
 )
 def test_a_wrong_inner_optimizer_is_refused_with_the_cure(monkeypatch, name, make, found) -> None:
     model = single(monkeypatch)
-    refusal(lambda: fsdp_demo.attach(make(model.parameters()), name), f"found {found}", "fsdp_demo.base_optimizer(", "='as_is'")
+    refusal(
+        lambda: fsdp_demo.attach(make(model.parameters()), name),
+        f"found {found}",
+        "fsdp_demo.base_optimizer(",
+        "='as_is'",
+    )
     for config, changes in (
         (name, {"inner_optimizers": "as_is"}),
         (preset(name), {"inner_optimizers": "as_is"}),
@@ -461,22 +593,34 @@ def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
     model, config = single(monkeypatch), preset(name)
     if config.lr is None:
         refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "lr=")
-    optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=None if config.lr else 1e-3, weight_decay=0.25)
+    optimizer = fsdp_demo.base_optimizer(
+        config, model.named_parameters(), lr=None if config.lr else 1e-3, weight_decay=0.25
+    )
     assert {g["weight_decay"] for g in optimizer.param_groups} == {0.25}
     assert optimizer.param_groups[0]["lr"] == (config.lr or 1e-3)
     if config.channels[0].fragments is None:
         fsdp_demo.attach(optimizer, config, model=model).detach()
     else:
-        refusal(lambda: fsdp_demo.attach(optimizer, config, model=model), "no parameter name holds a layer number", "weight, bias")
+        refusal(
+            lambda: fsdp_demo.attach(optimizer, config, model=model),
+            "no parameter name holds a layer number",
+            "weight, bias",
+        )
     if name == "muloco":
-        refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "model.named_parameters()")
+        refusal(
+            lambda: fsdp_demo.base_optimizer(config, model.parameters()), "model.named_parameters()"
+        )
         return
     assert fsdp_demo.base_optimizer(config, model.parameters(), lr=0.5).param_groups[0]["lr"] == 0.5
 
 
 def test_published_rates() -> None:
     """As the papers (DESIGN.md 3, algorithms.md) have them."""
-    assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {"full": None, "local_sgd": None, "muloco": 0.0224}
+    assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {
+        "full": None,
+        "local_sgd": None,
+        "muloco": 0.0224,
+    }
     assert preset("demo", inner_optimizer="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier
     assert (outer.lr, outer.momentum, outer.nesterov) == (0.7, 0.9, True)
@@ -488,4 +632,6 @@ def test_published_rates() -> None:
 def test_attach_refuses_what_is_no_optimizer(monkeypatch) -> None:
     model = single(monkeypatch)
     refusal(lambda: fsdp_demo.attach(model, "demo"), "torch.optim.Optimizer", "Linear")
-    refusal(lambda: fsdp_demo.attach([torch.optim.SGD(model.parameters(), lr=0.1), 3], "demo"), "int")
+    refusal(
+        lambda: fsdp_demo.attach([torch.optim.SGD(model.parameters(), lr=0.1), 3], "demo"), "int"
+    )

@@ -1,4 +1,6 @@
-"""What follows from a channel's fields: said once, in `config`, and asked there by everybody else."""
+"""What follows from a channel's fields: said once, in `config`, and asked there by everybody
+else.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,62 @@ REPLACE, OUTER = Applier("replace"), Applier("outer_step", lr=0.7)
 
 
 def facts(c: Channel) -> dict[str, Any]:
-    return {n: getattr(c, n) for n in ("target", "writes_parameters", "state_name", "queues", "corrects", "needs_own", "taken")}
+    return {
+        n: getattr(c, n)
+        for n in (
+            "target",
+            "writes_parameters",
+            "state_name",
+            "queues",
+            "corrects",
+            "needs_own",
+            "taken",
+        )
+    }
 
 
 @pytest.mark.parametrize(
     ("channel", "differs"),
     [
         (Channel("a", "gradient"), {"target": "gradient", "writes_parameters": False}),
-        (Channel("a", "gradient", SyncSchedule(2, delay=5), Accumulator(0.9)), {"target": "gradient", "writes_parameters": False}),
+        (
+            Channel("a", "gradient", SyncSchedule(2, delay=5), Accumulator(0.9)),
+            {"target": "gradient", "writes_parameters": False},
+        ),
         (Channel("a", "parameter", applier=REPLACE), {}),
-        (Channel("a", "parameter", SyncSchedule(8, delay=1), applier=REPLACE), {"corrects": True, "needs_own": True}),
+        (
+            Channel("a", "parameter", SyncSchedule(8, delay=1), applier=REPLACE),
+            {"corrects": True, "needs_own": True},
+        ),
         (Channel("a", "delta", SyncSchedule(8, delay=7), applier=OUTER), {}),
-        (Channel("a", "delta", SyncSchedule(8, delay=8), applier=OUTER), {"queues": True, "needs_own": True}),
+        (
+            Channel("a", "delta", SyncSchedule(8, delay=8), applier=OUTER),
+            {"queues": True, "needs_own": True},
+        ),
         (
             Channel("a", "state:exp_avg", SyncSchedule(8, delay=9), applier=REPLACE),
             {"target": "state:exp_avg", "writes_parameters": False, "state_name": "exp_avg"},
         ),
         (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), applier=OUTER), {}),
-        (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), feedback="subtract", applier=OUTER), {"taken": 0.25}),
         (
             Channel(
-                *("a", "delta", SyncSchedule(4), Accumulator(0.9, alpha=0.25), Codec(select="topk")),
+                "a",
+                "delta",
+                accumulator=Accumulator(0.9, alpha=0.25),
+                feedback="subtract",
+                applier=OUTER,
+            ),
+            {"taken": 0.25},
+        ),
+        (
+            Channel(
+                *(
+                    "a",
+                    "delta",
+                    SyncSchedule(4),
+                    Accumulator(0.9, alpha=0.25),
+                    Codec(select="topk"),
+                ),
                 feedback="put_back",
                 applier=Applier("outer_step", local_delta=True),
             ),
@@ -44,7 +81,14 @@ def facts(c: Channel) -> dict[str, Any]:
     ],
 )
 def test_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
-    usual = {"target": "parameter", "writes_parameters": True, "state_name": "", "queues": False, "corrects": False, "needs_own": False}
+    usual = {
+        "target": "parameter",
+        "writes_parameters": True,
+        "state_name": "",
+        "queues": False,
+        "corrects": False,
+        "needs_own": False,
+    }
     assert facts(channel) == {**usual, "taken": 0.0, **differs}
 
 
@@ -67,21 +111,29 @@ def test_a_state_has_a_name() -> None:
         ("decoupled_momentum", {"rule": "released", "average_every": 2}, "mean", "mean"),
     ],
 )
-def test_what_a_method_calls_its_model(name: str, changes: dict[str, Any], alone: str, many: str) -> None:
+def test_what_a_method_calls_its_model(
+    name: str, changes: dict[str, Any], alone: str, many: str
+) -> None:
     config = preset(name, **changes)
     assert (config.result(1), config.result(2), config.result(9)) == (alone, many, many)
 
 
 def test_a_lone_state_channel_trains_nothing() -> None:
     config = ExchangeConfig("moments", (Channel("m", "state:exp_avg", applier=REPLACE),))
-    assert not config.equal_after_exchange and not config.equal_at_end and config.result(2) == "parameters"
+    assert (
+        not config.equal_after_exchange
+        and not config.equal_at_end
+        and config.result(2) == "parameters"
+    )
 
 
 def test_nobody_derives_them_anew() -> None:
-    """As a reader would find it: the expressions that these properties stand for, anywhere else in the package."""
+    """As a reader would find it: the expressions that these properties stand for, anywhere else in
+    the package.
+    """
     anew = re.compile(
         r"""source (?:not )?in \(|"parameter" if .*source|startswith\("state:"""
-        r"""|schedule\.delay >= \S*schedule\.sync_every|residual == "put_back" else|source == "parameter" and \S*schedule\.delay"""
+        r"""|schedule\.delay >= \S*schedule\.sync_every|residual == "put_back" else|source == "parameter" and \S*schedule\.delay"""  # noqa: E501
     )
     found = [
         f"{f.relative_to(PACKAGE)}:{n}: {line.strip()}"

@@ -1,8 +1,10 @@
-"""The configurations of recipes/models: each builds, and has the parameters it is known for, to the unit.
+"""The configurations of recipes/models: each builds, and has the parameters it is known for, to the
+unit.
 
-Tied embeddings are counted once. Where the figures of the published models are from: the number of elements in `model.safetensors` on
-the hub (meta-llama/Llama-3.2-1B, HuggingFaceTB/SmolLM2-360M, Qwen/Qwen3-1.7B-Base; the file of Qwen/Qwen3-1.7B holds the tied
-head a second time, 2 031 739 904). The other two ways to the same number are below: the built model, and the formula.
+Tied embeddings are counted once. Where the figures of the published models are from: the number of
+elements in `model.safetensors` on the hub (meta-llama/Llama-3.2-1B, HuggingFaceTB/SmolLM2-360M,
+Qwen/Qwen3-1.7B-Base; the file of Qwen/Qwen3-1.7B holds the tied head a second time, 2 031 739 904).
+The other two ways to the same number are below: the built model, and the formula.
 """
 
 import json
@@ -29,7 +31,9 @@ PARAMETERS = {
 
 def build(path):
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), dtype=torch.float32
+        )
 
 
 def by_formula(c):
@@ -37,10 +41,13 @@ def by_formula(c):
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     head = c.get("head_dim", hidden // heads)
     attention = 2 * hidden * heads * head + 2 * hidden * c["num_key_value_heads"] * head
-    norms = {"olmo": 0, "llama": 2 * hidden, "qwen3": 2 * hidden + 2 * head}[c["model_type"]]  # OLMo's norms have no weights
+    # OLMo's norms have no weights
+    norms = {"olmo": 0, "llama": 2 * hidden, "qwen3": 2 * hidden + 2 * head}[c["model_type"]]
     layer = attention + 3 * hidden * c["intermediate_size"] + norms
     embeddings = c["vocab_size"] * hidden * (1 if c["tie_word_embeddings"] else 2)
-    return embeddings + c["num_hidden_layers"] * layer + (0 if c["model_type"] == "olmo" else hidden)
+    return (
+        embeddings + c["num_hidden_layers"] * layer + (0 if c["model_type"] == "olmo" else hidden)
+    )
 
 
 def test_every_file_is_listed():
@@ -51,23 +58,46 @@ def test_every_file_is_listed():
 def test_parameters_to_the_unit(name):
     path = MODELS / f"{name}.json"
     model = build(path)
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name] == by_formula(json.loads(path.read_text()))
+    assert (
+        sum(p.numel() for p in model.parameters())
+        == PARAMETERS[name]
+        == by_formula(json.loads(path.read_text()))
+    )
     assert model._no_split_modules, "FSDP2 finds the layers by these names"
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama-3.2-1b", {"max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}),
-        ("qwen3-1.7b", {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}),
-        ("smollm2-360m", {"max_position_embeddings": 8_192, "rope_theta": 100_000.0, "rms_norm_eps": 1e-5}),
+        (
+            "llama-3.2-1b",
+            {"max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+        ),
+        (
+            "qwen3-1.7b",
+            {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6},
+        ),
+        (
+            "smollm2-360m",
+            {"max_position_embeddings": 8_192, "rope_theta": 100_000.0, "rms_norm_eps": 1e-5},
+        ),
     ],
 )
 def test_what_does_not_show_in_the_count(name, expected):
-    """Rotary base, length and epsilon of the published config.json reach the model's own configuration."""
+    """Rotary base, length and epsilon of the published config.json reach the model's own
+    configuration.
+    """
     config = AutoConfig.from_pretrained(MODELS / f"{name}.json")
     theta = config.rope_parameters["rope_theta"]
-    assert {**{key: getattr(config, key) for key in expected if key != "rope_theta"}, "rope_theta": theta} == expected
+    assert {
+        **{key: getattr(config, key) for key in expected if key != "rope_theta"},
+        "rope_theta": theta,
+    } == expected
     if name == "llama-3.2-1b":
-        scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaling = {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         assert scaling.items() <= config.rope_parameters.items()

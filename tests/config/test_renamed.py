@@ -1,4 +1,6 @@
-"""Keys and values of a configuration that had another name before: who writes the old one is told the new one."""
+"""Keys and values of a configuration that had another name before: who writes the old one is told
+the new one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_an_old_key_in_a_whole_yaml_file(old: str, new: str, tmp_path: Any) -> N
         part, _, leaf = old.partition(".")
         data["channels"][0][KEYS.get(part, part)][leaf] = 1
         if part in KEYS:  # the part has another name, too: that is said first
-            data["channels"][0] = {(part if k == KEYS[part] else k): v for k, v in data["channels"][0].items()}
+            data["channels"][0] = {
+                (part if k == KEYS[part] else k): v for k, v in data["channels"][0].items()
+            }
             new = KEYS[part]
     else:
         data["channels"][0][old] = 1
@@ -64,7 +68,10 @@ def test_an_old_key_in_a_short_yaml_file(tmp_path: Any) -> None:
         refused(lambda: load_config(str(file)), new)
 
 
-@pytest.mark.parametrize(("path", "old", "new"), [(path, old, new) for path, row in VALUES.items() for old, new in row.items()])
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [(path, old, new) for path, row in VALUES.items() for old, new in row.items()],
+)
 def test_an_old_value_names_the_new_one(path: str, old: str, new: Any) -> None:
     word = str(new).lower() if isinstance(new, bool) else repr(new)
     whole = f"delta.{path}" if path == "feedback" else path
@@ -79,8 +86,12 @@ def test_an_old_value_names_the_new_one(path: str, old: str, new: Any) -> None:
 
 
 def test_an_old_key_with_an_old_value_says_both() -> None:
-    assert "'sign' is true there" in refused(lambda: preset("demo", **{"applier.phi": "sign"}), "applier.sign")
-    assert "'outer' is 'outer_step' there" in refused(lambda: preset("diloco", **{"applier.kind": "outer"}), "applier.acts_as")
+    assert "'sign' is true there" in refused(
+        lambda: preset("demo", **{"applier.phi": "sign"}), "applier.sign"
+    )
+    assert "'outer' is 'outer_step' there" in refused(
+        lambda: preset("diloco", **{"applier.kind": "outer"}), "applier.acts_as"
+    )
 
 
 def test_keywords_of_presets() -> None:
@@ -93,12 +104,17 @@ def test_keywords_of_presets() -> None:
 
 
 def test_sync_every_is_the_period(tmp_path: Any) -> None:
-    assert preset("diloco", sync_every=7) == preset("diloco", period=7) == load_config("diloco", ["sync_every=7"])
+    assert (
+        preset("diloco", sync_every=7)
+        == preset("diloco", period=7)
+        == load_config("diloco", ["sync_every=7"])
+    )
     with pytest.raises(ValueError, match="period and sync_every are the same: give one of them"):
         preset("diloco", sync_every=7, period=7)
     file = tmp_path / "short.yaml"
     file.write_text("preset: diloco\nperiod: 9\n")
-    assert load_config(str(file), ["sync_every=7"]) == preset("diloco", period=7)  # a change goes before the file
+    # a change goes before the file
+    assert load_config(str(file), ["sync_every=7"]) == preset("diloco", period=7)
     with pytest.raises(ValueError, match="preset 'demo' has no setting 'sync_every'"):
         preset("demo", sync_every=7)
 
@@ -125,8 +141,14 @@ def test_what_an_earlier_release_has_saved_is_translated(name: str) -> None:
     config = preset(name)
     old = before(config)
     (first, *_) = old["channels"]
-    assert {"clock", "residual", "plain", "dense"} <= set(first) and {"kind", "phi"} <= set(first["applier"])
-    assert first["codec"].keys() >= {"code", "products"} and first["applier"]["phi"] in ("identity", "sign") and "inner" in old
+    assert {"clock", "residual", "plain", "dense"} <= set(first) and {"kind", "phi"} <= set(
+        first["applier"]
+    )
+    assert (
+        first["codec"].keys() >= {"code", "products"}
+        and first["applier"]["phi"] in ("identity", "sign")
+        and "inner" in old
+    )
     assert ExchangeConfig.from_dict(translated(old)) == config
     assert translated(config.to_dict()) == config.to_dict()
     assert old["norm_limit"] == NORM_LIMIT

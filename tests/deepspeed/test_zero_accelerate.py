@@ -1,4 +1,6 @@
-"""Plain Accelerate with a DeepSpeedPlugin: the prepared model is the engine, `fsdp_demo.attach(model, ...)` is the one line."""
+"""Plain Accelerate with a DeepSpeedPlugin: the prepared model is the engine,
+`fsdp_demo.attach(model, ...)` is the one line.
+"""
 
 import pytest
 import torch
@@ -24,9 +26,16 @@ from ..support.collectives import Recorder  # noqa: E402
 def prepared(me, stage, mesh=False, **changes):
     """(accelerator, engine, optimizer, loader, scheduler) of a loop as in Accelerate's examples."""
     script.fresh_state()
-    PartialState(cpu=True, backend="gloo")  # on CPU ranks Accelerate would take each for a world of its own
-    settings = zero.settings(stage, clip=1.0) | {"gradient_accumulation_steps": "auto", "train_batch_size": "auto", **changes}
-    acc = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=2)
+    # on CPU ranks Accelerate would take each for a world of its own
+    PartialState(cpu=True, backend="gloo")
+    settings = zero.settings(stage, clip=1.0) | {
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        **changes,
+    }
+    acc = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=2
+    )
     if mesh:
         deepspeed_ext.shard_within_node(2)
     torch.manual_seed(7)
@@ -56,11 +65,22 @@ def loop(acc, model, optimizer, loader, scheduler, steps, poison=-1):
 def test_islands(run_ranks, door, stage):
     def work(me):
         acc, model, optimizer, *rest = prepared(me, stage)
-        with pytest.raises(ValueError, match="found DeepSpeedOptimizerWrapper: pass the engine.*under Accelerate the prepared model"):
+        with pytest.raises(
+            ValueError,
+            match="found DeepSpeedOptimizerWrapper: pass the engine.*under Accelerate the "
+            "prepared model",
+        ):
             door(optimizer, "demo")
         exchange = door(model, "demo")
-        loop(acc, model, optimizer, *rest, steps=4, poison=2 if me.rank == 3 else -1)  # that island sits a step out
-        steps = exchange.step, model.global_steps, model.skipped_steps, exchange.metrics()["exchanges"], acc.num_processes
+        # that island sits a step out
+        loop(acc, model, optimizer, *rest, steps=4, poison=2 if me.rank == 3 else -1)
+        steps = (
+            exchange.step,
+            model.global_steps,
+            model.skipped_steps,
+            exchange.metrics()["exchanges"],
+            acc.num_processes,
+        )
         exchange.finish()
         return steps, exchange.digests_equal(), zero.whole(model), optimizer.param_groups[0]["lr"]
 
@@ -83,7 +103,9 @@ def test_mesh(run_ranks):
         exchange.finish()
         return crossing, sent, exchange.topology.kind, zero.whole(model)
 
-    for r, (crossing, sent, kind, weights) in enumerate(out := run_ranks(work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=90)):
+    for r, (crossing, sent, kind, weights) in enumerate(
+        out := run_ranks(work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=90)
+    ):
         assert {e.ranks for e in crossing} == {(r % 2, r % 2 + 2)} and kind == "mesh"
         assert sum(e.size for e in crossing if e.name == "send") == sent > 0
         assert all(torch.equal(weights[n], out[0][3][n]) for n in weights)

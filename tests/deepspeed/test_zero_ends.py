@@ -18,7 +18,11 @@ def test_a_part_of_a_round_ends_in_the_mean(run_ranks, stage, steps):
         zero.train(made, range(steps), me.rank)
         before = [t.clone() for t in exchange.shards.read("parameter")]
         exchange.finish()
-        return before, [t.clone() for t in exchange.shards.read("parameter")], exchange.digests_equal()
+        return (
+            before,
+            [t.clone() for t in exchange.shards.read("parameter")],
+            exchange.digests_equal(),
+        )
 
     results = run_ranks(run, 2, 2)
     for proc in range(2):

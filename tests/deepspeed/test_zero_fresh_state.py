@@ -1,4 +1,6 @@
-"""Under ZeRO, too, state that is made at attach changes nothing, and momentum survives a checkpoint."""
+"""Under ZeRO, too, state that is made at attach changes nothing, and momentum survives a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,17 @@ STAGES = ["zero1", "zero2", "zero3-parts", "wrapper"]
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups with decay of their own: a master takes that of its group."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    return [{"params": matrices, "weight_decay": 0.3}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_replica_is_plain_training(run_ranks: Any, stage: str) -> None:
-    """`full` on one rank, 20 steps, bit for bit; every state is there before the first step, on the masters."""
+    """`full` on one rank, 20 steps, bit for bit; every state is there before the first step, on the
+    masters.
+    """
 
     def run(me: Any) -> None:
         for name, make in OPTIMIZERS.items():

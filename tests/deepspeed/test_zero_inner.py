@@ -1,4 +1,6 @@
-"""DeepSpeed's own inner optimizers under the exchange. They are compiled at run time: minutes, and a C++ compiler."""
+"""DeepSpeed's own inner optimizers under the exchange. They are compiled at run time: minutes, and
+a C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from ..support import zero
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its optimizers: needs a C++ compiler (c++)"),
+    pytest.mark.skipif(
+        shutil.which("c++") is None,
+        reason="DeepSpeed compiles its optimizers: needs a C++ compiler (c++)",
+    ),
 ]
 
 OWN: dict[str, tuple[str, dict[str, Any], str, str]] = {
@@ -62,7 +67,9 @@ def test_torchs_muon_is_refused_with_the_cure(run_ranks):
         model = zero.Model()
         inner = fsdp_demo.MuonAdamW(model.named_parameters())
         with pytest.raises(ValueError, match='"type": "Muon"'):
-            deepspeed_ext.attach(zero.engine(zero.settings("zero2"), lambda _: inner, model), "muloco")
+            deepspeed_ext.attach(
+                zero.engine(zero.settings("zero2"), lambda _: inner, model), "muloco"
+            )
 
     run_ranks(run, 1, 2, group=True)
 
@@ -72,11 +79,14 @@ def test_the_state_of_deepspeeds_own_adam_is_fresh(run_ranks):
     """Coupled decay is left out of the step that makes it: one replica is plain training."""
 
     def run(me):
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+        # ninja
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         ends = []
         for attached in (True, False):
             params = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}
-            made = zero.engine(zero.settings("zero2", optimizer={"type": "Adam", "params": params}), None)
+            made = zero.engine(
+                zero.settings("zero2", optimizer={"type": "Adam", "params": params}), None
+            )
             exchange = deepspeed_ext.attach(made, "full") if attached else None
             if exchange is not None:
                 states = exchange.shards.read("state:exp_avg")

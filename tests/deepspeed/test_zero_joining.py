@@ -1,4 +1,6 @@
-"""A ZeRO engine joins a run under way: masters, moments, counters and scheduler are those of an engine that walked there."""
+"""A ZeRO engine joins a run under way: masters, moments, counters and scheduler are those of an
+engine that walked there.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,20 @@ CASES = {
 def engine(stage: str, name: str) -> Any:
     """With a rate of its own for each step."""
     inner = zero.sgd if name == "demo" else zero.adamw
-    return zero.engine(zero.settings(stage, clip=0.5), inner, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8))
+    return zero.engine(
+        zero.settings(stage, clip=0.5),
+        inner,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8),
+    )
 
 
 def now(made: Any, exchange: Any) -> dict[str, Any]:
-    counters = (made.global_steps, made.global_samples, made.lr_scheduler.last_epoch, made.lr_scheduler.get_last_lr())
+    counters = (
+        made.global_steps,
+        made.global_samples,
+        made.lr_scheduler.last_epoch,
+        made.lr_scheduler.get_last_lr(),
+    )
     rates = [float(r) for r in exchange.shards.rates()]
     return joining.stand(exchange._runtime) | {"counters": counters, "rates": rates}
 
@@ -54,7 +65,12 @@ def test_it_goes_on_as_an_engine_that_walked_there(run_ranks, stage: str, name: 
             return
         for at, until in ((1, 5), (3, 4)):
             again = engine(stage, name)
-            place = {"rank": me.proc, "world": me.procs, "run": f"joins{at}", "endpoint": os.environ["ISLAND_ENDPOINT"]}
+            place = {
+                "rank": me.proc,
+                "world": me.procs,
+                "run": f"joins{at}",
+                "endpoint": os.environ["ISLAND_ENDPOINT"],
+            }
             where = joining.topology(joining.Fed(record, at, until), kind="islands", **place)
             exchange = deepspeed_ext.attach(again, config, topology=where)
             assert exchange.newcomer and again.load_checkpoint(me.folder / "nothing") == (None, {})

@@ -1,4 +1,6 @@
-"""One world of two nodes x two ranks: ZeRO shards and reduces inside a node, and whatever would reach further is seen or refused."""
+"""One world of two nodes x two ranks: ZeRO shards and reduces inside a node, and whatever would
+reach further is seen or refused.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ NODE = 2
 NUMEL = sum(p.numel() for p in zero.Model().parameters())
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES = {
-    **{f"{stage}-{'bf16' if bf16 else 'fp32'}": (stage, bf16, {}) for stage in zero.STAGES for bf16 in (False, True)},
+    **{
+        f"{stage}-{'bf16' if bf16 else 'fp32'}": (stage, bf16, {})
+        for stage in zero.STAGES
+        for bf16 in (False, True)
+    },
     "bf16-optimizer": ("zero1", True, BF16_OPTIMIZER),
 }
 
@@ -48,7 +54,7 @@ def error_of(kind: type[BaseException], call: Any, *args: Any, **kwargs: Any) ->
     return str(caught.value)
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------
 
 
 def trained(me, case: str, confined: bool) -> dict[str, Any]:
@@ -63,7 +69,9 @@ def trained(me, case: str, confined: bool) -> dict[str, Any]:
         "crossing": seen.crossing(NODE),
         "inside": [e for e in seen.events if len(e.ranks) > 1 and e not in seen.crossing(NODE)],
         "weights": zero.whole(made),
-        "sharded": sum(p.numel() for g in made.optimizer.optimizer.param_groups for p in g["params"]),
+        "sharded": sum(
+            p.numel() for g in made.optimizer.optimizer.param_groups for p in g["params"]
+        ),
     }
 
 
@@ -72,7 +80,9 @@ def fast_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def averaged(ranks: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What the ranks of a node make of the model: SGD with the mean of their gradients, in this process."""
+    """What the ranks of a node make of the model: SGD with the mean of their gradients, in this
+    process.
+    """
     torch.manual_seed(7)
     model = zero.Model()
     optimizer = fast_sgd(model.parameters())
@@ -89,19 +99,23 @@ def averaged(ranks: tuple[int, ...]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_training_stays_inside_the_node_and_averages_it(world, case: str) -> None:
     out = world(trained, case, True)
-    wrapper = {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16-": "BF16_Optimizer"}.get(case[:5], "DeepSpeedZeroOptimizer")
+    wrapper = {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16-": "BF16_Optimizer"}.get(
+        case[:5], "DeepSpeedZeroOptimizer"
+    )
     for rank, mine in enumerate(out):
         assert mine["wrapper"] == wrapper
         assert mine["crossing"] == []
         assert {e.ranks for e in mine["inside"]} == {(rank // NODE * NODE, rank // NODE * NODE + 1)}
-        assert sum(e.size for e in mine["inside"]) > 2 * 4 * NUMEL * 2  # gradients and parameters, bf16
+        # gradients and parameters, bf16
+        assert sum(e.size for e in mine["inside"]) > 2 * 4 * NUMEL * 2
     for name, value in averaged((0, 1)).items():
         assert torch.equal(out[0]["weights"][name], out[1]["weights"][name])
         limit = 0.02 if CASES[case][1] else 2e-6
         torch.testing.assert_close(out[0]["weights"][name], value, rtol=limit, atol=limit)
     for name, value in averaged((2, 3)).items():
         torch.testing.assert_close(out[2]["weights"][name], value, rtol=limit, atol=limit)
-    assert not torch.equal(out[0]["weights"]["head.weight"], out[2]["weights"]["head.weight"])  # replicas go their own ways
+    # replicas go their own ways
+    assert not torch.equal(out[0]["weights"]["head.weight"], out[2]["weights"]["head.weight"])
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
@@ -156,10 +170,13 @@ def test_nodes_may_fetch_in_different_orders_but_not_the_ranks_of_one(world) -> 
     out = world(wandering, timeout=40)
     assert [steps for steps, _ in out] == [5] * 4
     for rank in (2, 3):
-        assert "the ranks of [2, 3], one node, disagree" in out[rank][1] and "{2: 1, 3: 2}" in out[rank][1]
+        assert (
+            "the ranks of [2, 3], one node, disagree" in out[rank][1]
+            and "{2: 1, 3: 2}" in out[rank][1]
+        )
 
 
-# ---- ZeRO-3 before there is an engine ------------------------------------------------------------------------------------------------
+# ---- ZeRO-3 before there is an engine ----------------------------------------------------------
 
 
 class Initialised(zero.Model):
@@ -206,9 +223,14 @@ def test_zero_init_cuts_parameters_inside_the_node(world) -> None:
         assert all(part == -(-whole // NODE) for whole, part in mine["sizes"].values())
         assert mine["crossing"][1] == [] and mine["batch"] == 8
         # What the constructor set goes from the first replica to the others, and to nobody twice.
-        assert {e.ranks for e in mine["crossing"][0]} <= {(0, 2)} and (mine["crossing"][0] != []) == (rank % NODE == 0)
+        assert {e.ranks for e in mine["crossing"][0]} <= {(0, 2)} and (
+            mine["crossing"][0] != []
+        ) == (rank % NODE == 0)
         for name in ("layers.0.weight", "head.weight"):
-            assert torch.equal(mine["weights"][name], out[0]["weights"][name]) and 0.01 < mine["weights"][name].std() < 0.03
+            assert (
+                torch.equal(mine["weights"][name], out[0]["weights"][name])
+                and 0.01 < mine["weights"][name].std() < 0.03
+            )
 
 
 def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
@@ -239,10 +261,18 @@ def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_from_pretrained_loads_every_replica_and_cuts_inside_the_node(world, tmp_path: Path, bf16: bool) -> None:
+def test_from_pretrained_loads_every_replica_and_cuts_inside_the_node(
+    world, tmp_path: Path, bf16: bool
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401  # before the fork
 
-    small = LlamaConfig(vocab_size=37, hidden_size=20, intermediate_size=33, num_hidden_layers=2, num_attention_heads=2)
+    small = LlamaConfig(
+        vocab_size=37,
+        hidden_size=20,
+        intermediate_size=33,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     model = LlamaForCausalLM(small)
     model.save_pretrained(tmp_path / "model")
     out = world(pretrained, str(tmp_path / "model"), bf16)
@@ -250,17 +280,25 @@ def test_from_pretrained_loads_every_replica_and_cuts_inside_the_node(world, tmp
     for rank, mine in enumerate(out):
         assert mine["ranks"] == {(0, 1) if rank < NODE else (2, 3)} and mine["crossing"] == []
         for name, value in saved.items():
-            assert torch.equal(mine["weights"][name], value.bfloat16().float() if bf16 else value), name
-        assert torch.equal(mine["weights"]["score.weight"], out[0]["weights"]["score.weight"])  # in no file: made on rank 0
+            assert torch.equal(
+                mine["weights"][name], value.bfloat16().float() if bf16 else value
+            ), name
+        # in no file: made on rank 0
+        assert torch.equal(mine["weights"]["score.weight"], out[0]["weights"]["score.weight"])
         assert out[0]["weights"]["score.weight"].std() > 0
         assert (mine["score"] == 3.0) == (rank < NODE)
 
 
-# ---- topology ------------------------------------------------------------------------------------------------------------------------
+# ---- topology ----------------------------------------------------------------------------------
 
 
 def placed(me) -> dict[str, Any]:
-    before = (deepspeed.initialize, partition_parameters.Init.__init__, stage3.assert_ints_same_as_other_ranks, nn.Module.apply)
+    before = (
+        deepspeed.initialize,
+        partition_parameters.Init.__init__,
+        stage3.assert_ints_same_as_other_ranks,
+        nn.Module.apply,
+    )
     nobody = installed()
     handle = shard_within_node(NODE)
     again = shard_within_node(NODE) is handle
@@ -272,17 +310,49 @@ def placed(me) -> dict[str, Any]:
     line, active_copies = topology.join(position)
     heard = line.all_gather(torch.tensor([10 * me.rank], dtype=torch.uint8))
     handle.remove()
-    after = (deepspeed.initialize, partition_parameters.Init.__init__, stage3.assert_ints_same_as_other_ranks, nn.Module.apply)
+    after = (
+        deepspeed.initialize,
+        partition_parameters.Init.__init__,
+        stage3.assert_ints_same_as_other_ranks,
+        nn.Module.apply,
+    )
     plain = zero.engine(zero.settings("zero2"), zero.sgd)
     other = shard_within_node(1)  # another size, now that the first is gone
     alone = topology_of(zero.engine(zero.settings("zero3"), zero.sgd))
     return {
         "before": (nobody, again, isinstance(mpu, NodeMPU), mpu is made.mpu),
-        "topology": (topology.kind, topology.island, topology.islands, topology.name, topology.timeout, topology.rank, topology.world),
-        "groups": (dist.get_process_group_ranks(topology.group), dist.get_process_group_ranks(topology.peer_group)),
-        "said": (island.sum(me.rank), island.max(me.rank), [int(t) for t in heard], line.label(1), active_copies),
-        "restored": (after == before, topology_of(plain), plain.seq_dp_world_size, groups.mpu is other.mpu),
-        "alone": (alone.islands, alone.world, alone.group, dist.get_process_group_ranks(alone.peer_group)),
+        "topology": (
+            topology.kind,
+            topology.island,
+            topology.islands,
+            topology.name,
+            topology.timeout,
+            topology.rank,
+            topology.world,
+        ),
+        "groups": (
+            dist.get_process_group_ranks(topology.group),
+            dist.get_process_group_ranks(topology.peer_group),
+        ),
+        "said": (
+            island.sum(me.rank),
+            island.max(me.rank),
+            [int(t) for t in heard],
+            line.label(1),
+            active_copies,
+        ),
+        "restored": (
+            after == before,
+            topology_of(plain),
+            plain.seq_dp_world_size,
+            groups.mpu is other.mpu,
+        ),
+        "alone": (
+            alone.islands,
+            alone.world,
+            alone.group,
+            dist.get_process_group_ranks(alone.peer_group),
+        ),
     }
 
 
@@ -293,7 +363,13 @@ def test_topology_of_an_engine_is_that_of_a_mesh(world) -> None:
         assert mine["before"] == (None, True, True, True)
         assert mine["topology"] == ("mesh", node, 2, f"island{node}", 30.0, place, 2)
         assert mine["groups"] == ([2 * node, 2 * node + 1], [place, place + 2])
-        assert mine["said"] == ([4.0 * node + 1], [2.0 * node + 1], [10 * place, 10 * (place + 2)], "island 1 (island1)", 1)
+        assert mine["said"] == (
+            [4.0 * node + 1],
+            [2.0 * node + 1],
+            [10 * place, 10 * (place + 2)],
+            "island 1 (island1)",
+            1,
+        )
         assert mine["restored"] == (True, None, 4, True)
         assert mine["alone"] == (4, 1, None, [0, 1, 2, 3])
 
@@ -315,7 +391,7 @@ def test_a_world_of_one_node_is_allowed_and_says_that_nothing_is_exchanged(world
         assert "the world is one node, there is nothing to exchange" in records[0]
 
 
-# ---- configuration -------------------------------------------------------------------------------------------------------------------
+# ---- configuration -----------------------------------------------------------------------------
 
 
 def configured(me) -> dict[str, Any]:
@@ -330,10 +406,16 @@ def configured(me) -> dict[str, Any]:
     engines = [
         deepspeed.initialize(command, model, zero.sgd(model.parameters()))[0],
         zero.engine(str(file), zero.sgd),
-        deepspeed.initialize(model=model, optimizer=zero.sgd(model.parameters()), config_params=comm)[0],
+        deepspeed.initialize(
+            model=model, optimizer=zero.sgd(model.parameters()), config_params=comm
+        )[0],
     ]
     made, _, loader, _ = deepspeed.initialize(
-        model=model, optimizer=zero.sgd(model.parameters()), config=comm, training_data=list(range(32)), mpu=installed()
+        model=model,
+        optimizer=zero.sgd(model.parameters()),
+        config=comm,
+        training_data=list(range(32)),
+        mpu=installed(),
     )
     evaluation = made.deepspeed_io(list(range(8)), route="eval", num_local_io_workers=0)
     return {
@@ -365,7 +447,9 @@ def test_batches_are_translated_and_replicas_draw_different_samples(world) -> No
         ("auto", 4, 2, "auto"),
     ],
 )
-def test_train_batch_size_becomes_that_of_the_node(total: Any, micro: Any, steps: Any, expected: Any) -> None:
+def test_train_batch_size_becomes_that_of_the_node(
+    total: Any, micro: Any, steps: Any, expected: Any
+) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {n: v for n, v in zip(names, (total, micro, steps), strict=True) if v is not None}
     before = copy.deepcopy(given)
@@ -376,13 +460,25 @@ def test_train_batch_size_becomes_that_of_the_node(total: Any, micro: Any, steps
 @pytest.mark.parametrize(
     ("total", "micro", "steps", "words"),
     [
-        (20, 4, 2, "train_batch_size=20 with train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2: 4 ranks make 32"),
+        (
+            20,
+            4,
+            2,
+            "train_batch_size=20 with train_micro_batch_size_per_gpu=4, "
+            "gradient_accumulation_steps=2: 4 ranks make 32",
+        ),
         (18, None, None, "does not divide over 2 replicas of 2 ranks: allowed are multiples of 4"),
         (8, 4, None, "allowed are multiples of 16"),
     ],
 )
-def test_a_train_batch_size_that_does_not_fit_is_refused(total: int, micro: int | None, steps: int | None, words: str) -> None:
-    given = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+def test_a_train_batch_size_that_does_not_fit_is_refused(
+    total: int, micro: int | None, steps: int | None, words: str
+) -> None:
+    given = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
     assert words in error_of(ValueError, node_config, given, 2, 2)
 
 
@@ -392,19 +488,30 @@ def test_a_train_batch_size_that_does_not_fit_is_refused(total: int, micro: int 
         ({}, (2, 2), "mesh_param=(2, 2)"),
         ({"sequence_parallel_size": 2}, None, "sequence_parallel_size=2"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, None, "zero_hpz_partition_size=2"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, None, "zero_quantized_gradients"),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            None,
+            "zero_quantized_gradients",
+        ),
         ({"tensor_parallel": {"autotp_size": 2}}, None, "autotp_size=2"),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, None, "autotp_size=2"),
     ],
 )
-def test_what_makes_groups_over_the_world_is_refused(config: dict[str, Any], mesh: Any, words: str) -> None:
+def test_what_makes_groups_over_the_world_is_refused(
+    config: dict[str, Any], mesh: Any, words: str
+) -> None:
     text = error_of(ValueError, refuse_beside, config, mesh)
-    assert text.startswith(f"{words} beside shard_within_node") and "launch each node as an island" in text
+    assert (
+        text.startswith(f"{words} beside shard_within_node")
+        and "launch each node as an island" in text
+    )
 
 
 def test_a_mesh_of_all_ranks_is_not_made_from_a_sequence_size_of_one() -> None:
     refuse_beside({"sequence_parallel_size": 1, "zero_optimization": None})
-    assert node_config({"sequence_parallel_size": 1, "data_parallel_size": 4, "bf16": {}}, 2, 2) == {"bf16": {}}
+    assert node_config(
+        {"sequence_parallel_size": 1, "data_parallel_size": 4, "bf16": {}}, 2, 2
+    ) == {"bf16": {}}
 
 
 def test_without_torch_distributed_it_says_where_to_call_it() -> None:
@@ -432,27 +539,43 @@ def refused(me) -> dict[str, str]:
     parts = {"model": model, "optimizer": zero.sgd(model.parameters()), "config": config}
     texts["mpu"] = error_of(ValueError, deepspeed.initialize, **parts, mpu=OtherMPU())
     texts["mesh"] = error_of(ValueError, deepspeed.initialize, **parts, mesh_param=(2, 2))
-    texts["config"] = error_of(ValueError, deepspeed.initialize, **{**parts, "config": {**config, "sequence_parallel_size": 2}})
-    texts["batch"] = error_of(ValueError, deepspeed.initialize, **{**parts, "config": {**config, "train_batch_size": 12}})
-    texts["init group"] = error_of(ValueError, deepspeed.zero.Init, data_parallel_group=dist.group.WORLD)
+    texts["config"] = error_of(
+        ValueError,
+        deepspeed.initialize,
+        **{**parts, "config": {**config, "sequence_parallel_size": 2}},
+    )
+    texts["batch"] = error_of(
+        ValueError, deepspeed.initialize, **{**parts, "config": {**config, "train_batch_size": 12}}
+    )
+    texts["init group"] = error_of(
+        ValueError, deepspeed.zero.Init, data_parallel_group=dist.group.WORLD
+    )
     texts["init mpu"] = error_of(ValueError, deepspeed.zero.Init, mpu=OtherMPU())
     hpz = {**config, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     texts["init hpz"] = error_of(ValueError, deepspeed.zero.Init, config_dict_or_path=hpz)
-    texts["args"] = error_of(AssertionError, deepspeed.initialize, model=model)  # DeepSpeed's own: no configuration
+    # DeepSpeed's own: no configuration
+    texts["args"] = error_of(AssertionError, deepspeed.initialize, model=model)
     return texts
 
 
 def test_bad_input_is_refused_with_what_is_allowed(world) -> None:
     wanted = {
-        **dict.fromkeys(("0", "3", "8", "-2", "2.0", "True"), "in a world of 4 ranks: allowed are its divisors 1, 2, 4"),
-        "local": "on nodes of LOCAL_WORLD_SIZE=2 ranks: shards would cross the slow link. Allowed are 1, 2",
+        **dict.fromkeys(
+            ("0", "3", "8", "-2", "2.0", "True"),
+            "in a world of 4 ranks: allowed are its divisors 1, 2, 4",
+        ),
+        "local": "on nodes of LOCAL_WORLD_SIZE=2 ranks: shards would cross the slow link. Allowed "
+        "are 1, 2",
         "timeout": "ISLAND_TIMEOUT='soon' must be a number of seconds",
         "twice": "nodes of 2 ranks are in place. Call remove() on those first",
-        "mpu": "deepspeed.initialize(mpu=OtherMPU) after shard_within_node, which supplies it: pass none",
+        "mpu": "deepspeed.initialize(mpu=OtherMPU) after shard_within_node, which supplies it: "
+        "pass none",
         "mesh": "mesh_param=(2, 2) beside shard_within_node",
         "config": "sequence_parallel_size=2 beside shard_within_node",
         "batch": "train_batch_size=12 with",
-        "init group": "over ranks [0, 1, 2, 3] after shard_within_node, which supplies the node: pass none",
+        "init group": "over ranks [0, 1, 2, 3] after shard_within_node, which supplies the node: "
+        "pass "
+        "none",
         "init mpu": "zero.Init(mpu=OtherMPU) after shard_within_node",
         "init hpz": "zero_hpz_partition_size=2 beside shard_within_node",
         "args": "DeepSpeed requires --deepspeed_config",
@@ -463,11 +586,13 @@ def test_bad_input_is_refused_with_what_is_allowed(world) -> None:
             assert words in texts[key], (key, texts[key])
 
 
-# ---- the proof can fail ----------------------------------------------------------------------------------------------------------------
+# ---- the proof can fail ------------------------------------------------------------------------
 
 
 def broken(me, case: str) -> dict[str, str]:
-    """An engine whose groups are bent by hand, one after the other; and DeepSpeed that ignores the mpu."""
+    """An engine whose groups are bent by hand, one after the other; and DeepSpeed that ignores the
+    mpu.
+    """
     stage, bf16, more = CASES[case]
     config = zero.settings(stage, bf16=bf16, **more)
     shard_within_node(NODE)
@@ -476,7 +601,10 @@ def broken(me, case: str) -> dict[str, str]:
     z = made.optimizer
     assert_confined(made, mpu)
     texts = {}
-    bend = {"seq": (made, "seq_data_parallel_group", dist.group.WORLD), "dp": (z, "dp_process_group", dist.group.WORLD)}
+    bend = {
+        "seq": (made, "seq_data_parallel_group", dist.group.WORLD),
+        "dp": (z, "dp_process_group", dist.group.WORLD),
+    }
     bend["size"] = (made, "seq_dp_world_size", 4)
     bend["mpu"] = (made, "mpu", OtherMPU())
     bend["gone"] = (z, "dp_process_group", None)
@@ -511,7 +639,10 @@ def late(me) -> str:
 
 def test_a_model_that_was_cut_over_the_world_before_is_noticed(world) -> None:
     for text in world(late):
-        assert "spans ranks [0, 1, 2, 3]" in text and "Call shard_within_node before the model is made" in text
+        assert (
+            "spans ranks [0, 1, 2, 3]" in text
+            and "Call shard_within_node before the model is made" in text
+        )
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
@@ -524,7 +655,8 @@ def test_an_engine_that_is_not_confined_raises(world, case: str) -> None:
             "dp": "dp_process_group spans ranks [0, 1, 2, 3]",
             "size": "the engine works with NodeMPU over 4 ranks, where 2 are a node",
             "mpu": "the engine works with OtherMPU over 2 ranks",
-            "gone": "has no dp_process_group, so nobody can tell whether ZeRO stays inside the node",
+            "gone": "has no dp_process_group, so nobody can tell whether ZeRO stays inside the "
+            "node",
             "real": f"real_dp_process_group[0] spans ranks {line}",
             "parameter": f"the partition of layers.1.weight spans ranks {line}",
             "sub-group": "sub_group_process_groups[0] spans ranks [0, 1, 2, 3]",
@@ -535,7 +667,7 @@ def test_an_engine_that_is_not_confined_raises(world, case: str) -> None:
             assert wanted[key] in text, (key, text)
 
 
-# ---- with the exchange, and under the Trainer ------------------------------------------------------------------------------------------
+# ---- with the exchange, and under the Trainer --------------------------------------------------
 
 
 def exchanged(me, case: str) -> dict[str, Any]:
@@ -570,8 +702,20 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    auto = {name: "auto" for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
-    config = {**auto, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero.STAGES[stage]}
+    auto = {
+        name: "auto"
+        for name in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+    }
+    config = {
+        **auto,
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero.STAGES[stage],
+    }
     args = TrainingArguments(
         output_dir=str(me.folder / "out"),
         use_cpu=True,
@@ -588,7 +732,10 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
     )
     shard_within_node(NODE)
     model = LlamaForCausalLM.from_pretrained(folder)
-    rows = [{"input_ids": torch.full((6,), i % 37), "labels": torch.full((6,), i % 37)} for i in range(64)]
+    rows = [
+        {"input_ids": torch.full((6,), i % 37), "labels": torch.full((6,), i % 37)}
+        for i in range(64)
+    ]
     made = Trainer(model, args, train_dataset=rows)
     with Recorder() as seen:
         made.train()
@@ -607,7 +754,13 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
 def test_the_trainer_is_confined_by_one_line(world, tmp_path: Path, stage: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer  # noqa: F401  # before the fork
 
-    small = LlamaConfig(vocab_size=37, hidden_size=20, intermediate_size=33, num_hidden_layers=2, num_attention_heads=2)
+    small = LlamaConfig(
+        vocab_size=37,
+        hidden_size=20,
+        intermediate_size=33,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     LlamaForCausalLM(small).save_pretrained(tmp_path / "model")
     for rank, mine in enumerate(world(trainer, str(tmp_path / "model"), stage)):
         assert mine["mpu"] and mine["batch"] == 2 * 2 * NODE and mine["steps"] == (4, 4)
@@ -616,10 +769,14 @@ def test_the_trainer_is_confined_by_one_line(world, tmp_path: Path, stage: str) 
 
 
 def test_unlike_sizes_are_an_error_on_all_ranks(run_ranks):
-    """Where the size comes from the GPUs of unlike nodes, say: without it groups would wait for each other."""
+    """Where the size comes from the GPUs of unlike nodes, say: without it groups would wait for
+    each other.
+    """
 
     def run(me):
-        with pytest.raises(ValueError, match="different sizes: 2 on ranks 0-2; 1 on rank 3. Give one number"):
+        with pytest.raises(
+            ValueError, match="different sizes: 2 on ranks 0-2; 1 on rank 3. Give one number"
+        ):
             shard_within_node(1 if me.rank == 3 else 2)
 
     run_ranks(run, 1, 4)

@@ -1,7 +1,8 @@
 """Presets on ZeRO engines, 2 islands x 2 ranks, against the same oracles as FSDP2.
 
-An oracle knows whole tensors. What a rank holds under ZeRO (whole rows, ends of rows, nothing) is told to it as tensors of their own: that
-the stretches make up every parameter exactly once is a test of its own in `test_zero_shards.py`.
+An oracle knows whole tensors. What a rank holds under ZeRO (whole rows, ends of rows, nothing) is
+told to it as tensors of their own: that the stretches make up every parameter exactly once is a
+test of its own in `test_zero_shards.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from ..support import zero
 
 PRESETS = ("full", "demo", "diloco", "consensus", "desloc", "streaming_diloco")
 SEEDS = {("demo", "zero1"): 8, ("demo", "zero2"): 8}
-SEEDS |= {(name, stage): seed for name, seed in (("demo", 6), ("consensus", 2)) for stage in ("zero3", "zero3-parts")}
+SEEDS |= {
+    (name, stage): seed
+    for name, seed in (("demo", 6), ("consensus", 2))
+    for stage in ("zero3", "zero3-parts")
+}
 Piece = tuple[str, tuple[int, ...], int]  # name, shape, offset in the flattened tensor
 
 
@@ -30,27 +35,31 @@ def key(piece: Piece, rank: int) -> str:
 
 
 def cut(whole: dict[str, torch.Tensor], pieces: list[list[Piece]]) -> dict[str, torch.Tensor]:
-    """Whole tensors as the ranks of an island hold them; what is missing has no gradient, which ZeRO takes for zeros."""
+    """Whole tensors as the ranks of an island hold them; what is missing has no gradient, which
+    ZeRO takes for zeros.
+    """
     out = {}
     for rank, mine in enumerate(pieces):
         for piece in mine:
             name, shape, offset = piece
             if prod(shape):
-                flat = whole[name].reshape(-1) if name in whole else torch.zeros(offset + prod(shape))
+                flat = (
+                    whole[name].reshape(-1) if name in whole else torch.zeros(offset + prod(shape))
+                )
                 out[key(piece, rank)] = flat[offset : offset + prod(shape)].reshape(shape).clone()
     return out
 
 
 def left_out(name: str) -> set[str]:
-    """A tensor with gradients on one replica only: torch leaves it alone on the other, ZeRO steps it on zeros, and where first moments are
-    averaged before second ones it runs away there."""
+    """A tensor with gradients on one replica only: torch leaves it alone on the other, ZeRO steps
+    it on zeros, and where first moments are averaged before second ones it runs away there."""
     return {"sometimes"} if name == "desloc" else set()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How the engine is set up. `coarse` gradients and initial parameters have few enough bits for bf16 to hold them, and their means over
-    ranks and micro-batches, exactly."""
+    """How the engine is set up. `coarse` gradients and initial parameters have few enough bits for
+    bf16 to hold them, and their means over ranks and micro-batches, exactly."""
 
     coarse: bool = False
     groups: bool = False
@@ -63,7 +72,10 @@ class Variant:
         trained = [p for p in model.parameters() if p.requires_grad]
         if not self.groups:
             return trained
-        return [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim < 2]}]
+        return [
+            {"params": [p for p in trained if p.ndim > 1]},
+            {"params": [p for p in trained if p.ndim < 2]},
+        ]
 
     def rounded(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients of one rank."""
@@ -84,25 +96,34 @@ class Lying:
 
     def start(self, seed: int) -> dict[str, torch.Tensor]:
         whole = self.given.start(seed)
-        return cut({n: p.bfloat16().float() for n, p in whole.items()} if self.variant.coarse else whole, self.pieces)
+        return cut(
+            {n: p.bfloat16().float() for n, p in whole.items()} if self.variant.coarse else whole,
+            self.pieces,
+        )
 
     def island_gradient(self, seed: int, t: int, island: int) -> dict[str, torch.Tensor]:
         a, b = (fed(self.name, self.variant, seed, t, island, proc) for proc in (0, 1))
         return cut({n: (a[n] + b[n]) / 2 for n in a}, self.pieces)
 
 
-def fed(name: str, variant: Variant, seed: int, t: int, island: int, proc: int) -> dict[str, torch.Tensor]:
+def fed(
+    name: str, variant: Variant, seed: int, t: int, island: int, proc: int
+) -> dict[str, torch.Tensor]:
     """What one rank feeds at one step."""
     given = CASES[name].model.gradient(seed, t, island, proc)
     return variant.rounded({n: g for n, g in given.items() if n not in left_out(name)})
 
 
-def truth(name: str, seed: int, pieces: list[list[Piece]], steps: int, variant: Variant) -> Expected:
+def truth(
+    name: str, seed: int, pieces: list[list[Piece]], steps: int, variant: Variant
+) -> Expected:
     case = CASES[name]
     lying = Lying(name, pieces, variant)
     options = dict(case.options)
     if "parts" in options:
-        options["parts"] = [[k for k in lying.start(seed) if k.split("@")[0] in names] for names in options["parts"]]
+        options["parts"] = [
+            [k for k in lying.start(seed) if k.split("@")[0] in names] for names in options["parts"]
+        ]
     if variant.clip:
         options["clip"] = variant.clip
     return expected(replace(case, model=lying, options=options), 2, 1, seed, steps)  # type: ignore[arg-type]
@@ -112,7 +133,9 @@ def run(me: Any, name: str, stage: str, seed: int, steps: int, variant: Variant)
     """Pieces of this rank, and what is in them after every step."""
     case = CASES[name]
     model = case.model.make(seed)
-    settings = zero.settings(stage, clip=variant.clip, accumulate=variant.accumulate, **variant.settings)
+    settings = zero.settings(
+        stage, clip=variant.clip, accumulate=variant.accumulate, **variant.settings
+    )
     made = zero.engine(settings, case.inner, model, groups=variant.inner(case, model))
     exchange = deepspeed_ext.attach(made, case.config)
     pieces = [(s.name, s.shape, s.offset) for s in exchange.shards.params]
@@ -120,7 +143,9 @@ def run(me: Any, name: str, stage: str, seed: int, steps: int, variant: Variant)
     for t in range(steps):
         given = fed(name, variant, seed, t, me.island, me.proc)
         for share in (1.0,) if variant.accumulate == 1 else (0.5, 1.5):
-            made.backward(made({n: (share * g).to(made.communication_data_type) for n, g in given.items()}))
+            made.backward(
+                made({n: (share * g).to(made.communication_data_type) for n, g in given.items()})
+            )
             made.step()
         now = zip(pieces, exchange.shards.read("parameter"), strict=True)
         history.append({key(p, me.proc): x.clone() for p, x in now if x is not None and x.numel()})
@@ -131,7 +156,9 @@ def run(me: Any, name: str, stage: str, seed: int, steps: int, variant: Variant)
 
 
 def low_precision_is_the_cast(made: Any) -> bool:
-    """Whether the parameters that the model computes with are the masters, rounded (collective inside the island)."""
+    """Whether the parameters that the model computes with are the masters, rounded (collective
+    inside the island).
+    """
     with deepspeed.zero.GatheredParameters(list(made.module.parameters())):
         low = {n: p.detach().clone() for n, p in made.module.named_parameters()}
     return all(torch.equal(low[n], p.to(low[n].dtype)) for n, p in zero.whole(made).items())
@@ -143,10 +170,15 @@ def check(run_ranks: Any, name: str, stage: str, variant: Variant, steps: int = 
     results = run_ranks(run, args=(name, stage, seed, steps, variant))
     want = truth(name, seed, [pieces for pieces, _ in results[:2]], steps, variant)
     assert want.margin > 5e-6, f"choose another seed: a top-k choice is as close as {want.margin}"
-    assert sum(int(m.sum()) for m in want.open.values()) < 0.01 * sum(m.numel() for m in want.open.values())
+    assert sum(int(m.sum()) for m in want.open.values()) < 0.01 * sum(
+        m.numel() for m in want.open.values()
+    )
     for island in (0, 1):
         (_, first), (_, second) = results[2 * island : 2 * island + 2]
-        assert worst([{**a, **b} for a, b in zip(first, second, strict=True)], island, want) <= case.tolerance
+        assert (
+            worst([{**a, **b} for a, b in zip(first, second, strict=True)], island, want)
+            <= case.tolerance
+        )
 
 
 @pytest.mark.parametrize("stage", zero.STAGES)

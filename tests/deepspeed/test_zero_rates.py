@@ -1,4 +1,6 @@
-"""Under ZeRO each stretch of a parameter knows the learning rate of its group, at every stage and step."""
+"""Under ZeRO each stretch of a parameter knows the learning rate of its group, at every stage and
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ def test_rates_are_those_of_the_groups(run_ranks, stage):
         torch.manual_seed(7)
         model: nn.Module = zero.Model()
         groups = [
-            {"params": [p for n, p in model.named_parameters() if n.startswith("layers") == inside], "lr": rate}
+            {
+                "params": [
+                    p for n, p in model.named_parameters() if n.startswith("layers") == inside
+                ],
+                "lr": rate,
+            }
             for inside, rate in ((True, 0.25), (False, 0.5))
         ]
         made = zero.engine(zero.settings(stage), zero.sgd, model, groups=groups)
@@ -28,7 +35,9 @@ def test_rates_are_those_of_the_groups(run_ranks, stage):
         shards = exchange.shards
         held = [c.accumulator for c in exchange.channels]
         exchange.detach()
-        return list(zip([s.name for s in shards.params], shards.rates(), strict=True)), bool(held[0].any())
+        return list(zip([s.name for s in shards.params], shards.rates(), strict=True)), bool(
+            held[0].any()
+        )
 
     for rates, moved in run_ranks(run, 1, 2, group=True):
         assert moved and {name.startswith("layers") for name, _ in rates} == {True, False}

@@ -1,4 +1,6 @@
-"""What an engine may have that the exchange does not go with: ValueError with the cure, on every rank, before anything is sent."""
+"""What an engine may have that the exchange does not go with: ValueError with the cure, on every
+rank, before anything is sent.
+"""
 
 import os
 
@@ -31,17 +33,30 @@ def said(call):
     return str(error.value)
 
 
-# ---- engines that DeepSpeed makes without a compiler or an accelerator ------------------------------------------------------
+# ---- engines that DeepSpeed makes without a compiler or an accelerator -------------------------
 
 ENGINES = {
     "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3": {"zero_optimization": {"stage": 0}},
-    "offload_param, which was never tried: take it out": {"zero_optimization": {"stage": 3, "offload_param": CPU}},
+    "offload_param, which was never tried: take it out": {
+        "zero_optimization": {"stage": 3, "offload_param": CPU}
+    },
     "DeepCompile, .*: set compile.deepcompile to false": {"compile": {"deepcompile": True}},
-    "zero_hpz_partition_size=2, .*: set it to 1": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-    "zero_quantized_gradients, .*: set it to false": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
-    "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-    "sequence parallelism, size 2, .*: train with data": {"sequence_parallel_size": 2, "data_parallel_size": 1},
-    "gradients that nobody looks at, .*compute_grad_norm to true": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+    "zero_hpz_partition_size=2, .*: set it to 1": {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
+    },
+    "zero_quantized_gradients, .*: set it to false": {
+        "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}
+    },
+    "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16": {
+        "torch_autocast": {"enabled": True, "dtype": "float16"}
+    },
+    "sequence parallelism, size 2, .*: train with data": {
+        "sequence_parallel_size": 2,
+        "data_parallel_size": 1,
+    },
+    "gradients that nobody looks at, .*compute_grad_norm to true": {
+        "bf16": {"enabled": True, "check_grad_overflow": False}
+    },
     "checkpoint.load_universal, .*: take it out": {"checkpoint": {"load_universal": True}},
 }
 
@@ -53,7 +68,9 @@ def test_engines_with_something_untried(run_ranks):
             made = zero.engine(zero.settings("zero1") | changes)
             before = [p.detach().clone() for p in made.module.parameters()]
             out[pattern] = said(lambda made=made: deepspeed_ext.attach(made, "diloco"))
-            assert all(torch.equal(a, b) for a, b in zip(before, made.module.parameters(), strict=True)) and "step" not in vars(made)
+            assert all(
+                torch.equal(a, b) for a, b in zip(before, made.module.parameters(), strict=True)
+            ) and "step" not in vars(made)
         return out
 
     import re
@@ -84,31 +101,53 @@ def test_bf16_autocast_and_masters_in_host_memory_go(run_ranks):
         assert all(torch.equal(a[n], b[n]) for a, b in zip(o, out[0], strict=True) for n in b)
 
 
-# ---- what needs an accelerator or a compiler: DeepSpeed's own reading of the configuration ----------------------------------
+# ---- what needs an accelerator or a compiler: DeepSpeed's own reading of the configuration -----
 
 
 class Read(DeepSpeedEngine):
-    """An engine as far as its configuration goes: DeepSpeed's own methods on DeepSpeed's own `DeepSpeedConfig`."""
+    """An engine as far as its configuration goes: DeepSpeed's own methods on DeepSpeed's own
+    `DeepSpeedConfig`.
+    """
 
     def __init__(self, **changes):
         nn.Module.__init__(self)
         self._config = DeepSpeedConfig(zero.settings("zero1") | changes)
         self.module, self.mpu = zero.Model(), None
-        self.optimizer = type("Zero", (), {"optimizer": zero.adamw(self.module.parameters()), "param_groups": [{}]})()
+        self.optimizer = type(
+            "Zero", (), {"optimizer": zero.adamw(self.module.parameters()), "param_groups": [{}]}
+        )()
 
 
 CONFIGURED = {
     "fp16: its loss scaling .*; set fp16.enabled to false": {"fp16": {"enabled": True}},
     "offload_optimizer to NVMe, ": {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
     "offload_param, ": {"zero_optimization": {"stage": 3, "offload_param": NVME}},
-    "ZenFlow, .*: take zero_optimization.zenflow out": {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
-    "SuperOffload, .*super_offload to false": {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}},
-    r"offload_optimizer.ratio=0.5 \(Twin-Flow\), .* to 1.0": {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}},
+    "ZenFlow, .*: take zero_optimization.zenflow out": {
+        "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}
+    },
+    "SuperOffload, .*super_offload to false": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}
+    },
+    r"offload_optimizer.ratio=0.5 \(Twin-Flow\), .* to 1.0": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}
+    },
     "zero_quantized_weights, ": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    "zero_quantized_nontrainable_weights, ": {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
-    "bf16 masters or .*bf16_optimizer_states to false": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    "bf16 masters or optimizer states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-    "tensor_parallel.autotp_size 2, .*: train with data parallelism alone": {"tensor_parallel": {"autotp_size": 2}},
+    "zero_quantized_nontrainable_weights, ": {
+        "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}
+    },
+    "bf16 masters or .*bf16_optimizer_states to false": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}
+    },
+    "bf16 masters or optimizer states": {
+        "bf16": {
+            "enabled": True,
+            "bf16_master_weights_and_grads": True,
+            "bf16_optimizer_states": True,
+        }
+    },
+    "tensor_parallel.autotp_size 2, .*: train with data parallelism alone": {
+        "tensor_parallel": {"autotp_size": 2}
+    },
 }
 
 
@@ -119,7 +158,11 @@ def test_configurations(pattern):
 
 
 def test_the_configuration_beside_them_is_not_refused():
-    refuse(Read(bf16={"enabled": True}, zero_optimization={"stage": 3, "offload_optimizer": CPU}), preset("diloco"), Topology())
+    refuse(
+        Read(bf16={"enabled": True}, zero_optimization={"stage": 3, "offload_optimizer": CPU}),
+        preset("diloco"),
+        Topology(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +188,7 @@ def test_expert_groups_in_the_optimizer():
         refuse(engine, preset("diloco"), Topology())
 
 
-# ---- what is attached, and with what -----------------------------------------------------------------------------------------
+# ---- what is attached, and with what -----------------------------------------------------------
 
 
 def test_not_an_engine(run_ranks):
@@ -153,16 +196,23 @@ def test_not_an_engine(run_ranks):
         made = zero.engine(zero.settings("zero1"), zero.sgd)
         wrong = [[made, made], made.optimizer, made.module]
         out = [said(lambda thing=thing: deepspeed_ext.attach(thing, "demo")) for thing in wrong]
-        out += [said(lambda thing=thing: fsdp_demo.attach(thing, "demo")) for thing in wrong[:2]]  # finds its way here
+        # finds its way here
+        out += [said(lambda thing=thing: fsdp_demo.attach(thing, "demo")) for thing in wrong[:2]]
         exchange = fsdp_demo.attach(made, "demo")
         out.append(said(lambda: deepspeed_ext.attach(made, "demo")))
         exchange.finish()
         return out
 
     for listed, zeroed, model, listed_too, zeroed_too, twice in run_ranks(work):
-        assert "a list of 2: an exchange counts the steps of one engine, so pass one engine" in listed and listed_too == listed
+        assert (
+            "a list of 2: an exchange counts the steps of one engine, so pass one engine" in listed
+            and listed_too == listed
+        )
         assert "found DeepSpeedZeroOptimizer: pass the engine" in zeroed and zeroed_too == zeroed
-        assert "found Model: pass the engine, the first thing that deepspeed.initialize returns" in model
+        assert (
+            "found Model: pass the engine, the first thing that deepspeed.initialize returns"
+            in model
+        )
         assert "has an exchange already" in twice
 
 
@@ -183,7 +233,10 @@ def test_optimizers_that_need_matrices(run_ranks):
 
     for out in run_ranks(work, islands=1):
         for name, text in zip(("Muon", "MuonAdamW"), out, strict=True):
-            assert f"{name} as the client optimizer" in text and '"optimizer": {"type": "Muon", "params": {"lr": ...}}' in text
+            assert (
+                f"{name} as the client optimizer" in text
+                and '"optimizer": {"type": "Muon", "params": {"lr": ...}}' in text
+            )
 
 
 def test_gradient_channels_that_split_a_partition():
@@ -207,21 +260,32 @@ def test_gradient_channels_that_split_a_partition():
     refuse(Read(), channels({}, {}), Topology())
     refuse(Read(), channels({"delay": 2}, {"delay": 2}), Topology())
     refuse(Read(), channels({}, exclude=("head*",)), Topology())
-    with pytest.raises(ValueError, match=r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule"):
+    with pytest.raises(
+        ValueError,
+        match=r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule",
+    ):
         refuse(Read(), channels({}, {"delay": 2}), Topology())
-    with pytest.raises(ValueError, match=r"does not cover head.weight, head.bias, where ZeRO .*let it cover every trained parameter"):
+    with pytest.raises(
+        ValueError,
+        match=r"does not cover head.weight, head.bias, where ZeRO .*let it cover every trained "
+        r"parameter",
+    ):
         refuse(Read(), channels({"sync_every": 2}, exclude=("head*",)), Topology())
     frozen = Read()
     frozen.module.head.requires_grad_(False)
     refuse(frozen, channels({"sync_every": 2}, exclude=("head*",)), Topology())
 
 
-# ---- where it is attached ----------------------------------------------------------------------------------------------------
+# ---- where it is attached ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ISLAND_COUNT", "ISLAND_RANK", "ISLAND_RUN", "ISLAND_NAME", "ISLAND_ENDPOINT"])
+@pytest.mark.parametrize(
+    "name", ["ISLAND_COUNT", "ISLAND_RANK", "ISLAND_RUN", "ISLAND_NAME", "ISLAND_ENDPOINT"]
+)
 def test_ranks_that_lack_a_variable_stop_all_ranks(run_ranks, name):
-    """As in a hostfile launch: rank 1's node has not got it. Nobody waits, and nobody trains as a single replica."""
+    """As in a hostfile launch: rank 1's node has not got it. Nobody waits, and nobody trains as a
+    single replica.
+    """
 
     def work(me):
         if me.proc == 1:
@@ -230,8 +294,13 @@ def test_ranks_that_lack_a_variable_stop_all_ranks(run_ranks, name):
 
     out = run_ranks(work, timeout=30)
     for me, text in zip(range(4), out, strict=True):
-        assert text.startswith(f"ranks of one launch have different {name}: ") and "; nothing on rank 1. " in text
-        assert ".deepspeed_env" in text and (name != "ISLAND_RANK" or f"{me // 2} on rank 0" in text)
+        assert (
+            text.startswith(f"ranks of one launch have different {name}: ")
+            and "; nothing on rank 1. " in text
+        )
+        assert ".deepspeed_env" in text and (
+            name != "ISLAND_RANK" or f"{me // 2} on rank 0" in text
+        )
 
 
 def test_ranks_that_lack_variables_stop_attach(run_ranks):
@@ -240,15 +309,23 @@ def test_ranks_that_lack_variables_stop_attach(run_ranks):
             del os.environ[variable]
         made = zero.engine(zero.settings("zero2"), zero.sgd)
         by_itself = said(lambda: deepspeed_ext.attach(made, "demo"))
-        return by_itself, said(lambda: deepspeed_ext.attach(made, "demo", topology=Topology.from_env()))
+        return by_itself, said(
+            lambda: deepspeed_ext.attach(made, "demo", topology=Topology.from_env())
+        )
 
     for texts in run_ranks(work, timeout=30):
-        assert all("different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text for text in texts)
+        assert all(
+            "different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text for text in texts
+        )
 
 
 def test_ranks_are_named_in_spans(run_ranks):
     def work(me):
-        return said(lambda: compare_environment({"ISLAND_COUNT": "2", "ISLAND_RUN": "b" if me.rank in (1, 4) else "a long name é"}))
+        return said(
+            lambda: compare_environment(
+                {"ISLAND_COUNT": "2", "ISLAND_RUN": "b" if me.rank in (1, 4) else "a long name é"}
+            )
+        )
 
     for text in run_ranks(work, islands=1, procs=5):
         assert "ISLAND_RUN: a long name é on ranks 0, 2-3; b on ranks 1, 4. All need" in text
@@ -264,14 +341,28 @@ def test_a_world_over_several_nodes_that_says_nothing(run_ranks):
         confinement = deepspeed_ext.shard_within_node(2)
         late = said(lambda: deepspeed_ext.attach(made, "demo"))
         os.environ.update(ISLAND_COUNT="2", ISLAND_RANK="0", ISLAND_ENDPOINT="localhost:1")
-        both = said(lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo"))
+        both = said(
+            lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
+        )
         confinement.remove()
         os.environ.update(ISLAND_COUNT="1")
-        exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")  # all nodes are one replica: as was said
+        # all nodes are one replica: as was said
+        exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
         return text, meshed, late, both, exchange.topology.kind, dist.get_world_size()
 
-    for text, meshed, late, both, kind, world in run_ranks(work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=60):
-        assert "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in text and "ISLAND_COUNT=1" in text
-        assert "a mesh, and an engine that reduces over all nodes: call deepspeed_ext.shard_within_node(ranks_per_node)" in meshed
+    for text, meshed, late, both, kind, world in run_ranks(
+        work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=60
+    ):
+        assert (
+            "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in text
+            and "ISLAND_COUNT=1" in text
+        )
+        assert (
+            "a mesh, and an engine that reduces over all nodes: call "
+            "deepspeed_ext.shard_within_node(ranks_per_node)"
+        ) in meshed
         assert "an engine that was made before shard_within_node" in late
-        assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in both and (kind, world) == ("single", 4)
+        assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in both and (kind, world) == (
+            "single",
+            4,
+        )

@@ -1,4 +1,6 @@
-"""Checkpoints of ZeRO engines under the exchange: a folder per replica, resumed bit for bit, taken over by more or fewer replicas."""
+"""Checkpoints of ZeRO engines under the exchange: a folder per replica, resumed bit for bit, taken
+over by more or fewer replicas.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     "desloc": {"period": 2},
     "streaming_diloco": {"layers": 1, "period": 4, "delay": 2},
 }
-QUICK = {("zero1", "desloc"), ("zero1", "demo"), ("zero2", "streaming_diloco"), ("zero3", "decoupled_momentum"), ("zero3-parts", "diloco")}
-CASES = [pytest.param(s, p, id=f"{s}-{p}", marks=() if (s, p) in QUICK else pytest.mark.slow) for s in zero.STAGES for p in PRESETS]
+QUICK = {
+    ("zero1", "desloc"),
+    ("zero1", "demo"),
+    ("zero2", "streaming_diloco"),
+    ("zero3", "decoupled_momentum"),
+    ("zero3-parts", "diloco"),
+}
+CASES = [
+    pytest.param(s, p, id=f"{s}-{p}", marks=() if (s, p) in QUICK else pytest.mark.slow)
+    for s in zero.STAGES
+    for p in PRESETS
+]
 
 
-def make(config: dict[str, Any], preset: str, seed: int = 7, width: int = 130, **keywords: Any) -> tuple[Any, Any]:
+def make(
+    config: dict[str, Any], preset: str, seed: int = 7, width: int = 130, **keywords: Any
+) -> tuple[Any, Any]:
     """An engine whose tensors are large enough for sparse codes, attached."""
     torch.manual_seed(seed)
     optimizer = zero.sgd if preset == "demo" else zero.adamw
@@ -53,18 +67,40 @@ def everything(made: Any, exchange: Any) -> dict[str, Any]:
     steps = [made.global_steps, made.skipped_steps, exchange.step, made.lr_scheduler.get_last_lr()]
     masters = exchange.shards.partitions.masters()
     model = [getattr(p, "ds_tensor", p).detach() for p in made.module.parameters()]
-    return copied({"masters": masters, "model": model, "inner": inner, "steps": steps, "exchange": exchange.state_dict()})
+    return copied(
+        {
+            "masters": masters,
+            "model": model,
+            "inner": inner,
+            "steps": steps,
+            "exchange": exchange.state_dict(),
+        }
+    )
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Paths at which two trees differ in any bit (NaN, which DeepSpeed leaves in padding, included)."""
+    """Paths at which two trees differ in any bit (NaN, which DeepSpeed leaves in padding,
+    included).
+    """
     if isinstance(a, torch.Tensor):
-        return [] if isinstance(b, torch.Tensor) and a.dtype == b.dtype and bits(a) == bits(b) else [where]
+        return (
+            []
+            if isinstance(b, torch.Tensor) and a.dtype == b.dtype and bits(a) == bits(b)
+            else [where]
+        )
     if isinstance(a, dict):
-        return [where] if set(a) != set(b) else [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
+        return (
+            [where]
+            if set(a) != set(b)
+            else [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
+        )
     if isinstance(a, list | tuple):
         pairs = enumerate(zip(a, b, strict=False))
-        return [where] if len(a) != len(b) else [d for i, (x, y) in pairs for d in differences(x, y, f"{where}.{i}")]
+        return (
+            [where]
+            if len(a) != len(b)
+            else [d for i, (x, y) in pairs for d in differences(x, y, f"{where}.{i}")]
+        )
     return [] if a == b or a != a and b != b else [f"{where}: {a} {b}"]
 
 
@@ -72,8 +108,12 @@ def bits(t: torch.Tensor) -> bytes:
     return bytes(t.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def through(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """N steps, a save, N more; then the same from the checkpoint with an engine of other weights."""
+def through(
+    me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]
+) -> dict[str, Any]:
+    """N steps, a save, N more; then the same from the checkpoint with an engine of other
+    weights.
+    """
     made, exchange = make(config, preset, **keywords)
     first = zero.train(made, range(N), me.rank)
     made.save_checkpoint(str(root), client_state={"mine": 3})
@@ -105,15 +145,23 @@ def check(out: list[dict[str, Any]], root: Path, procs: int = 2, whole: bool = T
     """`whole`: DeepSpeed's script reads what this wrapper saves."""
     for rank, o in enumerate(out):
         folder = root / f"island{rank // procs}"
-        assert o["loaded"] == [] and o["resumed"] == [] and o["moved"], (rank, o["loaded"], o["resumed"])
+        assert o["loaded"] == [] and o["resumed"] == [] and o["moved"], (
+            rank,
+            o["loaded"],
+            o["resumed"],
+        )
         assert Path(o["path"]).is_relative_to(folder) and o["client"]["mine"] == 3
         if rank % procs == 0:
-            merged = get_fp32_state_dict_from_zero_checkpoint(str(folder)) if whole else o["weights"]
-            assert all(torch.equal(merged[n], w) for n, w in o["weights"].items())
-            assert (folder / "latest").read_text() == f"global_step{N}" and (folder / "zero_to_fp32.py").exists()
-            assert sorted(p.name for p in (folder / f"global_step{N}" / "exchange").iterdir()) == sorted(
-                f"rank{r}.{kind}" for r in range(procs) for kind in ("json", "safetensors")
+            merged = (
+                get_fp32_state_dict_from_zero_checkpoint(str(folder)) if whole else o["weights"]
             )
+            assert all(torch.equal(merged[n], w) for n, w in o["weights"].items())
+            assert (folder / "latest").read_text() == f"global_step{N}" and (
+                folder / "zero_to_fp32.py"
+            ).exists()
+            assert sorted(
+                p.name for p in (folder / f"global_step{N}" / "exchange").iterdir()
+            ) == sorted(f"rank{r}.{kind}" for r in range(procs) for kind in ("json", "safetensors"))
 
 
 @pytest.mark.parametrize("stage, preset", CASES)
@@ -131,11 +179,18 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", [pytest.param(w, marks=pytest.mark.slow if w in ("offload", "bf16-zero3") else ()) for w in WRAPPERS])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        pytest.param(w, marks=pytest.mark.slow if w in ("offload", "bf16-zero3") else ())
+        for w in WRAPPERS
+    ],
+)
 def test_low_precision_resumes(run_ranks, tmp_path, wrapper) -> None:
     stage, options = WRAPPERS[wrapper]
     out = run_ranks(through, args=(tmp_path, zero.settings(stage, **options), "diloco", {}))
-    check(out, tmp_path, whole=wrapper != "BF16_Optimizer")  # "is not a zero checkpoint", says deepspeed 0.19.8 of its own file
+    # "is not a zero checkpoint", says deepspeed 0.19.8 of its own file
+    check(out, tmp_path, whole=wrapper != "BF16_Optimizer")
 
 
 def in_mesh(me: Any, root: Path, config: dict[str, Any], preset: str) -> Any:
@@ -144,16 +199,23 @@ def in_mesh(me: Any, root: Path, config: dict[str, Any], preset: str) -> Any:
         return through(me, root, config, preset, {})
 
 
-@pytest.mark.parametrize("stage, preset", [("zero3", "diloco"), pytest.param("zero1", "demo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stage, preset", [("zero3", "diloco"), pytest.param("zero1", "demo", marks=pytest.mark.slow)]
+)
 def test_a_mesh_resumes(run_ranks, tmp_path, stage, preset) -> None:
     """One world: DeepSpeed's rank 0 writes `latest` and the scripts for itself only."""
-    check(run_ranks(in_mesh, islands=1, procs=4, args=(tmp_path, zero.settings(stage), preset)), tmp_path)
+    check(
+        run_ranks(in_mesh, islands=1, procs=4, args=(tmp_path, zero.settings(stage), preset)),
+        tmp_path,
+    )
 
 
-# ---- other numbers, other processes -----------------------------------------------------------------------------------------------
+# ---- other numbers, other processes ------------------------------------------------------------
 
 
-def save(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
+def save(
+    me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]
+) -> dict[str, Any]:
     """N steps and a save; N more."""
     made, exchange = make(config, preset, **keywords)
     zero.train(made, range(N), me.rank)
@@ -165,7 +227,15 @@ def save(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dic
     return saved
 
 
-def load(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any], tag: str | None = None, **options: Any) -> Any:
+def load(
+    me: Any,
+    root: Path,
+    config: dict[str, Any],
+    preset: str,
+    keywords: dict[str, Any],
+    tag: str | None = None,
+    **options: Any,
+) -> Any:
     """A fresh engine with other weights, loaded; N more steps."""
     logging.basicConfig(level=logging.WARNING, force=True)
     made, exchange = make(config, preset, seed=8 + me.island, **keywords)
@@ -194,20 +264,31 @@ def mean(saved: list[dict[str, Any]], proc: int, key: str) -> Any:
 def close(a: list[Any], b: list[Any]) -> bool:
     if isinstance(a[0], dict):
         return all(close([x[k] for x in a], [y[k] for y in b]) for k in a[0])
-    return all(torch.allclose(x, y, rtol=1e-6, atol=1e-9, equal_nan=True) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.allclose(x, y, rtol=1e-6, atol=1e-9, equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero3")), "zero3-parts"])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero3")), "zero3-parts"]
+)
 def test_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
-    """Replicas differ between exchanges: one that is added takes the mean, and so does one that is left."""
+    """Replicas differ between exchanges: one that is added takes the mean, and so does one that is
+    left.
+    """
     args = (tmp_path, zero.settings(stage), "diloco", {})
     saved = run_ranks(save, args=args)
     assert differences(saved[0]["masters"], saved[2]["masters"])
     for proc, one in enumerate(run_ranks(load, islands=1, args=args)):
-        assert close(one["masters"], mean(saved, proc, "masters")) and close(one["inner"], mean(saved, proc, "inner"))
+        assert close(one["masters"], mean(saved, proc, "masters")) and close(
+            one["inner"], mean(saved, proc, "inner")
+        )
         assert one["steps"][0] == one["steps"][2] == N
         ours, theirs = (x["exchange"]["channels"]["delta"] for x in (one, saved[proc]))
-        assert torch.equal(ours["anchor"], theirs["anchor"]) and torch.equal(ours["momentum"], theirs["momentum"])
+        assert torch.equal(ours["anchor"], theirs["anchor"]) and torch.equal(
+            ours["momentum"], theirs["momentum"]
+        )
     three = run_ranks(load, islands=3, args=args)
     for rank, one in enumerate(three):
         if rank < 4:
@@ -216,14 +297,20 @@ def test_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
                 each["exchange"].pop("history", None)  # of other islands
             assert differences(wanted, {k: one[k] for k in wanted}) == []
         else:
-            assert close(one["masters"], mean(saved, rank - 4, "masters")) and close(one["inner"], mean(saved, rank - 4, "inner"))
+            assert close(one["masters"], mean(saved, rank - 4, "masters")) and close(
+                one["inner"], mean(saved, rank - 4, "inner")
+            )
             assert one["steps"] == saved[0]["steps"]
         assert differences(one["end"], three[rank % 2]["end"]) == []
 
 
-@pytest.mark.parametrize("preset", [pytest.param("demo", marks=pytest.mark.slow), "streaming_diloco"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("demo", marks=pytest.mark.slow), "streaming_diloco"]
+)
 def test_a_lost_folder(run_ranks, tmp_path, preset) -> None:
-    """It takes over from the other replica; that one goes on as if nothing had happened, with what was under way."""
+    """It takes over from the other replica; that one goes on as if nothing had happened, with what
+    was under way.
+    """
     args = (tmp_path, zero.settings("zero2"), preset, {})
     saved = run_ranks(save, args=args)
     shutil.rmtree(tmp_path / "island1")
@@ -240,7 +327,9 @@ def test_a_lost_folder(run_ranks, tmp_path, preset) -> None:
 
 
 def test_what_is_not_whole(run_ranks, tmp_path) -> None:
-    """A save that one replica did not end is not resumed by any; alone, it is an error that says so."""
+    """A save that one replica did not end is not resumed by any; alone, it is an error that says
+    so.
+    """
     args = (tmp_path, zero.settings("zero1"), "demo", {})
     saved = run_ranks(save, args=args)
     run_ranks(save_more, args=args)
@@ -249,11 +338,23 @@ def test_what_is_not_whole(run_ranks, tmp_path) -> None:
     (tmp_path / "island1" / "latest").write_text(f"global_step{N}")
     out = run_ranks(load, args=args, check=False)
     assert all(o.error is None for o in out), [o.error for o in out]
-    assert all(differences(a["later"], b.value["later"]) == [] for a, b in zip(saved, out, strict=True))
-    assert f"names global_step{N}, later: global_step{N} is the newest that all hold whole" in out[0].log
+    assert all(
+        differences(a["later"], b.value["later"]) == [] for a, b in zip(saved, out, strict=True)
+    )
+    assert (
+        f"names global_step{N}, later: global_step{N} is the newest that all hold whole"
+        in out[0].log
+    )
     for o in run_ranks(load, args=(*args, "later"), check=False):
-        assert o.error is not None and "lacks the parts of (island, rank) [(1, 1)]: half-written, or a file is lost" in o.error
-        assert "ValueError" in o.error and "engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach" in o.error
+        assert (
+            o.error is not None
+            and "lacks the parts of (island, rank) [(1, 1)]: half-written, or a file is lost"
+            in o.error
+        )
+        assert (
+            "ValueError" in o.error
+            and "engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach" in o.error
+        )
 
 
 def save_and_fail(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
@@ -278,14 +379,19 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def test_a_save_over_another_fails(run_ranks, tmp_path) -> None:
-    """All ranks of the replica hear of it, what is left of the older one does not count as whole; the third failure in a row ends it."""
+    """All ranks of the replica hear of it, what is left of the older one does not count as whole;
+    the third failure in a row ends it.
+    """
     config = zero.settings("zero1")
     out = run_ranks(save_and_fail, args=(tmp_path, config), check=False)
     said = [o.value for o in out]
     assert said[:2] == [[True] * 4] * 2 and said[2][:3] == said[3][:3] == [True, False, False]
     assert said[2][3].endswith("another rank could not write") and said[3][3] == "the disk is full"
     assert "no checkpoint saved" in out[2].log and "failure 2 in a row of the 3" in out[2].log
-    assert not (tmp_path / "island1" / "again").exists() and (tmp_path / "island0" / "again" / "manifest.json").exists()
+    assert (
+        not (tmp_path / "island1" / "again").exists()
+        and (tmp_path / "island0" / "again" / "manifest.json").exists()
+    )
 
 
 def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[Any]:
@@ -301,7 +407,10 @@ def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[An
 
 @pytest.mark.parametrize("where", ["parameter", "state:exp_avg"])
 def test_no_checkpoint_of_a_nan(run_ranks, tmp_path, where) -> None:
-    assert run_ranks(poisoned, args=(tmp_path, zero.settings("zero1"), where)) == [[True, True]] * 2 + [[False, False]] * 2
+    assert (
+        run_ranks(poisoned, args=(tmp_path, zero.settings("zero1"), where))
+        == [[True, True]] * 2 + [[False, False]] * 2
+    )
 
 
 def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
@@ -330,10 +439,14 @@ def test_a_flipped_bit_is_found(run_ranks, tmp_path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     out = run_ranks(load, args=args, check=False)
-    assert any("optim_states.pt: checksum does not fit" in str(o.error) for o in out[2:]) and all(o.error for o in out[2:])
+    assert any("optim_states.pt: checksum does not fit" in str(o.error) for o in out[2:]) and all(
+        o.error for o in out[2:]
+    )
 
 
-def save_more(me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> None:
+def save_more(
+    me: Any, root: Path, config: dict[str, Any], preset: str, keywords: dict[str, Any]
+) -> None:
     made, exchange = make(config, preset, **keywords)
     made.load_checkpoint(str(root))
     zero.train(made, range(N, N + 2), me.rank)
@@ -341,7 +454,7 @@ def save_more(me: Any, root: Path, config: dict[str, Any], preset: str, keywords
     exchange.detach()
 
 
-# ---- what is refused, and what starts anew ------------------------------------------------------------------------------------------
+# ---- what is refused, and what starts anew -----------------------------------------------------
 
 
 def refused(run_ranks: Any, *args: Any, **keywords: Any) -> str:
@@ -360,7 +473,10 @@ def test_what_belongs_to_another_run(run_ranks, tmp_path) -> None:
     text = refused(run_ranks, tmp_path, config, "diloco", {"width": 66})
     assert "belongs to another model: embed.weight is (37, 130) there, (37, 66) here" in text
     text = refused(run_ranks, tmp_path, config, "diloco", {}, procs=1, group=True)
-    assert "other stretches of the parameters (2 shards, cut by ZeRO) than those of this run (1 shards, cut by ZeRO)" in text
+    assert (
+        "other stretches of the parameters (2 shards, cut by ZeRO) than those of this run (1 "
+        "shards, cut by ZeRO)"
+    ) in text
     text = refused(run_ranks, tmp_path, zero.settings("zero3"), "diloco", {})
     assert "the same ZeRO stage and parameter groups" in text and "before attach" in text
 
@@ -368,10 +484,16 @@ def test_what_belongs_to_another_run(run_ranks, tmp_path) -> None:
 def test_stretches_and_rows(tmp_path) -> None:
     """What FSDP2 has saved is not what ZeRO holds, and the other way round."""
     config, form = fsdp_demo.preset("diloco"), resharded.Form(2, 2)
-    by_rows, by_zero = ([[resharded.make(config, form, i, p, fill=True) for p in form.places(i)] for i in range(2)] for _ in range(2))
+    by_rows, by_zero = (
+        [[resharded.make(config, form, i, p, fill=True) for p in form.places(i)] for i in range(2)]
+        for _ in range(2)
+    )
     for rank in (r for island in by_zero for r in island):
         rank.shards.params[:] = [replace(s, offset=0) for s in rank.shards.params]
-    rows, stretches = (load_exchange(*resharded.save(s, tmp_path / n)) for s, n in ((by_rows, "rows"), (by_zero, "zero")))
+    rows, stretches = (
+        load_exchange(*resharded.save(s, tmp_path / n))
+        for s, n in ((by_rows, "rows"), (by_zero, "zero"))
+    )
     rows.check(by_rows[0][0])
     stretches.check(by_zero[0][1])
     for saved, rank in ((rows, by_zero[0][0]), (stretches, by_rows[1][0])):
@@ -379,7 +501,9 @@ def test_stretches_and_rows(tmp_path) -> None:
             saved.state_for(rank)
 
 
-def anew(me: Any, root: Path, config: dict[str, Any], options: dict[str, Any], empty: Path) -> dict[str, Any]:
+def anew(
+    me: Any, root: Path, config: dict[str, Any], options: dict[str, Any], empty: Path
+) -> dict[str, Any]:
     logging.basicConfig(level=logging.WARNING, force=True)
     made, exchange = make(config, "streaming_diloco", seed=8 + me.island)
     zero.train(made, range(9), me.rank)
@@ -405,7 +529,10 @@ def test_weights_alone(run_ranks, tmp_path, stage, options) -> None:
     for o in out:
         assert all(torch.equal(whole[n], w) for n, w in o.value["whole"].items())
         state = o.value["exchange"]
-        assert not any(c["momentum"].any() for c in state["channels"].values()) and state["in_flight"] == []
+        assert (
+            not any(c["momentum"].any() for c in state["channels"].values())
+            and state["in_flight"] == []
+        )
         steps = 9 if "load_module_only" in options else N  # DeepSpeed's own count
         assert o.value["steps"][0] == o.value["steps"][2] == steps
         assert differences(o.value["end"], out[o.rank % 2].value["end"]) == []
@@ -434,22 +561,42 @@ def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_plain_checkpoint(run_ranks, tmp_path) -> None:
     out = run_ranks(plain, args=(tmp_path, zero.settings("zero1")), check=False)
-    assert all(o.error is None and o.value["differences"] == [] for o in out), [o.error for o in out]
-    assert out[2].value["path"].startswith(str(tmp_path / "start")) and "and holds no exchange state: the channels start anew" in out[0].log
+    assert all(o.error is None and o.value["differences"] == [] for o in out), [
+        o.error for o in out
+    ]
+    assert (
+        out[2].value["path"].startswith(str(tmp_path / "start"))
+        and "and holds no exchange state: the channels start anew" in out[0].log
+    )
     assert (tmp_path / "island1" / "latest").exists()
 
 
 def seen(tag: str, step: int, applied: str, owner: int | None = None) -> dict[str, Any]:
-    """What a replica sees that shares no disk with the others: the tag in its own folder, and one of step 10."""
-    own = [[[10, "checkpoint", "9", 0], "ten", "r10"], [[step, "checkpoint", applied, 0], tag, f"r{step}{applied}"]]
-    note = {"name": "n", "tag": None, "latest": tag, "plain": [], "bad": {}, "beside": {}, "plain_latest": None, "own": own}
+    """What a replica sees that shares no disk with the others: the tag in its own folder, and one
+    of step 10.
+    """
+    own = [
+        [[10, "checkpoint", "9", 0], "ten", "r10"],
+        [[step, "checkpoint", applied, 0], tag, f"r{step}{applied}"],
+    ]
+    note = {
+        "name": "n",
+        "tag": None,
+        "latest": tag,
+        "plain": [],
+        "bad": {},
+        "beside": {},
+        "plain_latest": None,
+        "own": own,
+    }
     note["seen"] = {t: {run: [held[0], 0.0]} for held, t, run in own}
     return note | ({} if owner is None else {"owner": owner, "own": []})
 
 
 def test_replicas_between_the_same_exchanges_load_unlike_tags() -> None:
     assert choose_tags([seen("a", 17, "9"), seen("b", 19, "9")]) == [("a", "r179"), ("b", "r199")]
-    assert choose_tags([seen("a", 17, "9"), seen("b", 19, "18")]) == [("a", "r179"), ("ten", "r10")]  # 19 has applied what 17 lost
+    # 19 has applied what 17 lost
+    assert choose_tags([seen("a", 17, "9"), seen("b", 19, "18")]) == [("a", "r179"), ("ten", "r10")]
     assert choose_tags([seen("a", 17, "9"), seen("a", 17, "9")]) == [("a", "r179")] * 2
     with pytest.raises(NeedsDecision, match="swapped"):
         choose_tags([seen("a", 17, "9", 1), seen("a", 17, "9", 0)])
@@ -458,7 +605,10 @@ def test_replicas_between_the_same_exchanges_load_unlike_tags() -> None:
 def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:
     made, exchange = make(config, "diloco")
     try:
-        made.load_checkpoint(str(root / ("here" if me.island == 0 or len(set(tags)) > 1 else "there")), *tags[me.island : me.island + 1])
+        made.load_checkpoint(
+            str(root / ("here" if me.island == 0 or len(set(tags)) > 1 else "there")),
+            *tags[me.island : me.island + 1],
+        )
     finally:
         exchange.detach()
 
@@ -468,9 +618,15 @@ def test_replicas_that_do_not_see_it(run_ranks, tmp_path) -> None:
     run_ranks(save, args=(tmp_path / "here", config, "diloco", {}))
     (tmp_path / "there").mkdir()
     for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5"] * 2), check=False):
-        assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none): copy" in str(o.error)
+        assert (
+            "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: "
+            "none): copy"
+        ) in str(o.error)
     for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5", "other"]), check=False):
-        assert "NeedsDecision: replicas load different tags (island0: 'global_step5', island1: 'other')" in str(o.error)
+        assert (
+            "NeedsDecision: replicas load different tags (island0: 'global_step5', island1: "
+            "'other')"
+        ) in str(o.error)
 
 
 def clipped(me: Any, root: Path, config: dict[str, Any], preset: str) -> list[float]:
@@ -486,24 +642,41 @@ def clipped(me: Any, root: Path, config: dict[str, Any], preset: str) -> list[fl
 
 
 def test_clipping_stays_with_the_exchange(run_ranks, tmp_path) -> None:
-    """The exchange clips the mean gradient, the engine does not; a checkpoint that is loaded without the exchange clips."""
-    assert run_ranks(clipped, args=(tmp_path, zero.settings("zero2", clip=0.5), "full"))[0] == [0.0, 0.0, 0.0]
+    """The exchange clips the mean gradient, the engine does not; a checkpoint that is loaded
+    without the exchange clips.
+    """
+    assert run_ranks(clipped, args=(tmp_path, zero.settings("zero2", clip=0.5), "full"))[0] == [
+        0.0,
+        0.0,
+        0.0,
+    ]
     (file,) = tmp_path.glob("island1/*/zero_pp_rank_1_mp_rank_00_optim_states.pt")
     assert torch.load(file, weights_only=False)["optimizer_state_dict"]["clip_grad"] == 0.5
 
 
 def test_inspect_and_anchors(run_ranks, tmp_path) -> None:
     """What `fsdp-demo inspect` says of DeepSpeed's folders, and the outer parameters in them."""
-    run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco", {"period": N}))  # at step N the parameters are the anchor
+    # at step N the parameters are the anchor
+    run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco", {"period": N}))
     found = inspect(tmp_path)
-    assert [Path(f["folder"]).relative_to(tmp_path).as_posix() for f in found] == [f"island{i}/global_step{N}" for i in (0, 1)]
+    assert [Path(f["folder"]).relative_to(tmp_path).as_posix() for f in found] == [
+        f"island{i}/global_step{N}" for i in (0, 1)
+    ]
     count = sum(p.numel() for p in zero.Model(130).parameters())
     for f in found:
-        assert f["complete"] and f["step"] == N and f["islands"] == 2 and f["shards"] == 2 and f["parameters"] == count
+        assert (
+            f["complete"]
+            and f["step"] == N
+            and f["islands"] == 2
+            and f["shards"] == 2
+            and f["parameters"] == count
+        )
     assert inspect(tmp_path / "island1" / f"global_step{N}")[0]["holds"] == {"1": "island1"}
     whole = anchors(load_exchange(tmp_path / "island0" / f"global_step{N}" / "exchange"), 0)
     merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
-    assert sum(t.numel() for t in whole.values()) == count and all(torch.equal(merged[n], t) for n, t in whole.items())
+    assert sum(t.numel() for t in whole.values()) == count and all(
+        torch.equal(merged[n], t) for n, t in whole.items()
+    )
     (tmp_path / "island0" / f"global_step{N}" / "exchange" / "rank1.json").unlink()
     assert [f["complete"] for f in inspect(tmp_path)] == [False, True]
 
@@ -529,21 +702,34 @@ def apart(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
         path, client = made.load_checkpoint(str(root))
         got = copied(made.optimizer.optimizer.state_dict())
         same = differences(wanted, got) + differences(whole, zero.whole(made))
-        merged = get_fp32_state_dict_from_zero_checkpoint(str(root / "replica1" if mesh.mpu.replica else root))
+        merged = get_fp32_state_dict_from_zero_checkpoint(
+            str(root / "replica1" if mesh.mpu.replica else root)
+        )
         assert all(torch.equal(merged[n], w) for n, w in whole.items())
-        assert torch.equal(merged["layers.1.weight"], whole["layers.0.weight"])  # known to rank 0 of the world only, in plain DeepSpeed
+        # known to rank 0 of the world only, in plain DeepSpeed
+        assert torch.equal(merged["layers.1.weight"], whole["layers.0.weight"])
         torch.distributed.barrier()
         if me.rank == 0:
             shutil.rmtree(root / "replica1")
         torch.distributed.barrier()
         taken, _ = made.load_checkpoint(str(root))
-        return {"path": path, "client": client["who"], "differences": same, "whole": whole, "taken": taken}
+        return {
+            "path": path,
+            "client": client["who"],
+            "differences": same,
+            "whole": whole,
+            "taken": taken,
+        }
 
 
 def test_separate_folders_for_the_trainer(run_ranks, tmp_path) -> None:
     out = run_ranks(apart, islands=1, procs=4, args=(tmp_path, zero.settings("zero2")))
     for rank, o in enumerate(out):
         own = tmp_path / "replica1" if rank > 1 else tmp_path
-        assert o["differences"] == [] and o["client"] == rank // 2 and Path(o["path"]).parent == own / "global_step2"
+        assert (
+            o["differences"] == []
+            and o["client"] == rank // 2
+            and Path(o["path"]).parent == own / "global_step2"
+        )
         assert Path(o["taken"]).parent == tmp_path / "global_step2"
     assert not (tmp_path / "global_step2" / "exchange").exists()

@@ -1,4 +1,6 @@
-"""What a rank holds under ZeRO, that it is the same as under FSDP2 where it can be, and steps that only some replicas take."""
+"""What a rank holds under ZeRO, that it is the same as under FSDP2 where it can be, and steps that
+only some replicas take.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fsdp_demo.exchange.plan import Plan
 
 from ..support import zero
 
-# -- pieces ----------------------------------------------------------------------------------------------------------
+# -- pieces --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (4, 3, 2), (11,), (1, 6), (6, 1), ()])
@@ -34,32 +36,51 @@ def test_pieces_cover_every_stretch_once_and_keep_whole_rows(shape):
                 at += math.prod(local)
                 if len(local) > 1 or len(shape) < 2 and local != shape:
                     assert local[1:] == tuple(shape[1:]) and (begin % row == 0 or not numel)
-            assert len(found) <= 3 and [s for _, s in found].count(()) == (shape == () and numel == 1)
+            assert len(found) <= 3 and [s for _, s in found].count(()) == (
+                shape == () and numel == 1
+            )
             if start % row == numel % row == 0 and numel:  # rows only: one shard, as FSDP2 has it
                 assert len(found) == 1
     assert list(pieces(shape, 0, total)) == [(0, shape)]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {stage: {} for stage in (*zero.STAGES, "wrapper")}
-LAYOUTS |= {"zero1-round": {"round_robin_gradients": True}, "zero2-round": {"round_robin_gradients": True}}
+LAYOUTS |= {
+    "zero1-round": {"round_robin_gradients": True},
+    "zero2-round": {"round_robin_gradients": True},
+}
 LAYOUTS |= {"zero2-aligned": {"parameter_alignment": True, "round_robin_gradients": True}}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout, bf16):
-    """In one island of 3 ranks: nothing is even. Every rank names every parameter; a write through a shard is seen by the model."""
+    """In one island of 3 ranks: nothing is even. Every rank names every parameter; a write through
+    a shard is seen by the model.
+    """
 
     def run(me):
         settings = zero.settings(layout.split("-r")[0].split("-a")[0], bf16=bf16)
         settings["zero_optimization"] |= LAYOUTS[layout]
         made = zero.engine(settings)
         shards = deepspeed_ext.ZeroHost(made)
-        assert shards.position(me.proc, me.procs) == fsdp_demo.comm.topology.ShardPosition(3, me.proc, 1, 0)
-        with zero.gathered(made.module):  # what the model computes with, and the masters are made of
+        assert shards.position(me.proc, me.procs) == fsdp_demo.comm.topology.ShardPosition(
+            3, me.proc, 1, 0
+        )
+        # what the model computes with, and the masters are made of
+        with zero.gathered(made.module):
             full = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
         held = [
-            (s.name, s.offset, bool(torch.equal(full[s.name].reshape(-1)[s.offset : s.offset + x.numel()].view(s.shape), x)), x.numel())
+            (
+                s.name,
+                s.offset,
+                bool(
+                    torch.equal(
+                        full[s.name].reshape(-1)[s.offset : s.offset + x.numel()].view(s.shape), x
+                    )
+                ),
+                x.numel(),
+            )
             for s, x in zip(shards.params, shards.read("parameter"), strict=True)
         ]
         with torch.no_grad():
@@ -78,14 +99,23 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
     results = run_ranks(run, 1, 3)
     shapes = results[0][0]
     for _, held, seen in results:
-        assert seen and {name for name, *_ in held} == set(shapes) and all(equal for *_, equal, _ in held)
+        assert (
+            seen
+            and {name for name, *_ in held} == set(shapes)
+            and all(equal for *_, equal, _ in held)
+        )
     for name, shape in shapes.items():
-        stretches = sorted((o, n) for _, held, _ in results for m, o, _, n in held if m == name and n)
+        stretches = sorted(
+            (o, n) for _, held, _ in results for m, o, _, n in held if m == name and n
+        )
         assert sum(n for _, n in stretches) == math.prod(shape)
-        assert all(a + n == b for (a, n), (b, _) in zip(stretches, stretches[1:], strict=False)) and stretches[0][0] == 0
+        assert (
+            all(a + n == b for (a, n), (b, _) in zip(stretches, stretches[1:], strict=False))
+            and stretches[0][0] == 0
+        )
 
 
-# -- ZeRO-3 and FSDP2 --------------------------------------------------------------------------------------------------
+# -- ZeRO-3 and FSDP2 ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["demo", "decoupled_momentum"])
@@ -103,7 +133,12 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
         made = zero.engine(zero.settings("zero3"), optimizer, model())
         exchange = deepspeed_ext.attach(made, preset, **periods)
         losses = zero.train(made, steps, me.rank)
-        return losses, vars(exchange._meter), zero.whole(made), [s.shape for s in exchange.shards.params]
+        return (
+            losses,
+            vars(exchange._meter),
+            zero.whole(made),
+            [s.shape for s in exchange.shards.params],
+        )
 
     def with_fsdp2(me):
         from torch.distributed.fsdp import fully_shard
@@ -125,13 +160,18 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
 
     for ours, theirs in zip(run_ranks(with_zero), run_ranks(with_fsdp2), strict=True):
         assert ours[0] == theirs[0] and ours[3] == theirs[3]
-        assert all(ours[1][k] == theirs[1][k] for k in ("exchanges", "messages", "bytes_sent", "bytes_received"))
+        assert all(
+            ours[1][k] == theirs[1][k]
+            for k in ("exchanges", "messages", "bytes_sent", "bytes_received")
+        )
         assert ours[1]["exchanges"] == 10
         assert all(torch.equal(ours[2][n], theirs[2][n]) for n in theirs[2])
 
 
 def test_what_stays_gathered_is_sent_once(run_ranks):
-    """All tensors persistent, so that every rank holds all of them: an island sends as much as with none persistent, a whole copy once."""
+    """All tensors persistent, so that every rank holds all of them: an island sends as much as with
+    none persistent, a whole copy once.
+    """
 
     def run(me):
         sent = {}
@@ -157,7 +197,7 @@ def test_what_stays_gathered_is_sent_once(run_ranks):
         assert 4 * numel <= gathered < 4 * numel + 1000  # fp32; headers and checksums
 
 
-# -- start -----------------------------------------------------------------------------------------------------------
+# -- start ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", zero.STAGES)
@@ -173,7 +213,10 @@ def test_islands_start_from_the_masters_frozen_parameters_and_buffers_of_island_
         with torch.no_grad():
             seen = made(zero.batch(0, 0)[0]).clone()
         with zero.gathered(made.module):
-            out = {n: p.detach().clone() for n, p in [*made.module.named_parameters(), *made.module.named_buffers()]}
+            out = {
+                n: p.detach().clone()
+                for n, p in [*made.module.named_parameters(), *made.module.named_buffers()]
+            }
         exchange.detach()
         return out, seen
 
@@ -185,7 +228,7 @@ def test_islands_start_from_the_masters_frozen_parameters_and_buffers_of_island_
         assert torch.equal(seen, results[0][1])
 
 
-# -- steps that are not taken ----------------------------------------------------------------------------------------
+# -- steps that are not taken --------------------------------------------------------------------
 
 
 class Rate:
@@ -210,8 +253,9 @@ SKIPS += [("demo", "zero2"), ("demo", "zero3-parts"), ("diloco", "zero1"), ("dil
 
 @pytest.mark.parametrize("preset, stage", SKIPS)
 def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset, stage):
-    """A NaN on one rank of island 1 in step 2: DeepSpeed skips there alone. Steps, exchanges, rates and replicas stay together; under
-    `full` what is applied in that step is the other replica's gradient."""
+    """A NaN on one rank of island 1 in step 2: DeepSpeed skips there alone. Steps, exchanges, rates
+    and replicas stay together; under `full` what is applied in that step is the other replica's
+    gradient."""
     period = {} if preset != "diloco" else {"period": 3}
 
     def run(me, poisoned):
@@ -230,7 +274,11 @@ def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset
             skipped.append(not made.was_step_applied())
             assert exchange.step == made.global_steps == t + 1
         equal = exchange.digests_equal()
-        count, rate, exchanges = made.lr_scheduler.count, made.get_lr()[0], exchange.metrics()["exchanges"]
+        count, rate, exchanges = (
+            made.lr_scheduler.count,
+            made.get_lr()[0],
+            exchange.metrics()["exchanges"],
+        )
         out = skipped, count, rate, exchanges, equal, zero.whole(made)
         exchange.detach()
         return out
@@ -239,20 +287,37 @@ def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset
     sound, results = [a for a, _ in pairs], [b for _, b in pairs]
     for rank, (skipped, count, rate, exchanges, equal, whole) in enumerate(results):
         assert skipped == [rank >= 2 and t == 2 for t in range(6)]
-        assert count == 6 and rate == results[0][2] == sound[0][2] and exchanges == (2 if preset == "diloco" else 6)
+        assert (
+            count == 6
+            and rate == results[0][2] == sound[0][2]
+            and exchanges == (2 if preset == "diloco" else 6)
+        )
         assert equal and all(bool(x.isfinite().all()) for x in whole.values())
         assert not all(torch.equal(whole[n], sound[0][5][n]) for n in whole)
 
 
 @pytest.mark.parametrize(
     "stage, preset",
-    [("zero1", "full"), ("zero3-parts", "demo"), ("zero2", "diloco"), ("wrapper", "full"), ("zero2-offload", "demo"), ("zero3", "full")],
+    [
+        ("zero1", "full"),
+        ("zero3-parts", "demo"),
+        ("zero2", "diloco"),
+        ("wrapper", "full"),
+        ("zero2-offload", "demo"),
+        ("zero3", "full"),
+    ],
 )
-def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(run_ranks, stage, preset):
+def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(
+    run_ranks, stage, preset
+):
     def run(me, by_loop):
-        made = zero.engine(zero.settings(stage, accumulate=2), zero.sgd if preset == "demo" else zero.adamw)
+        made = zero.engine(
+            zero.settings(stage, accumulate=2), zero.sgd if preset == "demo" else zero.adamw
+        )
         with zero.another_run():
-            exchange = deepspeed_ext.attach(made, preset, **({} if preset != "diloco" else {"period": 2}))
+            exchange = deepspeed_ext.attach(
+                made, preset, **({} if preset != "diloco" else {"period": 2})
+            )
         for t in range(5):
             for micro in range(2):
                 rows, targets = zero.batch(t, me.rank, micro)
@@ -273,7 +338,9 @@ def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(r
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_attaching_changes_no_step(run_ranks, dampening):
-    """SGD whose first step is not like later ones: making its state early must not make the first step a later one."""
+    """SGD whose first step is not like later ones: making its state early must not make the first
+    step a later one.
+    """
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=dampening)
@@ -292,12 +359,17 @@ def test_attaching_changes_no_step(run_ranks, dampening):
     assert all(run_ranks(run))
 
 
-# -- ends ------------------------------------------------------------------------------------------------------------
+# -- ends ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
-@pytest.mark.parametrize("preset, changes", [("diloco", {"period": 4}), ("streaming_diloco", {"period": 6, "delay": 2, "layers": 1})])
-def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(run_ranks, stage, preset, changes):
+@pytest.mark.parametrize(
+    "preset, changes",
+    [("diloco", {"period": 4}), ("streaming_diloco", {"period": 6, "delay": 2, "layers": 1})],
+)
+def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(
+    run_ranks, stage, preset, changes
+):
     def run(me):
         made = zero.engine(zero.settings(stage, bf16=True))
         exchange = deepspeed_ext.attach(made, preset, **changes)
@@ -320,7 +392,8 @@ def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(run_ran
     results = run_ranks(run)
     for before, outer, after, end, equal in results:
         assert torch.equal(before, after) and not torch.equal(before, outer)
-        assert torch.equal(outer, results[0][1]) or preset == "streaming_diloco"  # seen with a fragment's delta under way
+        # seen with a fragment's delta under way
+        assert torch.equal(outer, results[0][1]) or preset == "streaming_diloco"
         assert equal and torch.equal(end, results[0][3])
 
 
@@ -356,7 +429,11 @@ def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_rank
     run_ranks(run)
 
 
-REST = [p for p in fsdp_demo.presets() if p not in ("full", "demo", "diloco", "desloc", "streaming_diloco")]
+REST = [
+    p
+    for p in fsdp_demo.presets()
+    if p not in ("full", "demo", "diloco", "desloc", "streaming_diloco")
+]
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
@@ -366,8 +443,13 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
 
     def run(me):
         config = fsdp_demo.preset(preset)
-        made = zero.engine(zero.settings(stage, bf16=True), zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw)
-        exchange = deepspeed_ext.attach(made, preset, **({} if config.channels[0].before_step else {"period": 2}))
+        made = zero.engine(
+            zero.settings(stage, bf16=True),
+            zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw,
+        )
+        exchange = deepspeed_ext.attach(
+            made, preset, **({} if config.channels[0].before_step else {"period": 2})
+        )
         sections = [c.section for c in (*exchange.channels, *exchange._runtime.buffers)]
         planned = Plan(sections, me.islands, me.island).over(range(4)).bytes_sent
         zero.train(made, range(4), me.rank)
@@ -378,7 +460,10 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
     results = run_ranks(run)
     for planned, counted, whole in results:
         assert planned == counted > 0
-        assert all(torch.equal(whole[n], results[0][2][n]) and bool(whole[n].isfinite().all()) for n in whole)
+        assert all(
+            torch.equal(whole[n], results[0][2][n]) and bool(whole[n].isfinite().all())
+            for n in whole
+        )
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
@@ -403,7 +488,11 @@ def test_after_the_end_one_attaches_again_and_the_old_exchange_touches_nothing(r
         ours = made.step
         made.step = lambda *args, **kwargs: ours(*args, **kwargs)  # a profiler, say
         zero.train(made, range(2), me.rank)
-        assert third.step == 2 and ours.__name__ == "step" and "lr_kwargs" in inspect.signature(ours).parameters
+        assert (
+            third.step == 2
+            and ours.__name__ == "step"
+            and "lr_kwargs" in inspect.signature(ours).parameters
+        )
         third.detach()
         third.detach()
         assert made.optimizer.clip_grad == 0.7 and "_optimizer_step" not in vars(made.optimizer)

@@ -1,4 +1,5 @@
-"""ZeRO replicas that see no checkpoint take over from those that have one: plain DeepSpeed, the recipe, and the Trainer.
+"""ZeRO replicas that see no checkpoint take over from those that have one: plain DeepSpeed, the
+recipe, and the Trainer.
 
 Each replica has a directory of its own, as on disks that nobody shares."""
 
@@ -32,13 +33,17 @@ def root_of(me: Any, root: Path) -> str:
 def save(me: Any, root: Path, config: dict[str, Any], preset: str) -> dict[str, Any]:
     made, exchange = make(config, preset)
     zero.train(made, range(N), me.rank)
-    made.save_checkpoint(root_of(me, root), client_state={"mine": [3, "x"], "tensor": torch.ones(2)})
+    made.save_checkpoint(
+        root_of(me, root), client_state={"mine": [3, "x"], "tensor": torch.ones(2)}
+    )
     losses = zero.train(made, range(N, 2 * N), me.rank)
     exchange.finish()
     return {"losses": losses, "end": copied(exchange.shards.read("parameter"))}
 
 
-def load(me: Any, root: Path, config: dict[str, Any], preset: str, options: dict[str, Any]) -> dict[str, Any]:
+def load(
+    me: Any, root: Path, config: dict[str, Any], preset: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """A fresh engine of other weights; from there to the end, and a save of its own."""
     logging.basicConfig(level=logging.WARNING, force=True)
     made, exchange = make(config, preset, seed=8 + me.island)
@@ -60,7 +65,12 @@ def load(me: Any, root: Path, config: dict[str, Any], preset: str, options: dict
     }
 
 
-CASES = [("zero1", "full"), ("zero2", "demo"), ("zero3-parts", "diloco"), ("zero2", "streaming_diloco")]
+CASES = [
+    ("zero1", "full"),
+    ("zero2", "demo"),
+    ("zero3-parts", "diloco"),
+    ("zero2", "streaming_diloco"),
+]
 
 
 @pytest.mark.parametrize("stage, preset", CASES)
@@ -73,14 +83,28 @@ def test_both_end_equal(run_ranks, tmp_path, stage, preset, lost) -> None:
     assert all(o.error is None for o in out), [o.error for o in out if o.error]
     for o in out:
         value, donor = o.value, out[2 * (1 - lost) + o.rank % 2].value
-        assert value["steps"] == donor["steps"] and value["steps"][0] == value["steps"][2] == N and value["samples"] == donor["samples"]
-        assert differences(value["end"], donor["end"]) == [] and value["client"] == {"mine": [3, "x"]}
-        assert set(value["kept"]) == {f"global_step{2 * N}"} | (set() if o.rank // 2 == lost else {f"global_step{N}"})
+        assert (
+            value["steps"] == donor["steps"]
+            and value["steps"][0] == value["steps"][2] == N
+            and value["samples"] == donor["samples"]
+        )
+        assert differences(value["end"], donor["end"]) == [] and value["client"] == {
+            "mine": [3, "x"]
+        }
+        assert set(value["kept"]) == {f"global_step{2 * N}"} | (
+            set() if o.rank // 2 == lost else {f"global_step{N}"}
+        )
         assert f"global_step{N}" in value["path"] and f"disk{o.rank // 2}" in value["path"]
         if preset == "full":  # nothing is lost: as if the folder were there
-            assert value["losses"] == saved[o.rank]["losses"] and differences(value["end"], saved[o.rank]["end"]) == []
+            assert (
+                value["losses"] == saved[o.rank]["losses"]
+                and differences(value["end"], saved[o.rank]["end"]) == []
+            )
     log = out[2 * lost].log
-    assert f"took over step {N} from island{1 - lost}, with its client_state; without tensor, which are not plain JSON" in log
+    assert (
+        f"took over step {N} from island{1 - lost}, with its client_state; without tensor, which "
+        "are not plain JSON"
+    ) in log
     assert "begin anew here" in log
 
 
@@ -88,22 +112,38 @@ def test_weights_alone_are_not_taken_over(run_ranks, tmp_path) -> None:
     config = zero.settings("zero1")
     run_ranks(save, args=(tmp_path, config, "demo"))
     shutil.rmtree(tmp_path / "disk1")
-    for o in run_ranks(load, args=(tmp_path, config, "demo", {"load_module_only": True}), check=False):
-        assert "NeedsDecision: load_module_only: no replica takes over weights alone" in str(o.error)
-    for o in run_ranks(load, args=(tmp_path, config, "demo", {"tag": f"global_step{N}"}), check=False):
-        assert "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: none)" in str(o.error)
-        assert "without a tag, an island that holds no checkpoint takes over from the others" in str(o.error)
+    for o in run_ranks(
+        load, args=(tmp_path, config, "demo", {"load_module_only": True}), check=False
+    ):
+        assert "NeedsDecision: load_module_only: no replica takes over weights alone" in str(
+            o.error
+        )
+    for o in run_ranks(
+        load, args=(tmp_path, config, "demo", {"tag": f"global_step{N}"}), check=False
+    ):
+        assert (
+            "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: "
+            "none)"
+        ) in str(o.error)
+        assert (
+            "without a tag, an island that holds no checkpoint takes over from the others"
+            in str(o.error)
+        )
 
 
 def unlike(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
-    """Island 0 saves after step 4, island 1 after step 5, between the same exchanges; island 2 nowhere."""
+    """Island 0 saves after step 4, island 1 after step 5, between the same exchanges; island 2
+    nowhere.
+    """
     made, exchange = make(config, "diloco")
     for step in (4, 5):
         zero.train(made, range(exchange.step, step), me.rank)
         if me.island == step - 4:
             made.save_checkpoint(root_of(me, root))
     exchange.detach()
-    again, exchange = make(config, "diloco", seed=8 + me.island, topology=replace(Topology.from_env(), run="again"))
+    again, exchange = make(
+        config, "diloco", seed=8 + me.island, topology=replace(Topology.from_env(), run="again")
+    )
     again.load_checkpoint(root_of(me, root))
     loaded = everything(again, exchange)["steps"]
     zero.train(again, range(5, 9), me.rank)
@@ -113,22 +153,41 @@ def unlike(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
 
 def test_the_furthest_is_taken_over_by_all(run_ranks, tmp_path) -> None:
     out = run_ranks(unlike, islands=3, procs=1, group=True, args=(tmp_path, zero.settings("zero1")))
-    assert all(o[0] == out[1][0] and o[0][0] == 5 and differences(o[1], out[0][1]) == [] for o in out)
+    assert all(
+        o[0] == out[1][0] and o[0][0] == 5 and differences(o[1], out[0][1]) == [] for o in out
+    )
 
 
 def nothing(**more: Any) -> dict[str, Any]:
-    note = {"name": "n", "tag": None, "latest": None, "seen": {}, "plain": [], "bad": {}, "beside": {}, "plain_latest": None, "own": []}
+    note = {
+        "name": "n",
+        "tag": None,
+        "latest": None,
+        "seen": {},
+        "plain": [],
+        "bad": {},
+        "beside": {},
+        "plain_latest": None,
+        "own": [],
+    }
     return note | more
 
 
 def test_who_loads_and_who_takes_over() -> None:
     assert choose_tags([nothing(), seen("b", 19, "9")]) == [None, ("b", "r199")]
     torn = nothing(bad={"b": "cut off"}, latest="b")
-    assert choose_tags([seen("a", 17, "9"), torn, seen("b", 19, "9")]) == [("a", "r179"), None, ("b", "r199")]
+    assert choose_tags([seen("a", 17, "9"), torn, seen("b", 19, "9")]) == [
+        ("a", "r179"),
+        None,
+        ("b", "r199"),
+    ]
     assert choose_tags([nothing(), nothing()]) is None
     with pytest.raises(NeedsDecision, match="no checkpoint is seen by all replicas"):
         choose_tags([nothing(), seen("b", 19, "9")], take_over=False)
-    with pytest.raises(NeedsDecision, match=r"do not see the same checkpoint of plain DeepSpeed \(n: none; n: start\)"):
+    with pytest.raises(
+        NeedsDecision,
+        match=r"do not see the same checkpoint of plain DeepSpeed \(n: none; n: start\)",
+    ):
         choose_tags([nothing(), nothing(plain=["start"], plain_latest="start")])
     with pytest.raises(NeedsDecision, match="different tags"):
         choose_tags([nothing(tag="b"), seen("b", 19, "9")])
@@ -151,7 +210,7 @@ def test_an_engine_goes_to_the_place() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-# ---- the recipe and the Trainer ---------------------------------------------------------------------------------------------------
+# ---- the recipe and the Trainer ----------------------------------------------------------------
 
 
 def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
@@ -161,14 +220,18 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
 
     def work(me):
         patch = pytest.MonkeyPatch()
-        patch.setattr("torch.distributed.destroy_process_group", lambda *a: None)  # lives share a process and its group here
+        # lives share a process and its group here
+        patch.setattr("torch.distributed.destroy_process_group", lambda *a: None)
         text = me.folder / "text.txt"
         if me.rank == 0:
             text.write_text("to be, or not to be, that is the question\n" * 400)
             (me.folder / "written").touch()
         while not (me.folder / "written").exists():
             time.sleep(0.01)
-        flags = f"--model tiny --sequence_length 32 --exchange demo --lr 3e-3 --eval_batches 2 --steps 6 --data {text} --log_every 1"
+        flags = (
+            "--model tiny --sequence_length 32 --exchange demo --lr 3e-3 --eval_batches 2 --steps "
+            f"6 --data {text} --log_every 1"
+        )
         flags += f" --save_every 3 --output {me.folder / f'disk{me.island}'}"
         out = []
         for more in ("", "--resume"):
@@ -176,7 +239,12 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
             pretrain_deepspeed.main()
             torch.distributed.barrier()
             home = me.folder / f"disk{me.island}" / f"island{me.island}"
-            out.append([json.loads(line)["step"] for line in (home / "metrics.jsonl").read_text().splitlines()])
+            out.append(
+                [
+                    json.loads(line)["step"]
+                    for line in (home / "metrics.jsonl").read_text().splitlines()
+                ]
+            )
             torch.distributed.barrier()  # everybody has read before anything is removed
             if me.proc == 0 and not more:
                 shutil.rmtree(home if me.island else home / "global_step6")
@@ -188,7 +256,10 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
         assert o[0] == [1, 2, 3, 4, 5, 6] and o[1][-3:] == [4, 5, 6]
 
 
-@pytest.mark.parametrize("stage, preset, changes", [("zero1", "full", {}), ("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})])
+@pytest.mark.parametrize(
+    "stage, preset, changes",
+    [("zero1", "full", {}), ("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})],
+)
 def test_the_trainer_takes_over(run_ranks, stage, preset, changes) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("datasets")
@@ -203,10 +274,14 @@ def test_the_trainer_takes_over(run_ranks, stage, preset, changes) -> None:
         out = []
         for resume in (None, True):
             where = me.folder / f"disk{me.island}" / "out"
-            trained = script.trainer(where, extra(preset, **changes), deepspeed=settings(stage), **plan)
+            trained = script.trainer(
+                where, extra(preset, **changes), deepspeed=settings(stage), **plan
+            )
             trained.train(resume_from_checkpoint=resume)
             counts = (trained.state.global_step, trained.deepspeed.global_steps)
-            out.append((whole(trained), shown(trained), history(trained, "learning_rate")[-5:], counts))
+            out.append(
+                (whole(trained), shown(trained), history(trained, "learning_rate")[-5:], counts)
+            )
             torch.distributed.barrier()
             if me.proc == 0 and resume is None:
                 home = where / f"island{me.island}"
@@ -217,4 +292,6 @@ def test_the_trainer_takes_over(run_ranks, stage, preset, changes) -> None:
     out = run_ranks(work, islands=2, procs=2, timeout=120)
     for first, again in out:
         assert again[3] == (10, 10) and again[2] == first[2] and torch.equal(again[0], out[0][1][0])
-        assert torch.equal(again[1], again[0]) and (preset != "full" or torch.equal(again[0], first[0]))
+        assert torch.equal(again[1], again[0]) and (
+            preset != "full" or torch.equal(again[0], first[0])
+        )

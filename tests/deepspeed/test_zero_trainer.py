@@ -1,4 +1,6 @@
-"""`ExchangeCallback` finds the ZeRO engine by itself: a Trainer script with `deepspeed=`, islands of 2 x 2 at every stage."""
+"""`ExchangeCallback` finds the ZeRO engine by itself: a Trainer script with `deepspeed=`, islands
+of 2 x 2 at every stage.
+"""
 
 import os
 from pathlib import Path
@@ -21,12 +23,26 @@ from ..support import trainer_script as script  # noqa: E402
 from ..support import zero  # noqa: E402
 from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
 
-AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")}
+AUTO = {
+    name: "auto"
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    )
+}
 
 
 def settings(stage, **more):
     """What users write: "auto" wherever the Trainer knows better."""
-    return {**AUTO, "zero_optimization": dict(zero.STAGES[stage]), "bf16": {"enabled": "auto"}, "steps_per_print": 10**9, **more}
+    return {
+        **AUTO,
+        "zero_optimization": dict(zero.STAGES[stage]),
+        "bf16": {"enabled": "auto"},
+        "steps_per_print": 10**9,
+        **more,
+    }
 
 
 def extra(preset, **changes):
@@ -49,18 +65,30 @@ def shown(trained):
 
 
 def run(rank, stage, preset, changes, options, resume=None, **trainer):
-    trained = script.trainer(rank.folder / "out", extra(preset, **changes), deepspeed=settings(stage, **options), **trainer)
+    trained = script.trainer(
+        rank.folder / "out",
+        extra(preset, **changes),
+        deepspeed=settings(stage, **options),
+        **trainer,
+    )
     trained.train(resume_from_checkpoint=resume)
     return trained
 
 
-CASES = [("zero1", "diloco", {"period": 4}), ("zero2", "demo", {}), ("zero3", "diloco", {"period": 4}), ("zero3-parts", "demo", {})]
+CASES = [
+    ("zero1", "diloco", {"period": 4}),
+    ("zero2", "demo", {}),
+    ("zero3", "diloco", {"period": 4}),
+    ("zero3-parts", "demo", {}),
+]
 
 
 @pytest.mark.parametrize("stage, preset, changes", CASES)
 def test_islands_train_one_model(run_ranks, stage, preset, changes):
     def work(rank):
-        trained = run(rank, stage, preset, changes, {}, gradient_accumulation_steps=2, logging_steps=1)
+        trained = run(
+            rank, stage, preset, changes, {}, gradient_accumulation_steps=2, logging_steps=1
+        )
         exchange = trained.callback_handler.callbacks[-1].exchange
         return {
             "whole": whole(trained),
@@ -79,14 +107,29 @@ def test_islands_train_one_model(run_ranks, stage, preset, changes):
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)
     for o in out:
-        assert torch.equal(o["whole"], out[0]["whole"]) and torch.equal(o["shown"], o["whole"]) and o["equal"] is True
+        assert (
+            torch.equal(o["whole"], out[0]["whole"])
+            and torch.equal(o["shown"], o["whole"])
+            and o["equal"] is True
+        )
         assert o["steps"] == (8, 8, 8) and o["exchanges"] == (8 if preset == "demo" else 2)
-        assert o["eval"] == out[0]["eval"] and len(o["eval"]) == 2 and o["eval"][-1] < o["eval"][0] < 3.3
+        assert (
+            o["eval"] == out[0]["eval"]
+            and len(o["eval"]) == 2
+            and o["eval"][-1] < o["eval"][0] < 3.3
+        )
         assert o["again"] == o["eval"][-1] and o["heard"] == out[0]["heard"]
-        assert {"global_step8", "exchange", "trainer_state.json", "latest"} <= set(o["saved"]) and o["parts"] == 4 and o["held"] == [4, 8]
+        assert (
+            {"global_step8", "exchange", "trainer_state.json", "latest"} <= set(o["saved"])
+            and o["parts"] == 4
+            and o["held"] == [4, 8]
+        )
     assert out[0]["loss"] != out[2]["loss"] and len(out[0]["loss"]) == 8
-    if preset == "demo":  # the header of a step's payload has the loss of that very step, all micro-batches of it
-        assert out[0]["heard"] == pytest.approx([(a + b) / 2 for a, b in zip(out[0]["loss"], out[2]["loss"], strict=True)], rel=1e-4)
+    # the header of a step's payload has the loss of that very step, all micro-batches of it
+    if preset == "demo":
+        assert out[0]["heard"] == pytest.approx(
+            [(a + b) / 2 for a, b in zip(out[0]["loss"], out[2]["loss"], strict=True)], rel=1e-4
+        )
 
 
 class Poison(TrainerCallback):
@@ -98,25 +141,43 @@ class Poison(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.wanted and state.global_step == self.step and not self.done:
             self.done = True
-            hook = next(p for p in model.parameters()).register_hook(lambda g: (hook.remove(), g * float("nan"))[1])
+            hook = next(p for p in model.parameters()).register_hook(
+                lambda g: (hook.remove(), g * float("nan"))[1]
+            )
 
 
-@pytest.mark.parametrize("stage, preset, changes", [("zero1", "demo", {}), ("zero3", "diloco", {"period": 2})])
+@pytest.mark.parametrize(
+    "stage, preset, changes", [("zero1", "demo", {}), ("zero3", "diloco", {"period": 2})]
+)
 def test_an_island_skips_a_step_alone(run_ranks, stage, preset, changes):
-    """NaN on one rank of island 1: that island sits the step out, joins the exchange, and keeps its schedule."""
+    """NaN on one rank of island 1: that island sits the step out, joins the exchange, and keeps its
+    schedule.
+    """
 
     def work(rank):
         trained = script.trainer(
-            rank.folder / "out", extra(preset, **changes), deepspeed=settings(stage), callbacks=[Poison(3, rank.rank == 3)], logging_steps=1
+            rank.folder / "out",
+            extra(preset, **changes),
+            deepspeed=settings(stage),
+            callbacks=[Poison(3, rank.rank == 3)],
+            logging_steps=1,
         )
         trained.train()
         exchange, engine = trained.callback_handler.callbacks[-1].exchange, trained.deepspeed
-        steps = (exchange.step, trained.state.global_step, engine.global_steps, engine.skipped_steps)
+        steps = (
+            exchange.step,
+            trained.state.global_step,
+            engine.global_steps,
+            engine.skipped_steps,
+        )
         return whole(trained), steps, history(trained, "learning_rate"), exchange.digests_equal()
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)
     assert [o[1] for o in out] == [(8, 8, 8, 0)] * 2 + [(8, 8, 8, 1)] * 2
-    assert all(torch.equal(o[0], out[0][0]) and o[2] == out[0][2] and o[3] for o in out) and torch.isfinite(out[0][0]).all()
+    assert (
+        all(torch.equal(o[0], out[0][0]) and o[2] == out[0][2] and o[3] for o in out)
+        and torch.isfinite(out[0][0]).all()
+    )
     assert len(set(out[0][2])) == 8  # the rate falls with every step
 
 
@@ -139,7 +200,12 @@ def test_what_cannot_work_is_refused_at_the_trainer(run_ranks):
         cases = {
             "clip": ("diloco", {}, {"max_grad_norm": 0.5}, lambda s: s.pop("gradient_clipping")),
             "muon": ("muloco", {}, {}, None),
-            "matrices": ("muloco", {"optimizer_cls_and_kwargs": exchange_optimizer("muloco", lr=0.01)}, {}, None),
+            "matrices": (
+                "muloco",
+                {"optimizer_cls_and_kwargs": exchange_optimizer("muloco", lr=0.01)},
+                {},
+                None,
+            ),
             "own": ("demo", {}, {}, None),
         }
         for preset, more, args, edit in cases.values():
@@ -147,18 +213,36 @@ def test_what_cannot_work_is_refused_at_the_trainer(run_ranks):
             if edit:
                 edit(config)
             with pytest.raises(ValueError) as error:
-                script.trainer(rank.folder / "out", {"callbacks": [ExchangeCallback(preset)], **more}, deepspeed=config, **args)
+                script.trainer(
+                    rank.folder / "out",
+                    {"callbacks": [ExchangeCallback(preset)], **more},
+                    deepspeed=config,
+                    **args,
+                )
             said.append(str(error.value))
-        trained = script.trainer(rank.folder / "out", extra("diloco"), deepspeed=settings("zero1", zero_optimization={"stage": 0}))
+        trained = script.trainer(
+            rank.folder / "out",
+            extra("diloco"),
+            deepspeed=settings("zero1", zero_optimization={"stage": 0}),
+        )
         with pytest.raises(ValueError) as error:
             trained.train()
         return [*said, str(error.value)]
 
     for clip, muon, matrices, own, none in run_ranks(work, islands=2, procs=2, timeout=60):
-        assert "max_grad_norm=0.5 and no gradient_clipping in DeepSpeed's configuration" in clip and '"gradient_clipping": "auto"' in clip
-        assert '"optimizer": {"type": "Muon", "params": {"lr": 0.005}}' in muon and "has an optimizer of its own" in muon
+        assert (
+            "max_grad_norm=0.5 and no gradient_clipping in DeepSpeed's configuration" in clip
+            and '"gradient_clipping": "auto"' in clip
+        )
+        assert (
+            '"optimizer": {"type": "Muon", "params": {"lr": 0.005}}' in muon
+            and "has an optimizer of its own" in muon
+        )
         assert "needs matrices where ZeRO has flat partitions" in matrices
-        assert 'optimizer_cls_and_kwargs=exchange_optimizer("demo", lr=0.005)' in own and "ZeRO stage 0" in none
+        assert (
+            'optimizer_cls_and_kwargs=exchange_optimizer("demo", lr=0.005)' in own
+            and "ZeRO stage 0" in none
+        )
 
 
 def test_ranks_without_island_variables_stop_the_trainer_of_all(run_ranks):
@@ -166,19 +250,25 @@ def test_ranks_without_island_variables_stop_the_trainer_of_all(run_ranks):
         if rank.proc == 1:
             for name in [n for n in os.environ if n.startswith("ISLAND_")]:
                 del os.environ[name]
-        with pytest.raises(ValueError, match=r"different ISLAND_COUNT: 2 on rank 0; nothing on rank 1.*\.deepspeed_env"):
+        with pytest.raises(
+            ValueError,
+            match=r"different ISLAND_COUNT: 2 on rank 0; nothing on rank 1.*\.deepspeed_env",
+        ):
             script.trainer(rank.folder / "out", extra("diloco"), deepspeed=settings("zero1"))
 
     run_ranks(work, islands=2, procs=2, timeout=60)
 
 
 def test_zero3_weights_that_are_cut_while_they_load(run_ranks, tmp_path):
-    """`from_pretrained` cuts parameters before there is an optimizer, whose groups go by the whole tensors' dims: the same numbers."""
+    """`from_pretrained` cuts parameters before there is an optimizer, whose groups go by the whole
+    tensors' dims: the same numbers.
+    """
     made = script.model
     made().save_pretrained(tmp_path / "weights")
 
     def load():
-        deepspeed.init_distributed(dist_init_required=False, verbose=False)  # on CPU ranks Accelerate has started torch's group alone
+        # on CPU ranks Accelerate has started torch's group alone
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
         return LlamaForCausalLM.from_pretrained(tmp_path / "weights")
 
     def work(rank):
@@ -187,7 +277,9 @@ def test_zero3_weights_that_are_cut_while_they_load(run_ranks, tmp_path):
             line = {"callbacks": [ExchangeCallback("demo")]}
             line["optimizer_cls_and_kwargs"] = exchange_optimizer("demo", lr=4e-3, weight_decay=0.5)
             plan = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
-            trained = script.trainer(rank.folder / script.model.__name__, line, deepspeed=settings("zero3"), **plan)
+            trained = script.trainer(
+                rank.folder / script.model.__name__, line, deepspeed=settings("zero3"), **plan
+            )
             cut = any(p.numel() == 0 for p in trained.model.parameters())
             trained.train()
             groups = [g["weight_decay"] for g in trained.deepspeed.optimizer.optimizer.param_groups]

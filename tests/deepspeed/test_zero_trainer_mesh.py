@@ -1,4 +1,6 @@
-"""One world on a mesh under the Trainer with DeepSpeed: `TrainingArguments`, `shard_within_node(2)`, model, `Trainer` and one more line."""
+"""One world on a mesh under the Trainer with DeepSpeed: `TrainingArguments`,
+`shard_within_node(2)`, model, `Trainer` and one more line.
+"""
 
 import logging
 
@@ -24,7 +26,9 @@ WORLD = {"ISLAND_COUNT": ""}  # no ISLAND_* variables: four ranks, two nodes of 
 
 
 class Watch(TrainerCallback):
-    """Counts what crosses nodes from the start of the first epoch, when the replicas have met, to the end of the second step."""
+    """Counts what crosses nodes from the start of the first epoch, when the replicas have met, to
+    the end of the second step.
+    """
 
     def __init__(self):
         self.recorder, self.sent = Recorder(), 0
@@ -46,14 +50,24 @@ class Watch(TrainerCallback):
 def in_mesh(rank, where, stage, preset, changes, callbacks=(), **more):
     """A Trainer as a user's script makes it."""
     made = script.model
-    script.model = lambda: (deepspeed_ext.shard_within_node(2), made())[1]  # after TrainingArguments, before the model
+    # after TrainingArguments, before the model
+    script.model = lambda: (deepspeed_ext.shard_within_node(2), made())[1]
     try:
-        return script.trainer(rank.folder / where, extra(preset, **changes), deepspeed=settings(stage), callbacks=callbacks, **more)
+        return script.trainer(
+            rank.folder / where,
+            extra(preset, **changes),
+            deepspeed=settings(stage),
+            callbacks=callbacks,
+            **more,
+        )
     finally:
         script.model = made
 
 
-@pytest.mark.parametrize("stage, preset, changes", [("zero1", "diloco", {"period": 2}), ("zero2", "demo", {}), ("zero3", "demo", {})])
+@pytest.mark.parametrize(
+    "stage, preset, changes",
+    [("zero1", "diloco", {"period": 2}), ("zero2", "demo", {}), ("zero3", "demo", {})],
+)
 def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, stage, preset, changes):
     def run(rank):
         records, handler = [], logging.Handler()
@@ -61,14 +75,25 @@ def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, stage, pre
         logging.getLogger("fsdp_demo").addHandler(handler)
         logging.getLogger("fsdp_demo").setLevel(logging.INFO)
         watch = Watch()
-        plan = {"max_steps": 4, "logging_steps": 4, "gradient_accumulation_steps": 2, "save_strategy": "no"}
+        plan = {
+            "max_steps": 4,
+            "logging_steps": 4,
+            "gradient_accumulation_steps": 2,
+            "save_strategy": "no",
+        }
         watch.trained = trained = in_mesh(rank, "out", stage, preset, changes, [watch], **plan)
         trained.train()
         exchange = trained.callback_handler.callbacks[-1].exchange
-        place = exchange.topology.kind, exchange.topology.islands, exchange.step, trained.state.global_step
+        place = (
+            exchange.topology.kind,
+            exchange.topology.islands,
+            exchange.step,
+            trained.state.global_step,
+        )
         return {
             "crossing": watch.recorder.crossing(2),
-            "inside": {e.ranks for e in watch.recorder.events} - {e.ranks for e in watch.recorder.crossing(2)},
+            "inside": {e.ranks for e in watch.recorder.events}
+            - {e.ranks for e in watch.recorder.crossing(2)},
             "sent": watch.sent,
             "place": place,
             "whole": whole(trained),
@@ -79,14 +104,25 @@ def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, stage, pre
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
     for r, o in enumerate(out):
-        assert {e.ranks for e in o["crossing"]} == {(r % 2, r % 2 + 2)} and o["place"] == ("mesh", 2, 4, 4)
+        assert {e.ranks for e in o["crossing"]} == {(r % 2, r % 2 + 2)} and o["place"] == (
+            "mesh",
+            2,
+            4,
+            4,
+        )
         assert sum(e.size for e in o["crossing"] if e.name == "send") == o["sent"] > 0
         assert o["inside"] == {(0, 1) if r < 2 else (2, 3)} | ({(r,)} & o["inside"])
-        assert torch.equal(o["whole"], out[0]["whole"]) and torch.equal(o["shown"], o["whole"]) and o["eval"] == out[0]["eval"]
+        assert (
+            torch.equal(o["whole"], out[0]["whole"])
+            and torch.equal(o["shown"], o["whole"])
+            and o["eval"] == out[0]["eval"]
+        )
     assert len(out[0]["told"]) == 1
 
 
-@pytest.mark.parametrize("stage, preset, changes", [("zero3", "demo", {}), ("zero1", "desloc", {"period": 3})])
+@pytest.mark.parametrize(
+    "stage, preset, changes", [("zero3", "demo", {}), ("zero1", "desloc", {"period": 3})]
+)
 def test_a_mesh_resumes_bit_for_bit(run_ranks, stage, preset, changes):
     """Each replica saves its own: replica 0 where the Trainer looks, replica 1 below replica1."""
 
@@ -97,7 +133,10 @@ def test_a_mesh_resumes_bit_for_bit(run_ranks, stage, preset, changes):
             trained = in_mesh(rank, "out", stage, preset, changes, **plan)
             trained.train(resume_from_checkpoint=resume)
             out.append((whole(trained), history(trained, "loss")))
-        files = sorted(str(p.relative_to(rank.folder)) for p in (rank.folder / "out" / "checkpoint-4").glob("**/global_step4"))
+        files = sorted(
+            str(p.relative_to(rank.folder))
+            for p in (rank.folder / "out" / "checkpoint-4").glob("**/global_step4")
+        )
         return *out, files
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=180)

@@ -1,4 +1,6 @@
-"""Stop and resume under the Trainer with DeepSpeed: bit for bit, after a signal, after a lost island, and the recipe."""
+"""Stop and resume under the Trainer with DeepSpeed: bit for bit, after a signal, after a lost
+island, and the recipe.
+"""
 
 import os
 import signal
@@ -37,19 +39,35 @@ def test_resume_goes_on_bit_for_bit(run_ranks, name):
     def work(rank):
         out = []
         for resume in (None, str(rank.folder / "out" / "checkpoint-5")):
-            plan = {"max_steps": 8, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1, **trainer}
+            plan = {
+                "max_steps": 8,
+                "save_steps": 5,
+                "eval_strategy": "no",
+                "logging_steps": 1,
+                **trainer,
+            }
             trained = run(rank, stage, preset, changes, {}, resume, **plan)
             inner = trained.deepspeed.optimizer.optimizer
-            states = [v.flatten().float() for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+            states = [
+                v.flatten().float()
+                for s in inner.state.values()
+                for v in s.values()
+                if isinstance(v, torch.Tensor)
+            ]
             kept = torch.cat(states) if states else torch.empty(0)
-            out.append((whole(trained), kept, history(trained, "loss"), history(trained, "exchange/loss")))
-        files = sorted(p.name for p in (rank.folder / "out" / f"island{rank.island}").glob("checkpoint-*"))
+            out.append(
+                (whole(trained), kept, history(trained, "loss"), history(trained, "exchange/loss"))
+            )
+        files = sorted(
+            p.name for p in (rank.folder / "out" / f"island{rank.island}").glob("checkpoint-*")
+        )
         return out, files
 
     for (first, again), files in run_ranks(work, islands=2, procs=2, timeout=120):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
         assert first[2] == again[2] and len(first[2]) == 8 and first[3][-3:] == again[3][-3:]
-        assert files == ["checkpoint-5", "checkpoint-8"]  # the abandoned end was put aside, and is the new life's now
+        # the abandoned end was put aside, and is the new life's now
+        assert files == ["checkpoint-5", "checkpoint-8"]
 
 
 class Term(TrainerCallback):
@@ -58,18 +76,33 @@ class Term(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("stage, preset, changes", [("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})])
+@pytest.mark.parametrize(
+    "stage, preset, changes", [("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})]
+)
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_sigterm_stops_all_and_resume_goes_on(run_ranks, stage, preset, changes):
-    """With a period the other island stands in the exchange of step 6 when it hears, or stops somewhere before."""
+    """With a period the other island stands in the exchange of step 6 when it hears, or stops
+    somewhere before.
+    """
 
     def work(rank):
         out = []
-        for where, callbacks, resume in (("whole", [], None), ("cut", [Term()] if rank.rank == 0 else [], None), ("cut", [], True)):
-            plan = {"max_steps": 8, "save_steps": 100, "eval_strategy": "no", "callbacks": callbacks}
+        for where, callbacks, resume in (
+            ("whole", [], None),
+            ("cut", [Term()] if rank.rank == 0 else [], None),
+            ("cut", [], True),
+        ):
+            plan = {
+                "max_steps": 8,
+                "save_steps": 100,
+                "eval_strategy": "no",
+                "callbacks": callbacks,
+            }
             os.environ["ISLAND_RUN"] += f"-{where}-{resume}"
-            trained = script.trainer(rank.folder / where, extra(preset, **changes), deepspeed=settings(stage), **plan)
+            trained = script.trainer(
+                rank.folder / where, extra(preset, **changes), deepspeed=settings(stage), **plan
+            )
             how = None
             try:
                 trained.train(resume_from_checkpoint=resume)
@@ -81,7 +114,11 @@ def test_sigterm_stops_all_and_resume_goes_on(run_ranks, stage, preset, changes)
     ends = run_ranks(work, islands=2, procs=2, timeout=120)
     for first, cut, again in ends:
         assert (first[:2], again[:2]) == ((None, 8), (None, 8)) and torch.equal(first[2], again[2])
-        assert cut[:2] == (75, 5) if cut is ends[0][1] or preset == "demo" else cut[0] in (75, "lost") and 5 <= cut[1] < 8
+        assert (
+            cut[:2] == (75, 5)
+            if cut is ends[0][1] or preset == "demo"
+            else cut[0] in (75, "lost") and 5 <= cut[1] < 8
+        )
 
 
 class Dies(TrainerCallback):
@@ -92,23 +129,42 @@ class Dies(TrainerCallback):
             raise ZeroDivisionError("gone")
 
 
-@pytest.mark.parametrize("stage, preset, changes, saved", [("zero2", "demo", {}, 4), ("zero3", "diloco", {"period": 3}, 6)])
+@pytest.mark.parametrize(
+    "stage, preset, changes, saved",
+    [("zero2", "demo", {}, 4), ("zero3", "diloco", {"period": 3}, 6)],
+)
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_lost_island_leaves_a_checkpoint_to_go_on_from(run_ranks, stage, preset, changes, saved):
-    """The survivor saves where it noticed: before the step where gradients are exchanged, after it where parameters are."""
+    """The survivor saves where it noticed: before the step where gradients are exchanged, after it
+    where parameters are.
+    """
 
     def work(rank):
-        plan = {"max_steps": 8, "save_steps": 3, "eval_strategy": "no", "callbacks": [Dies()] if rank.island else []}
-        trained = script.trainer(rank.folder / "out", extra(preset, **changes), deepspeed=settings(stage), **plan)
+        plan = {
+            "max_steps": 8,
+            "save_steps": 3,
+            "eval_strategy": "no",
+            "callbacks": [Dies()] if rank.island else [],
+        }
+        trained = script.trainer(
+            rank.folder / "out", extra(preset, **changes), deepspeed=settings(stage), **plan
+        )
         with pytest.raises(ZeroDivisionError if rank.island else fsdp_demo.PeerLost):
             trained.train()
         held = whole_steps(rank.folder / "out" / f"island{rank.island}")
         os.environ["ISLAND_RUN"] += "-again"
         plan["callbacks"] = []
-        trained = script.trainer(rank.folder / "out", extra(preset, **changes), deepspeed=settings(stage), **plan)
+        trained = script.trainer(
+            rank.folder / "out", extra(preset, **changes), deepspeed=settings(stage), **plan
+        )
         trained.train(resume_from_checkpoint=True)
-        return held, trained.state.global_step, whole(trained), "backward" in vars(trained.accelerator)
+        return (
+            held,
+            trained.state.global_step,
+            whole(trained),
+            "backward" in vars(trained.accelerator),
+        )
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)
     assert [o[0] for o in out] == [[3, saved]] * 2 + [[3]] * 2
@@ -116,14 +172,37 @@ def test_a_lost_island_leaves_a_checkpoint_to_go_on_from(run_ranks, stage, prese
 
 
 def test_the_best_model_is_chosen_and_loaded(run_ranks):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False, "learning_rate": 0.02}
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "learning_rate": 0.02,
+    }
 
     def work(rank):
-        trained = run(rank, "zero1", "diloco", {"period": 2}, {}, max_steps=8, eval_steps=2, save_steps=2, **best)
-        return trained.state.best_global_step, trained.state.best_metric, whole(trained), shown(trained)
+        trained = run(
+            rank,
+            "zero1",
+            "diloco",
+            {"period": 2},
+            {},
+            max_steps=8,
+            eval_steps=2,
+            save_steps=2,
+            **best,
+        )
+        return (
+            trained.state.best_global_step,
+            trained.state.best_metric,
+            whole(trained),
+            shown(trained),
+        )
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)
-    assert all(o[:2] == out[0][:2] and torch.equal(o[2], out[0][2]) and torch.equal(o[2], o[3]) for o in out)
+    assert all(
+        o[:2] == out[0][:2] and torch.equal(o[2], out[0][2]) and torch.equal(o[2], o[3])
+        for o in out
+    )
 
 
 @pytest.mark.parametrize("stage, preset", [("zero2", "demo"), ("zero3", "diloco")])
@@ -136,12 +215,28 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, stage, pres
 
     def work(rank):
         patch = pytest.MonkeyPatch()  # of a rank, which ends with it
-        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # two launches share a process and its group here
+        # two launches share a process and its group here
+        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)
         text = rank.folder / f"text{rank.rank}.txt"
         text.write_text("to be, or not to be, that is the question\n" * 400)
-        flags = f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 --eval_rows 8 --eval_steps 4 --save_steps 4"
-        common = [*flags.split(), "--data", str(text), "--output_dir", str(rank.folder / "out"), "--disable_tqdm", "True"]
-        common += ["--deepspeed", str(recipes / "deepspeed" / f"{stage}.json"), *(["--set", "period=2"] if preset == "diloco" else [])]
+        flags = (
+            f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 "
+            "--eval_rows 8 --eval_steps 4 --save_steps 4"
+        )
+        common = [
+            *flags.split(),
+            "--data",
+            str(text),
+            "--output_dir",
+            str(rank.folder / "out"),
+            "--disable_tqdm",
+            "True",
+        ]
+        common += [
+            "--deepspeed",
+            str(recipes / "deepspeed" / f"{stage}.json"),
+            *(["--set", "period=2"] if preset == "diloco" else []),
+        ]
         for more in (
             "--max_steps 6 --lr_scheduler_type constant",
             "--max_steps 8 --lr_scheduler_type constant --resume_from_checkpoint auto",
@@ -156,4 +251,7 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, stage, pres
         return torch.cat([p.detach().flatten() for p in saved.parameters()]), held
 
     out = run_ranks(work, islands=2, procs=2, timeout=180)
-    assert all(torch.equal(o[0], out[0][0]) and o[1] == [4, 6, 8] for o in out) and out[0][0].norm() > 1
+    assert (
+        all(torch.equal(o[0], out[0][0]) and o[1] == [4, 6, 8] for o in out)
+        and out[0][0].norm() > 1
+    )

@@ -22,13 +22,18 @@ def test_steps_that_would_be_lost_and_switched_parameters(run_ranks: Any, stage:
                 exchange = deepspeed_ext.attach(made, preset, **changes)
             zero.train(made, range(1), me.rank)
             before = zero.whole(made)
-            with exchange.outer_parameters(made.module), pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+            with (
+                exchange.outer_parameters(made.module),
+                pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"),
+            ):
                 made.step()
             after = zero.whole(made)
             assert exchange.step == 1 and all(torch.equal(before[n], after[n]) for n in before)
             zero.train(made, range(1, 2), me.rank)
             made.module.head.bias.requires_grad_(False)
-            with pytest.raises(RuntimeError, match="requires_grad of head.bias was switched off after attach"):
+            with pytest.raises(
+                RuntimeError, match="requires_grad of head.bias was switched off after attach"
+            ):
                 exchange.skip()
             made.module.head.bias.requires_grad_(True)
             zero.train(made, range(2, 3), me.rank)
@@ -55,7 +60,9 @@ def test_masters_that_were_changed_since_attach(run_ranks: Any, stage: str) -> N
     run_ranks(run, timeout=120)
 
 
-def test_a_checkpoint_of_other_weights_is_loaded_after_attach(run_ranks: Any, tmp_path: Any) -> None:
+def test_a_checkpoint_of_other_weights_is_loaded_after_attach(
+    run_ranks: Any, tmp_path: Any
+) -> None:
     def run(me: Any) -> None:
         torch.manual_seed(99)
         first = zero.engine(zero.settings("zero2"), model=zero.Model())
@@ -82,12 +89,25 @@ def test_engines_that_differ_and_parameters_that_nobody_steps(run_ranks: Any) ->
         logging.getLogger("fsdp_demo").addHandler(handler)
         torch.manual_seed(7)
         model = zero.Model()
-        made = zero.engine(zero.settings("zero1"), model=model, groups=[p for n, p in model.named_parameters() if "head" not in n])
+        made = zero.engine(
+            zero.settings("zero1"),
+            model=model,
+            groups=[p for n, p in model.named_parameters() if "head" not in n],
+        )
         exchange = deepspeed_ext.attach(made, "diloco", period=2)
-        assert any("2 trainable parameters of the model are in no attached optimizer" in line and "head.weight" in line for line in said)
+        assert any(
+            "2 trainable parameters of the model are in no attached optimizer" in line
+            and "head.weight" in line
+            for line in said
+        )
         exchange.detach()
-        other = zero.engine(zero.settings("zero1"), lambda p: torch.optim.AdamW(p, lr=1e-2 * (1 + me.island)))
-        with zero.another_run(), pytest.raises(ValueError, match="optimizer0.group0.lr: 0.0. here, 0.0. there"):
+        other = zero.engine(
+            zero.settings("zero1"), lambda p: torch.optim.AdamW(p, lr=1e-2 * (1 + me.island))
+        )
+        with (
+            zero.another_run(),
+            pytest.raises(ValueError, match="optimizer0.group0.lr: 0.0. here, 0.0. there"),
+        ):
             deepspeed_ext.attach(other, "diloco", period=2)
 
     run_ranks(run, 2, 1, group=True, timeout=120)

@@ -9,14 +9,24 @@ from pathlib import Path
 
 import pytest
 
-LISTED = re.findall(r"^::: ([\w.]+)$", (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+LISTED = re.findall(
+    r"^::: ([\w.]+)$",
+    (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8"),
+    re.M,
+)
 
 LEFT_OUT = {
     "fsdp_demo.__version__": "a text, not an interface",
     "fsdp_demo.checkpoint.crc32": "a checksum that other packages of this project share",
     "fsdp_demo.checkpoint.describe": "the head of a part; a script reads it by fsdp-demo inspect",
 }
-PUBLIC = ("fsdp_demo", "fsdp_demo.checkpoint", "fsdp_demo.integrations.trainer", "fsdp_demo.integrations.export", "deepspeed_ext")
+PUBLIC = (
+    "fsdp_demo",
+    "fsdp_demo.checkpoint",
+    "fsdp_demo.integrations.trainer",
+    "fsdp_demo.integrations.export",
+    "deepspeed_ext",
+)
 NEEDS = {"fsdp_demo.integrations": "transformers", "deepspeed_ext": "deepspeed"}
 
 
@@ -50,4 +60,6 @@ def test_what_is_listed_is_there_and_has_a_docstring(name: str) -> None:
 
 
 def test_no_name_is_listed_twice() -> None:
-    assert len(LISTED) == len(set(LISTED)) and {f"fsdp_demo.{name}" for name in ("attach", "Exchange")} <= set(LISTED)
+    assert len(LISTED) == len(set(LISTED)) and {
+        f"fsdp_demo.{name}" for name in ("attach", "Exchange")
+    } <= set(LISTED)

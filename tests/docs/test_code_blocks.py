@@ -1,6 +1,8 @@
-"""Code in README.md, docs/*.md and recipes/README.md: python runs, yaml and json are parsed, commands name what exists.
+"""Code in README.md, docs/*.md and recipes/README.md: python runs, yaml and json are parsed,
+commands name what exists.
 
-What is not run says why in the line above its fence: `<!-- not run: REASON -->`. `text` is never run.
+What is not run says why in the line above its fence: `<!-- not run: REASON -->`. `text` is never
+run.
 """
 
 from __future__ import annotations
@@ -23,8 +25,18 @@ from ..support import pages
 
 RUNNER = Path(pages.__file__).with_name("run_blocks.py")
 PARSED = {"yaml": yaml.safe_load, "json": json.loads}
-OPTIONAL = ("accelerate", "transformers", "datasets", "deepspeed", "matplotlib")  # what a page may need beyond the core
-LAUNCHER = ("ISLAND_", "ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "DS_ACCELERATOR")
+# what a page may need beyond the core
+OPTIONAL = ("accelerate", "transformers", "datasets", "deepspeed", "matplotlib")
+LAUNCHER = (
+    "ISLAND_",
+    "ACCELERATE_",
+    "FSDP_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "DS_ACCELERATOR",
+)
 
 ALL = [pytest.param(page, id=pages.name(page)) for page in pages.pages()]
 
@@ -38,7 +50,7 @@ def python_of(page: Path) -> list[pages.Block]:
     return [b for b in pages.blocks(read(page)) if b.language == "python" and b.not_run is None]
 
 
-# ---- how pages are read --------------------------------------------------------------------------------------------------------
+# ---- how pages are read ------------------------------------------------------------------------
 
 PAGE = """
 <!-- not run: needs a GPU -->
@@ -67,19 +79,42 @@ Take `fsdp-demo presets demo --yaml`, not `fsdp-demo`.
 def test_blocks_are_found_with_their_marks() -> None:
     bash, python, text = pages.blocks(PAGE)
     assert (bash.language, bash.line, bash.not_run, bash.first) == ("bash", 4, "needs a GPU", None)
-    assert (python.language, python.line, python.code, python.first) == ("python", 12, "x = 1\n", "some/file.py")
+    assert (python.language, python.line, python.code, python.first) == (
+        "python",
+        12,
+        "x = 1\n",
+        "some/file.py",
+    )
     assert (text.language, text.not_run) == ("text", None) and "no code" in text.code
-    assert PAGE.splitlines()[bash.line - 1].startswith("A=1") and PAGE.splitlines()[python.line - 1].strip() == "x = 1"
+    assert (
+        PAGE.splitlines()[bash.line - 1].startswith("A=1")
+        and PAGE.splitlines()[python.line - 1].strip() == "x = 1"
+    )
 
 
 def test_commands_are_found_in_blocks_and_in_sentences() -> None:
     first = "A=1 fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3".split()
-    assert list(pages.commands(PAGE)) == [first, ["tee", "log"], "fsdp-demo presets demo --yaml".split()]
+    assert list(pages.commands(PAGE)) == [
+        first,
+        ["tee", "log"],
+        "fsdp-demo presets demo --yaml".split(),
+    ]
 
 
 def test_what_is_wrong_in_a_command_is_found() -> None:
-    assert not problems("fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3 --no-shard --set period=20".split())
-    assert not problems("python -m fsdp_demo.launch --restarts 9 torchrun --nproc-per-node 8 recipes/pretrain.py --resume auto".split())
+    assert not problems(
+        (
+            "fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3 --no-shard "
+            "--set period=20"
+        ).split()
+    )
+    assert not problems(
+        (
+            "python -m fsdp_demo.launch --restarts 9 torchrun --nproc-per-node 8 "
+            "recipes/pretrain.py "
+            "--resume auto"
+        ).split()
+    )
     assert not problems("bash recipes/quickstart.sh --compare full,demo --batch-size 4".split())
     for line in WRONG:
         assert problems(line.split()), line
@@ -96,7 +131,7 @@ WRONG = [
 ]
 
 
-# ---- rules ---------------------------------------------------------------------------------------------------------------------
+# ---- rules -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", ALL)
@@ -107,7 +142,10 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
         if block.not_run == "":
             wrong.append(f"{at}: its mark gives no reason")
         elif block.not_run is None and block.language not in ("python", "text", *PARSED):
-            wrong.append(f"{at}: is python, text, yaml or json, or has <!-- not run: REASON --> in the line above")
+            wrong.append(
+                f"{at}: is python, text, yaml or json, or has <!-- not run: REASON --> in the line "
+                "above"
+            )
         if block.first is not None and not (pages.ROOT / block.first).is_file():
             wrong.append(f"{at}: there is no {block.first}")
     assert not wrong, "\n".join(wrong)
@@ -117,44 +155,78 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 def test_yaml_and_json_are_well_formed(page: Path) -> None:
     for block in pages.blocks(read(page)):
         if block.language in PARSED and block.not_run is None:
-            assert PARSED[block.language](block.code) is not None, f"{pages.name(page)}:{block.line} is empty"
+            assert PARSED[block.language](block.code) is not None, (
+                f"{pages.name(page)}:{block.line} is empty"
+            )
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", [pytest.param(p, id=pages.name(p)) for p in pages.pages() if python_of(p)])
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=pages.name(p)) for p in pages.pages() if python_of(p)]
+)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
-    """All blocks of a page in one namespace, in a process without islands and without a network, in an empty folder."""
+    """All blocks of a page in one namespace, in a process without islands and without a network, in
+    an empty folder.
+    """
     parts = []
     for block in python_of(page):
         if block.first is not None:
             parts.append((block.first, 1, (pages.ROOT / block.first).read_text(encoding="utf-8")))
         parts.append((pages.name(page), block.line, block.code))
-    imported = {word for _, _, code in parts for word in re.findall(r"^\s*(?:from|import) ([\w, ]+)", code, re.MULTILINE)}
-    needed = [name for name in OPTIONAL if any(re.search(rf"\b{name}\b", words) for words in imported)]
+    imported = {
+        word
+        for _, _, code in parts
+        for word in re.findall(r"^\s*(?:from|import) ([\w, ]+)", code, re.MULTILINE)
+    }
+    needed = [
+        name for name in OPTIONAL if any(re.search(rf"\b{name}\b", words) for words in imported)
+    ]
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(absent)}")
     env = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
-    env |= {"PYTHONPATH": str(pages.ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    env |= {
+        "PYTHONPATH": str(pages.ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+    }
     env |= {"HF_HOME": str(tmp_path / "hub"), "CUDA_VISIBLE_DEVICES": ""}
     (tmp_path / "empty").mkdir()
     told = json.dumps({"blocks": parts})
     command = [sys.executable, str(RUNNER)]
-    done = subprocess.run(command, input=told, cwd=tmp_path / "empty", env=env, capture_output=True, text=True, timeout=380)
+    done = subprocess.run(
+        command,
+        input=told,
+        cwd=tmp_path / "empty",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 @pytest.mark.parametrize("page", ALL)
 def test_commands_name_what_exists(page: Path) -> None:
-    wrong = [f"{' '.join(command)}\n    {problem}" for command in pages.commands(read(page)) for problem in problems(command)]
+    wrong = [
+        f"{' '.join(command)}\n    {problem}"
+        for command in pages.commands(read(page))
+        for problem in problems(command)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-# ---- commands ------------------------------------------------------------------------------------------------------------------
+# ---- commands ----------------------------------------------------------------------------------
 
 
 def problems(command: list[str]) -> list[str]:
     """Paths, subcommands and flags of ours in a command that do not exist."""
-    found = [f"there is no {path}" for word in command for path in _paths(word) if not (pages.ROOT / path).exists()]
+    found = [
+        f"there is no {path}"
+        for word in command
+        for path in _paths(word)
+        if not (pages.ROOT / path).exists()
+    ]
     rest = [re.sub(r"^.*/(?=fsdp-demo$)", "", word) for word in command]
     if "fsdp_demo.cli" in rest:
         rest = ["fsdp-demo", *rest[rest.index("fsdp_demo.cli") + 1 :]]
@@ -164,7 +236,14 @@ def problems(command: list[str]) -> list[str]:
         found += _of_cli(ours[:cut])
     if "fsdp_demo.launch" in rest:
         after = rest[rest.index("fsdp_demo.launch") + 1 :]
-        cut = next((i for i, word in enumerate(after) if word in ("torchrun", "accelerate", "deepspeed", "python")), len(after))
+        cut = next(
+            (
+                i
+                for i, word in enumerate(after)
+                if word in ("torchrun", "accelerate", "deepspeed", "python")
+            ),
+            len(after),
+        )
         found += _unknown("fsdp_demo/launch/run.py", after[:cut])
     for at, word in enumerate(rest):
         if re.match(r"^recipes/.*\.(py|sh)$", word) and (pages.ROOT / word).is_file():
@@ -188,17 +267,30 @@ def _subparsers() -> dict[str, argparse.ArgumentParser]:
 def _of_cli(words: list[str]) -> list[str]:
     """Words after `fsdp-demo`."""
     if not words or words[0].startswith("-") or words[0] == "...":
-        return [] if not words or words[0] in ("--version", "--help", "...") else [f"fsdp-demo {words[0]} is no subcommand"]
+        return (
+            []
+            if not words or words[0] in ("--version", "--help", "...")
+            else [f"fsdp-demo {words[0]} is no subcommand"]
+        )
     parser = _subparsers().get(words[0])
     if parser is None:
         return [f"fsdp-demo {words[0]} is no subcommand"]
     flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
-    return [f"fsdp-demo {words[0]} has no {flag}" for flag in flags if flag not in parser._option_string_actions]
+    return [
+        f"fsdp-demo {words[0]} has no {flag}"
+        for flag in flags
+        if flag not in parser._option_string_actions
+    ]
 
 
 def _unknown(script: str, words: list[str]) -> list[str]:
-    """Flags that a script does not know, by its text and that of the recipes whose options it takes along."""
-    text = "\n".join((pages.ROOT / path).read_text(encoding="utf-8") for path in (script, *SHARED.get(script, ()))).replace("[-_]", "-")
+    """Flags that a script does not know, by its text and that of the recipes whose options it takes
+    along.
+    """
+    text = "\n".join(
+        (pages.ROOT / path).read_text(encoding="utf-8")
+        for path in (script, *SHARED.get(script, ()))
+    ).replace("[-_]", "-")
     flags = [word.partition("=")[0] for word in words if re.match(r"^--\w", word)]
     return [f"{script} has no {flag}" for flag in flags if not _knows(script, text, flag)]
 
@@ -213,7 +305,9 @@ SHARED = {
 
 def _knows(script: str, text: str, flag: str) -> bool:
     field = flag[2:].removeprefix("no-").replace("-", "_")
-    if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) or re.search(rf"^    {field}:", text, re.MULTILINE):
+    if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) or re.search(
+        rf"^    {field}:", text, re.MULTILINE
+    ):
         return True
     if script != "recipes/pretrain_trainer.py":
         return False

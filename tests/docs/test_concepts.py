@@ -1,4 +1,6 @@
-"""The table in docs/concepts.md that maps DeMo's step to this library names functions that are there."""
+"""The table in docs/concepts.md that maps DeMo's step to this library names functions that are
+there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 def functions(path: Path) -> set[str]:
     """Names of all functions and methods of a file."""
-    return {node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_line_of_demos_step_has_its_function() -> None:
@@ -19,5 +25,7 @@ def test_every_line_of_demos_step_has_its_function() -> None:
     section = text.partition("## DeMo in this library")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .*? \| `([\w/]+\.py)` \| `(\w+)` \|", section, re.MULTILINE)
     assert len(rows) >= 12
-    missing = [f"{file}: {name}" for file, name in rows if name not in functions(ROOT / "fsdp_demo" / file)]
+    missing = [
+        f"{file}: {name}" for file, name in rows if name not in functions(ROOT / "fsdp_demo" / file)
+    ]
     assert not missing, f"docs/concepts.md names what is not there: {', '.join(missing)}"

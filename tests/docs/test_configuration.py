@@ -12,7 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_is_what_the_dataclasses_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference.page(), "run python -m fsdp_demo.config.reference > docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == reference.page(), (
+        "run python -m fsdp_demo.config.reference > docs/configuration.md"
+    )
 
 
 def test_every_key_has_a_text() -> None:
@@ -23,7 +25,13 @@ def test_every_field_is_on_the_page() -> None:
     text = reference.page()
     for f in (*dataclasses.fields(ExchangeConfig), *dataclasses.fields(channel.Channel)):
         assert f"| `{f.name}` |" in text
-    for part in (channel.Accumulator, channel.Codec, channel.Reducer, channel.Applier, channel.Fragments):
+    for part in (
+        channel.Accumulator,
+        channel.Codec,
+        channel.Reducer,
+        channel.Applier,
+        channel.Fragments,
+    ):
         for f in dataclasses.fields(part):
             assert f"| `{part.__name__.lower()}.{f.name}` |" in text
 
@@ -34,4 +42,4 @@ def test_what_is_allowed_is_what_the_classes_refuse() -> None:
     assert "| `accumulator.gain` | number | `1.0` | `gain > 0` |" in text
     assert "| `codec.transform` | text | `none` | `none`, `dct` |" in text
     assert "| `clip` | number, or null | `null` | `clip > 0`, or null for no clipping |" in text
-    assert "| `include` | list of texts | `[\"*\"]` |" in text
+    assert '| `include` | list of texts | `["*"]` |' in text

@@ -1,4 +1,6 @@
-"""Figures in README.md and docs/: the json they come from lies in docs/figures, and what can be counted is counted again."""
+"""Figures in README.md and docs/: the json they come from lies in docs/figures, and what can be
+counted is counted again.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,17 @@ import tables  # noqa: E402
 from fsdp_demo import Link, load_config, ring_all_reduce_bytes  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
 
-STORMS = [pytest.param(name, id=name) for name in tables.STORMS if (FIGURES / f"storm-{name}.json").exists()]
-PLACE = {"quickstart": "README.md", "methods": "README.md", "all-methods": "docs/methods.md", "storm": "docs/results.md"}
+STORMS = [
+    pytest.param(name, id=name)
+    for name in tables.STORMS
+    if (FIGURES / f"storm-{name}.json").exists()
+]
+PLACE = {
+    "quickstart": "README.md",
+    "methods": "README.md",
+    "all-methods": "docs/methods.md",
+    "storm": "docs/results.md",
+}
 
 
 def marked() -> list[tuple[str, str, str]]:
@@ -39,35 +50,49 @@ def marked() -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("page", "name", "text"), [pytest.param(*m, id=f"{m[0]} {m[1]}") for m in marked()])
+@pytest.mark.parametrize(
+    ("page", "name", "text"), [pytest.param(*m, id=f"{m[0]} {m[1]}") for m in marked()]
+)
 def test_a_table_is_what_its_json_says(page: str, name: str, text: str) -> None:
-    assert name in tables.TABLES, f"{page}: <!-- table: {name} --> is not known: allowed are {', '.join(tables.TABLES)}"
-    assert text.strip() == tables.markdown(tables.TABLES[name]()).strip(), "run python docs/figures/tables.py --write"
+    assert name in tables.TABLES, (
+        f"{page}: <!-- table: {name} --> is not known: allowed are {', '.join(tables.TABLES)}"
+    )
+    assert text.strip() == tables.markdown(tables.TABLES[name]()).strip(), (
+        "run python docs/figures/tables.py --write"
+    )
 
 
 @pytest.mark.parametrize("name", PLACE)
 def test_a_table_stands_somewhere(name: str) -> None:
     if not (ROOT / PLACE[name]).exists():
         pytest.skip(f"there is no {PLACE[name]} yet")
-    assert name in {found for _, found, _ in marked()}, f"no page has <!-- table: {name} -->; it belongs into {PLACE[name]}"
+    assert name in {found for _, found, _ in marked()}, (
+        f"no page has <!-- table: {name} -->; it belongs into {PLACE[name]}"
+    )
 
 
 def test_marks_come_in_pairs() -> None:
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
-        assert len(re.findall(r"^<!-- table: ", text, re.MULTILINE)) == len(tables.MARK.findall(text)), pages.name(page)
+        assert len(re.findall(r"^<!-- table: ", text, re.MULTILINE)) == len(
+            tables.MARK.findall(text)
+        ), pages.name(page)
 
 
-@pytest.mark.parametrize("file", sorted(p.name for p in FIGURES.glob("*.json") if p.name != "about.json"))
+@pytest.mark.parametrize(
+    "file", sorted(p.name for p in FIGURES.glob("*.json") if p.name != "about.json")
+)
 def test_a_file_has_a_date_a_machine_and_a_command(file: str) -> None:
     about = json.loads((FIGURES / "about.json").read_text(encoding="utf-8"))
     assert file in about, f"docs/figures/about.json does not name {file}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", about[file]["date"]) and about[file]["machine"]
-    (script,) = (word for word in shlex.split(about[file]["command"]) if word.startswith("recipes/"))
+    (script,) = (
+        word for word in shlex.split(about[file]["command"]) if word.startswith("recipes/")
+    )
     assert (ROOT / script).is_file()
 
 
-# ---- counted again -------------------------------------------------------------------------------------------------------------
+# ---- counted again -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +102,18 @@ def shapes() -> Callable[[str], Any]:
     return lambda name: kept.setdefault(name, counting.load(name))
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, id=run["preset"]) for run in tables.load("quickstart.json")])
-def test_the_quickstart_sends_what_the_planner_counts(run: dict[str, Any], shapes: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=run["preset"]) for run in tables.load("quickstart.json")]
+)
+def test_the_quickstart_sends_what_the_planner_counts(
+    run: dict[str, Any], shapes: Callable[[str], Any]
+) -> None:
     small, steps, islands = shapes("small"), run["steps"], run["islands"]
     config = load_config(run["preset"], run["changes"])
     plans = plan_model(config, small, islands, run["procs"])
     sent = sum(p.over(range(steps)).bytes_sent for p in plans)
-    if any(p.message(steps - 1).exchanges == 0 for p in plans):  # it ends inside a round: finish() exchanges what is left
+    # it ends inside a round: finish() exchanges what is left
+    if any(p.message(steps - 1).exchanges == 0 for p in plans):
         sent += sum(p.most().bytes_sent for p in plans)
     full = ring_all_reduce_bytes(islands, 2 * run["parameters"]) * steps
     assert run["parameters"] == counting.numel(small)
@@ -96,7 +126,12 @@ def test_the_readme_says_the_same_in_its_sentences() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (demo,) = (run for run in tables.load("quickstart.json") if run["preset"] == "demo")
     assert f"`demo` ended at {demo['loss_end']:.3f} on one" in text
-    assert f"{demo['parameters'] / 1e6:.1f} M parameters on {demo['tokens']:,} tokens".replace(",", " ") in text
+    assert (
+        f"{demo['parameters'] / 1e6:.1f} M parameters on {demo['tokens']:,} tokens".replace(
+            ",", " "
+        )
+        in text
+    )
     about = tables.load("about.json")["quickstart.json"]
     assert f"`{about['command']}` ({about['date']}," in text
 
@@ -112,7 +147,9 @@ def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> 
         assert {key: row[key] for key in ("settings", "sent", "received", "messages")} == {
             key: getattr(entry, key) for key in ("settings", "sent", "received", "messages")
         }
-        assert row["sent_per_step"] == pytest.approx(entry.sent_per_step) and row["seconds"] == pytest.approx(entry.seconds)
+        assert row["sent_per_step"] == pytest.approx(entry.sent_per_step) and row[
+            "seconds"
+        ] == pytest.approx(entry.seconds)
 
 
 def test_every_preset_has_its_words() -> None:
@@ -121,28 +158,69 @@ def test_every_preset_has_its_words() -> None:
     assert set(tables.METHODS) == set(presets())
 
 
-# ---- storms --------------------------------------------------------------------------------------------------------------------
+# ---- storms ------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not STORMS, reason="no storm has been kept yet")
 @pytest.mark.parametrize("name", STORMS)
 def test_a_storm_is_whole_and_of_its_preset(name: str) -> None:
-    found, about = tables.load(f"storm-{name}.json"), tables.load("about.json")[f"storm-{name}.json"]
+    found, about = (
+        tables.load(f"storm-{name}.json"),
+        tables.load("about.json")[f"storm-{name}.json"],
+    )
     words = shlex.split(about["command"])
-    assert words[words.index("--preset") + 1] == name and words[words.index("--events") + 1] == str(found["events"] + found["skipped"])
+    assert words[words.index("--preset") + 1] == name and words[words.index("--events") + 1] == str(
+        found["events"] + found["skipped"]
+    )
     kinds = found["by_kind"].values()
-    assert sum(k["events"] for k in kinds) == found["events"] and sum(k["survived"] for k in kinds) == found["survived"]
+    assert (
+        sum(k["events"] for k in kinds) == found["events"]
+        and sum(k["survived"] for k in kinds) == found["survived"]
+    )
     assert found["events"] - found["survived"] == len(found["failures"])
     assert found["longest_stall_s"] == max(k["longest_stall_s"] for k in kinds)
-    assert found["digests_equal"] == (not found["mismatches"]) and 0 < found["participating_share"] <= 1
+    assert (
+        found["digests_equal"] == (not found["mismatches"])
+        and 0 < found["participating_share"] <= 1
+    )
 
 
-def test_storms_are_taken_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = {"events": 2, "survived": 2, "longest_stall_s": 10.26, "lost": 1, "rejoin_s": None, "not_back": 0}
-    found: dict[str, Any] = {"events": 2, "survived": 2, "by_kind": {"stop": kind}, "longest_stall_s": 10.26, "rejoin_s": 5.34}
-    found |= {"participating_share": 0.912, "mismatches": [], "digests_compared": 209, "committed_share": None}
+def test_storms_are_taken_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = {
+        "events": 2,
+        "survived": 2,
+        "longest_stall_s": 10.26,
+        "lost": 1,
+        "rejoin_s": None,
+        "not_back": 0,
+    }
+    found: dict[str, Any] = {
+        "events": 2,
+        "survived": 2,
+        "by_kind": {"stop": kind},
+        "longest_stall_s": 10.26,
+        "rejoin_s": 5.34,
+    }
+    found |= {
+        "participating_share": 0.912,
+        "mismatches": [],
+        "digests_compared": 209,
+        "committed_share": None,
+    }
     found |= {"loss": 1.8338, "loss_undisturbed": None}
     (tmp_path / "storm-demo.json").write_text(json.dumps(found))
     monkeypatch.setattr(tables, "HERE", tmp_path)
-    assert tables.storm()[1] == ["`demo`, 2 events", "2 of 2", "10.3 s", "5.3 s", "91%", "0 of 209", "not run", "1.834", "not run"]
+    assert tables.storm()[1] == [
+        "`demo`, 2 events",
+        "2 of 2",
+        "10.3 s",
+        "5.3 s",
+        "91%",
+        "0 of 209",
+        "not run",
+        "1.834",
+        "not run",
+    ]
     assert tables.storm_kinds()[1] == ["`stop`", "2 of 2, 10.3 s"]

@@ -1,4 +1,6 @@
-"""README.md fits ten minutes, and the pages behind it are written in sentences that need no second reading."""
+"""README.md fits ten minutes, and the pages behind it are written in sentences that need no second
+reading.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def mean(text: str) -> float:
 
 
 def test_what_counts_as_a_sentence() -> None:
-    text = "# Not this\n\nOne `two three` four. Five [six](seven.md)!\n\n* Eight\n  nine.\n\n```text\nnot this\n```\n"
+    text = (
+        "# Not this\n\nOne `two three` four. Five [six](seven.md)!\n\n* Eight\n  "
+        "nine.\n\n```text\nnot this\n```\n"
+    )
     text += "| not | this |\n<!-- nor this -->\n"
     assert [pages.words(s) for s in pages.sentences(text)] == [3, 2, 2]
 
@@ -34,7 +39,9 @@ def test_its_sentences_are_short() -> None:
     assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, id=pages.name(p)) for p in pages.pages() if p != README])
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=pages.name(p)) for p in pages.pages() if p != README]
+)
 def test_sentences_of_pages_are_short(page: Path) -> None:
     found = sorted(pages.sentences(page.read_text(encoding="utf-8")), key=pages.words)
     assert mean(page.read_text(encoding="utf-8")) <= 22, "the longest:\n" + "\n".join(found[-3:])

@@ -1,4 +1,6 @@
-"""The pages of docs/ build as a site without a warning, and its pictures are those that their script makes."""
+"""The pages of docs/ build as a site without a warning, and its pictures are those that their
+script makes.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,38 @@ ABSENT = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 def make() -> ModuleType:
     """docs/pictures/make.py as a module."""
-    spec = importlib.util.spec_from_file_location("pictures_make", ROOT / "docs" / "pictures" / "make.py")
+    spec = importlib.util.spec_from_file_location(
+        "pictures_make", ROOT / "docs" / "pictures" / "make.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.skipif(bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed: pip install -e '.[docs]'")
+@pytest.mark.skipif(
+    bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed: pip install -e '.[docs]'"
+)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     pages = {p.stem for p in (ROOT / "docs").glob("*.md")}
     assert pages <= {p.stem for p in (tmp_path / "site").glob("*.html")}
-    fonts = [p.name for p in (tmp_path / "site").glob("*.html") if "fonts.googleapis.com" in p.read_text(encoding="utf-8")]
+    fonts = [
+        p.name
+        for p in (tmp_path / "site").glob("*.html")
+        if "fonts.googleapis.com" in p.read_text(encoding="utf-8")
+    ]
     assert not fonts, f"pages that load fonts from elsewhere: {fonts}"
 
 

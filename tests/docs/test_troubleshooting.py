@@ -12,7 +12,11 @@ from fsdp_demo.errors import ANCHORS, PAGE, see
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^### .*?\{#([\w-]+)\}\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
-SOURCES = {f: f.read_text(encoding="utf-8") for top in ("fsdp_demo", "deepspeed_ext") for f in sorted((ROOT / top).rglob("*.py"))}
+SOURCES = {
+    f: f.read_text(encoding="utf-8")
+    for top in ("fsdp_demo", "deepspeed_ext")
+    for f in sorted((ROOT / top).rglob("*.py"))
+}
 CALL = re.compile(r"""\bsee\(["']([\w-]+)["']\)""")
 
 
@@ -22,7 +26,12 @@ def test_the_page_and_the_code_have_the_same_anchors() -> None:
 
 
 def test_every_anchor_is_referred_to_and_no_other() -> None:
-    used = {anchor for file, text in SOURCES.items() if file.name != "errors.py" for anchor in CALL.findall(text)}
+    used = {
+        anchor
+        for file, text in SOURCES.items()
+        if file.name != "errors.py"
+        for anchor in CALL.findall(text)
+    }
     assert used == set(ANCHORS)
     whole = "".join(SOURCES.values())
     assert not re.search(r"troubleshooting\.md#(?!no-store\))", whole), "write see(ANCHOR) instead"
@@ -31,7 +40,9 @@ def test_every_anchor_is_referred_to_and_no_other() -> None:
 
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_a_section_quotes_the_message_and_names_cause_and_cure(anchor: str) -> None:
-    """What a user copies from the terminal is found on the page: the quoted words are those of the sources."""
+    """What a user copies from the terminal is found on the page: the quoted words are those of the
+    sources.
+    """
     section = SECTIONS[anchor]
     quoted = re.findall(r"^\* \*\*Message.*?:\*\* (.*)", section, re.M)
     assert quoted and "**Cause" in section and "**Cure" in section
@@ -43,8 +54,18 @@ def test_a_section_quotes_the_message_and_names_cause_and_cure(anchor: str) -> N
 
 
 def test_readers_are_sent_to_sections_that_are_there() -> None:
-    files = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "recipes" / "README.md"]
-    named = {a for f in files if f.exists() for a in re.findall(r"troubleshooting\.md#([\w-]+)", f.read_text(encoding="utf-8"))}
+    files = [
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "AGENTS.md",
+        ROOT / "recipes" / "README.md",
+    ]
+    named = {
+        a
+        for f in files
+        if f.exists()
+        for a in re.findall(r"troubleshooting\.md#([\w-]+)", f.read_text(encoding="utf-8"))
+    }
     assert named <= {*ANCHORS, "ANCHOR"}, named - set(ANCHORS)
 
 
@@ -54,5 +75,7 @@ def test_a_message_ends_with_its_section(words: str) -> None:
     from fsdp_demo.comm.store_client import connect
 
     with pytest.raises((ValueError, RuntimeError), match=words) as error:
-        connect("127.0.0.1:1", 0.2, 1.0, 1.0) if "store" in words else load_config("diloco", ["channels.nothing=1"])
+        connect("127.0.0.1:1", 0.2, 1.0, 1.0) if "store" in words else load_config(
+            "diloco", ["channels.nothing=1"]
+        )
     assert str(error.value).endswith(see("no-store" if "store" in words else "unknown-key"))

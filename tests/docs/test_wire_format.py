@@ -19,12 +19,19 @@ TYPES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "f32": "f"}
 def tables(first: str) -> list[list[list[str]]]:
     """The tables whose first column has this heading, as rows of cells."""
     found = [t.splitlines() for t in re.findall(r"(?:^\|.*\|\n)+", TEXT, re.M)]
-    rows = [[[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in t] for t in found]
+    rows = [
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in t] for t in found
+    ]
     return [t[2:] for t in rows if t[0][0] == first]
 
 
 LAYOUTS = dict(zip(("header", "frame", "question", "answer"), tables("offset"), strict=True))
-STRUCTS = {"header": header.HEADER, "frame": frames.FRAME, "question": store_wire._QUESTION, "answer": store_wire._ANSWER}
+STRUCTS = {
+    "header": header.HEADER,
+    "frame": frames.FRAME,
+    "question": store_wire._QUESTION,
+    "answer": store_wire._ANSWER,
+}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -35,26 +42,43 @@ def test_offsets_and_types_are_those_of_the_struct(name: str) -> None:
     assert [int(row[1]) for row in rows] == sizes
     assert [int(row[0]) for row in rows] == [0, *accumulate(sizes)][:-1]
     # flags and norm are one 16-bit number in the struct: the low byte comes first
-    assert form.replace("BBBBQ", "BBHQ", 1) == wanted.format if name == "header" else form == wanted.format
+    assert (
+        form.replace("BBBBQ", "BBHQ", 1) == wanted.format
+        if name == "header"
+        else form == wanted.format
+    )
     assert struct.calcsize(form) == wanted.size
 
 
 def test_flags_and_norm_lie_as_they_are_said_to() -> None:
     message = header.seal(header.Header(7, 3, flags=header.STOP, norm=200), header.room(0)[:0])
-    assert message[5].item() == header.PAYLOAD and message[6].item() == header.STOP and message[7].item() == 200
+    assert (
+        message[5].item() == header.PAYLOAD
+        and message[6].item() == header.STOP
+        and message[7].item() == 200
+    )
 
 
 def test_versions_kinds_flags_and_statuses() -> None:
     versions = {row[1].strip("`"): int(row[2]) for row in tables("what")[0]}
-    assert versions[header.MAGIC.decode()] == header.VERSION and versions[frames.MAGIC.decode()] == frames.VERSION
+    assert (
+        versions[header.MAGIC.decode()] == header.VERSION
+        and versions[frames.MAGIC.decode()] == frames.VERSION
+    )
     assert versions["FDSQ"] == versions["FDSA"] == store_wire.VERSION
     messages, questions = ({row[1].strip("`"): int(row[0]) for row in t} for t in tables("kind"))
-    assert len(messages) == len(header.KINDS) and all(getattr(header, name) == n for name, n in messages.items())
+    assert len(messages) == len(header.KINDS) and all(
+        getattr(header, name) == n for name, n in messages.items()
+    )
     assert questions == {kind.name: kind.value for kind in store_wire.Kind}
     assert all(getattr(header, row[1].strip("`")) == int(row[0]) for row in tables("flag")[0])
-    assert {row[1].strip("`"): int(row[0]) for row in tables("status")[0]} == {s.name: s.value for s in store_wire.Status}
+    assert {row[1].strip("`"): int(row[0]) for row in tables("status")[0]} == {
+        s.name: s.value for s in store_wire.Status
+    }
 
 
 def test_number_formats() -> None:
-    rows = {row[0].strip("`"): (int(row[1]), int(row[2] or 0)) for row in tables("`value_dtype`")[0]}
+    rows = {
+        row[0].strip("`"): (int(row[1]), int(row[2] or 0)) for row in tables("`value_dtype`")[0]
+    }
     assert rows == {name: (f.bits, f.group) for name, f in FORMATS.items()}

@@ -1,4 +1,6 @@
-"""Channels put together: fragments, an order between channels, one norm over the islands, overlap, and what the log says at the start."""
+"""Channels put together: fragments, an order between channels, one norm over the islands, overlap,
+and what the log says at the start.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,25 @@ from fsdp_demo.config.fragments import expand, layer_of
 from ..channels.test_presets_oracle import adamw, sgd
 from ..support import probe, threaded
 
-LLAMA = [f"model.layers.{i}.{part}.weight" for i in range(8) for part in ("self_attn.q_proj", "mlp.up_proj")]
+LLAMA = [
+    f"model.layers.{i}.{part}.weight"
+    for i in range(8)
+    for part in ("self_attn.q_proj", "mlp.up_proj")
+]
 LLAMA = ["model.embed_tokens.weight", *LLAMA, "model.norm.weight", "lm_head.weight"]
 
 
 def average_after(name: str, first: str, delay: int = 0) -> Channel:
-    return Channel(name, "state:x" if name == "a" else "parameter", SyncSchedule(4, delay=delay), applier=Applier("replace"), after=first)
+    return Channel(
+        name,
+        "state:x" if name == "a" else "parameter",
+        SyncSchedule(4, delay=delay),
+        applier=Applier("replace"),
+        after=first,
+    )
 
 
-# -- fragments ---------------------------------------------------------------------------------------------------------
+# -- fragments -----------------------------------------------------------------------------------
 
 
 def layers(channel: Channel) -> set[int | None]:
@@ -35,22 +47,40 @@ def layers(channel: Channel) -> set[int | None]:
 
 @pytest.mark.parametrize(
     "order, wanted",
-    [("strided", [{0, 3, 6}, {1, 4, 7}, {2, 5}, {None}]), ("sequential", [{0, 1, 2}, {3, 4, 5}, {6, 7}, {None}])],
+    [
+        ("strided", [{0, 3, 6}, {1, 4, 7}, {2, 5}, {None}]),
+        ("sequential", [{0, 1, 2}, {3, 4, 5}, {6, 7}, {None}]),
+    ],
 )
 def test_fragments_hold_layers_and_the_last_one_the_rest(order, wanted) -> None:
     parts = expand(preset("streaming_diloco", layers=3, order=order, period=30), LLAMA)
     assert [layers(c) for c in parts] == wanted
     assert sorted(n for c in parts for n in c.include) == sorted(LLAMA)
-    assert [(c.schedule.offset, c.schedule.sync_every, c.schedule.delay) for c in parts] == [(p * 30 // 4, 30, 5) for p in range(4)]
+    assert [(c.schedule.offset, c.schedule.sync_every, c.schedule.delay) for c in parts] == [
+        (p * 30 // 4, 30, 5) for p in range(4)
+    ]
     due = [c.name for t in range(60, 90) for c in parts if c.schedule.due(t)]
     assert sorted(due) == [f"delta.{p}" for p in range(4)]
 
 
 def test_fragments_of_any_names() -> None:
-    names = ["transformer.h.0.w", "transformer.h.2.w", "transformer.h.11.w[0]*?", "transformer.wte.weight"]
+    names = [
+        "transformer.h.0.w",
+        "transformer.h.2.w",
+        "transformer.h.11.w[0]*?",
+        "transformer.wte.weight",
+    ]
     parts = expand(preset("streaming_diloco", layers=2, period=9), names)
-    assert [[fsdp_demo.config.fragments.covers(c, n) for n in names] for c in parts] == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
-    assert layer_of("h.12.mlp.0.weight") == 12 and layer_of("layer12.weight") is None and layer_of("3") == 3
+    assert [[fsdp_demo.config.fragments.covers(c, n) for n in names] for c in parts] == [
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
+        [0, 0, 0, 1],
+    ]
+    assert (
+        layer_of("h.12.mlp.0.weight") == 12
+        and layer_of("layer12.weight") is None
+        and layer_of("3") == 3
+    )
     few = expand(preset("streaming_diloco", layers=50, period=9), LLAMA[1:5])
     assert len(few) == 1 and few[0].schedule.offset == 0
     with pytest.raises(ValueError, match="no parameter name holds a layer number"):
@@ -59,19 +89,39 @@ def test_fragments_of_any_names() -> None:
 
 def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
     """The patterns alone do not tell that they meet: the names do."""
-    delta = Channel("delta", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("*.q_proj.*",))
-    other = Channel("other", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("model.layers.0.*",))
+    delta = Channel(
+        "delta", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("*.q_proj.*",)
+    )
+    other = Channel(
+        "other",
+        "delta",
+        SyncSchedule(10),
+        applier=Applier("outer_step"),
+        include=("model.layers.0.*",),
+    )
     config = ExchangeConfig("two", (delta, other))
-    with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj.weight': channels 'delta' and 'other' both exchange 'delta'"):
+    with pytest.raises(
+        ValueError,
+        match="'model.layers.0.self_attn.q_proj.weight': channels 'delta' and 'other' both "
+        "exchange 'delta'",
+    ):
         expand(config, LLAMA)
     assert len(expand(config, LLAMA[4:])) == 2
 
 
-# -- an order, and the drift ----------------------------------------------------------------------------------------------
+# -- an order, and the drift ---------------------------------------------------------------------
 
 
 def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
-    config = preset("decoupled_momentum", transform=True, rule="released", period=2, average_every=3, clip=None, inner_optimizers="as_is")
+    config = preset(
+        "decoupled_momentum",
+        transform=True,
+        rule="released",
+        period=2,
+        average_every=3,
+        clip=None,
+        inner_optimizers="as_is",
+    )
 
     def run(me):
         def each(t, exchange):
@@ -88,11 +138,18 @@ def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
             # The anchor is where the parameters are after every exchange, averaged or not.
             assert [h for h, _ in out["each"]][1::2] == [True] * 6
             drifts = [d for _, d in out["each"]]
-            assert drifts[:5] == [None] * 5 and drifts[5] > 0 and drifts[11] != drifts[5] and drifts[11] == drifts[12]
+            assert (
+                drifts[:5] == [None] * 5
+                and drifts[5] > 0
+                and drifts[11] != drifts[5]
+                and drifts[11] == drifts[12]
+            )
 
 
 def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) -> None:
-    """Nothing ships this together: sparse deltas with error feedback, embeddings dense and rarely, moments on clocks of their own."""
+    """Nothing ships this together: sparse deltas with error feedback, embeddings dense and rarely,
+    moments on clocks of their own.
+    """
     sparse = Channel(
         "delta",
         "delta",
@@ -105,9 +162,17 @@ def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) ->
         exclude=("embed*",),
     )
     embed = Channel(
-        "embeddings", "delta", SyncSchedule(4), codec=Codec(value_dtype="bf16"), applier=Applier("outer_step", lr=0.7), include=("embed*",)
+        "embeddings",
+        "delta",
+        SyncSchedule(4),
+        codec=Codec(value_dtype="bf16"),
+        applier=Applier("outer_step", lr=0.7),
+        include=("embed*",),
     )
-    moments = [Channel(n, f"state:{n}", SyncSchedule(p), applier=Applier("replace")) for n, p in (("exp_avg", 6), ("exp_avg_sq", 8))]
+    moments = [
+        Channel(n, f"state:{n}", SyncSchedule(p), applier=Applier("replace"))
+        for n, p in (("exp_avg", 6), ("exp_avg_sq", 8))
+    ]
     config = ExchangeConfig("mixture", (sparse, embed, *moments))
 
     def run(me):
@@ -119,15 +184,25 @@ def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) ->
 
     a, b = run_ranks(run, 2, 1)
     for t in range(8):
-        same = {n: torch.equal(a["params"][t][n], b["params"][t][n]) for n in a["params"][t] if n.endswith(".weight")}
-        assert all(same[n] == ((t + 1) % (4 if n.startswith("embed") else 2) == 0) for n in same), (t, same)
+        same = {
+            n: torch.equal(a["params"][t][n], b["params"][t][n])
+            for n in a["params"][t]
+            if n.endswith(".weight")
+        }
+        assert all(same[n] == ((t + 1) % (4 if n.startswith("embed") else 2) == 0) for n in same), (
+            t,
+            same,
+        )
         for kind, every in ((0, 6), (1, 8)):
-            together = all(torch.equal(x, y) for x, y in zip(a["each"][t][kind], b["each"][t][kind], strict=True))
+            together = all(
+                torch.equal(x, y)
+                for x, y in zip(a["each"][t][kind], b["each"][t][kind], strict=True)
+            )
             assert together == ((t + 1) % every == 0)
     assert a["final_equal"]
 
 
-# -- clipping by one norm ---------------------------------------------------------------------------------------------------
+# -- clipping by one norm ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("procs", [1, 2])
@@ -139,7 +214,13 @@ def test_one_norm_over_the_islands(run_ranks, procs) -> None:
         if me.procs > 1:
             probe.shard(model, me.mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        exchange = fsdp_demo.attach(optimizer, preset("local_sgd", period=100), model=model, clip=limit, clip_scope="islands")
+        exchange = fsdp_demo.attach(
+            optimizer,
+            preset("local_sgd", period=100),
+            model=model,
+            clip=limit,
+            clip_scope="islands",
+        )
         before = probe.whole(model)
         probe.backward(model, me, 0, 0, me.procs > 1)
         for p in model.parameters():
@@ -158,16 +239,23 @@ def test_one_norm_over_the_islands(run_ranks, procs) -> None:
             torch.testing.assert_close(steps[n], g * factor, rtol=1e-4, atol=1e-6)
 
 
-# -- overlap ------------------------------------------------------------------------------------------------------------------
+# -- overlap -------------------------------------------------------------------------------------
 
 
 def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
-    """The line is held back until both replicas have taken the steps of the delay: without overlap this would never end."""
+    """The line is held back until both replicas have taken the steps of the delay: without overlap
+    this would never end.
+    """
 
     def play(island: int, topology: fsdp_demo.Topology) -> Any:
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 3, "applier.mix": 0.5})
+        config = preset(
+            "diloco",
+            period=4,
+            inner_optimizers="as_is",
+            **{"schedule.delay": 3, "applier.mix": 0.5},
+        )
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
         gate, line = threading.Event(), exchange._peers
         swap = line.swap
@@ -187,7 +275,9 @@ def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
             optimizer.zero_grad()
             flying.append(len(exchange._queue.flights))
         exchange.finish()
-        return flying, [(f.step, f.applied, f.channels, f.ended > f.began) for f in exchange.timeline()]
+        return flying, [
+            (f.step, f.applied, f.channels, f.ended > f.began) for f in exchange.timeline()
+        ]
 
     def run():
         return threaded.values(threaded.islands(play, 2))
@@ -201,7 +291,9 @@ def test_host_memory_is_where_anchors_and_momentum_may_live(run_ranks) -> None:
     """On the CPU both are the same memory; the rules around it must not care."""
 
     def run(me, where):
-        config = preset("diloco", period=3, clip=None, inner_optimizers="as_is", offload_outer_state=where)
+        config = preset(
+            "diloco", period=3, clip=None, inner_optimizers="as_is", offload_outer_state=where
+        )
         return probe.train(me, config, sgd, 7)["params"][-1]
 
     for a, b in zip(*(run_ranks(run, 2, 1, args=(where,)) for where in (False, True)), strict=True):
@@ -217,9 +309,18 @@ def test_anchors_in_pinned_memory_beside_a_gpu(monkeypatch) -> None:
         torch.manual_seed(0)
         model = nn.Linear(200, 200).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner_optimizers="as_is", offload_outer_state=where)
+        exchange = fsdp_demo.attach(
+            optimizer,
+            "diloco",
+            model=model,
+            period=2,
+            inner_optimizers="as_is",
+            offload_outer_state=where,
+        )
         anchor = exchange.channels[0].anchor
-        assert (anchor.device.type, anchor.is_pinned()) == (("cpu", True) if where else ("cuda", False))
+        assert (anchor.device.type, anchor.is_pinned()) == (
+            ("cpu", True) if where else ("cuda", False)
+        )
         for _ in range(6):
             model(torch.ones(2, 200, device="cuda")).square().sum().backward()
             optimizer.step()
@@ -229,22 +330,32 @@ def test_anchors_in_pinned_memory_beside_a_gpu(monkeypatch) -> None:
     assert torch.equal(*results)
 
 
-# -- the line in the log --------------------------------------------------------------------------------------------------------
+# -- the line in the log -------------------------------------------------------------------------
 
 
 def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = nn.Linear(64, 64)
     with caplog.at_level(logging.INFO, logger="fsdp_demo"):
-        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, batch=(4, 8)).detach()
+        fsdp_demo.attach(
+            torch.optim.AdamW(model.parameters()), "diloco", model=model, batch=(4, 8)
+        ).detach()
     line = next(m for m in caplog.messages if "preset" in m)
     batch = "effective batch 32 rows = 4 x 8 accumulation x 1 ranks x 1 islands"
-    for part in ("preset diloco, one replica", "delta every 500", "inner AdamW", batch, "0 B per exchange"):
+    for part in (
+        "preset diloco, one replica",
+        "delta every 500",
+        "inner AdamW",
+        batch,
+        "0 B per exchange",
+    ):
         assert part in line, line
-    assert Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
+    assert (
+        Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
+    )
 
 
-# -- what a careful reader found ---------------------------------------------------------------------------------------------------
+# -- what a careful reader found -----------------------------------------------------------------
 
 
 class Line(nn.Module):
@@ -255,7 +366,13 @@ class Line(nn.Module):
         self.w = nn.Parameter(torch.full((4,), value, dtype=dtype))
 
 
-def walk(config: ExchangeConfig | str, steps: int, g: float = 0.125, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+def walk(
+    config: ExchangeConfig | str,
+    steps: int,
+    g: float = 0.125,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[Any, Any]:
     """(value after every step, value after finish()) of one replica that steps by -g."""
     model = Line(dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -279,31 +396,55 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
-    runs = [walk("diloco", 6, dtype=d, period=1, **PLAIN, **{"applier.mix": 0.5})[0] for d in (torch.float32, torch.bfloat16)]
+    runs = [
+        walk("diloco", 6, dtype=d, period=1, **PLAIN, **{"applier.mix": 0.5})[0]
+        for d in (torch.float32, torch.bfloat16)
+    ]
     assert runs[0] == runs[1]  # all values are exact in bf16
 
 
 def test_finish_keeps_the_order_of_channels(alone) -> None:
     delta = Channel("delta", "delta", SyncSchedule(4), applier=Applier("outer_step", lr=0.5))
-    config = ExchangeConfig("two", (delta, Channel("average", "parameter", SyncSchedule(4), applier=Applier("replace"), after="delta")))
-    assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375  # a part of a round has outer rate 1
+    config = ExchangeConfig(
+        "two",
+        (
+            delta,
+            Channel(
+                "average", "parameter", SyncSchedule(4), applier=Applier("replace"), after="delta"
+            ),
+        ),
+    )
+    # a part of a round has outer rate 1
+    assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375
 
 
 def test_finish_sends_what_a_queue_has_not(alone) -> None:
     for steps in (7, 8, 9, 11):
-        assert walk("diloco", steps, period=4, **PLAIN, **{"schedule.delay": 4})[1] == 1 - 0.125 * steps
+        assert (
+            walk("diloco", steps, period=4, **PLAIN, **{"schedule.delay": 4})[1]
+            == 1 - 0.125 * steps
+        )
 
 
 def test_a_first_exchange_at_the_end_has_no_momentum(alone) -> None:
-    assert walk("diloco", 1, g=0.5, period=100, lr=1.0, inner_optimizers="as_is", clip=None)[1] == 0.5
-    assert [Applier("outer_step", momentum=0.9, momentum_warmup=3).momentum_in(n) for n in range(5)] == [0, 0, 0.3, 0.6, 0.9]
+    assert (
+        walk("diloco", 1, g=0.5, period=100, lr=1.0, inner_optimizers="as_is", clip=None)[1] == 0.5
+    )
+    assert [
+        Applier("outer_step", momentum=0.9, momentum_warmup=3).momentum_in(n) for n in range(5)
+    ] == [0, 0, 0.3, 0.6, 0.9]
 
 
 def test_a_flush_of_gradients_leaves_others_alone(alone) -> None:
-    """Channel b is two steps late: at the end its gradients are applied once, those of a, which have been, not again."""
+    """Channel b is two steps late: at the end its gradients are applied once, those of a, which
+    have been, not again.
+    """
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    channels = (Channel("a", "gradient", include=("a",)), Channel("b", "gradient", SyncSchedule(delay=2), include=("b",)))
+    channels = (
+        Channel("a", "gradient", include=("a",)),
+        Channel("b", "gradient", SyncSchedule(delay=2), include=("b",)),
+    )
     exchange = fsdp_demo.attach(optimizer, ExchangeConfig("late", channels), model=model)
     for _ in range(3):
         for p in model.values():
@@ -321,7 +462,14 @@ def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
 
     model = Deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = preset("streaming_diloco", period=6, delay=0, layers=1, inner_optimizers="as_is", **{"reducer.weight": "tokens"})
+    config = preset(
+        "streaming_diloco",
+        period=6,
+        delay=0,
+        layers=1,
+        inner_optimizers="as_is",
+        **{"reducer.weight": "tokens"},
+    )
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     sent = []
     launch = exchange._queue.launch
@@ -345,7 +493,14 @@ def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
     def run(me):
         model = nn.Linear(6, 6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3, inner_optimizers="as_is", clip_scope="islands")
+        exchange = fsdp_demo.attach(
+            optimizer,
+            "diloco",
+            model=model,
+            period=3,
+            inner_optimizers="as_is",
+            clip_scope="islands",
+        )
         for t in range(7):
             model(torch.ones(2, 6)).sum().backward()
             if (t, me.island) == (1, 1):
@@ -364,13 +519,27 @@ def test_names_and_forms(alone) -> None:
         preset("demo", inner_optimizers="as_is").channels[0].applier.sign is True
         and preset("random", inner_optimizers="as_is").lr == 4e-4
     )
-    assert not preset("demo", version=2).clips_mean and not preset("random", sign=False).clips_mean and preset("full").clips_mean
+    assert (
+        not preset("demo", version=2).clips_mean
+        and not preset("random", sign=False).clips_mean
+        and preset("full").clips_mean
+    )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no parameter name holds a layer number"):
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco")
-    assert preset("decoupled_momentum", transform=True, **{"fragments.layers": 2}).channels[0].fragments == Fragments(2)
-    body = Channel("body", "delta", SyncSchedule(10), applier=Applier("outer_step"), exclude=("*embed*",))
-    rest = Channel("rest", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("model.embed_tokens.weight",))
+    assert preset("decoupled_momentum", transform=True, **{"fragments.layers": 2}).channels[
+        0
+    ].fragments == Fragments(2)
+    body = Channel(
+        "body", "delta", SyncSchedule(10), applier=Applier("outer_step"), exclude=("*embed*",)
+    )
+    rest = Channel(
+        "rest",
+        "delta",
+        SyncSchedule(10),
+        applier=Applier("outer_step"),
+        include=("model.embed_tokens.weight",),
+    )
     assert len(expand(ExchangeConfig("apart", (body, rest)), LLAMA)) == 2
 
 
@@ -378,8 +547,17 @@ def test_names_and_forms(alone) -> None:
     "channels, part",
     [
         ((average_after("a", "b"), average_after("b", "a")), "an order has two places"),
-        ((Channel("g", "gradient"), average_after("b", "g")), "gradient channels act before the base step"),
-        ((Channel("d", "delta", SyncSchedule(4), applier=Applier("outer_step")), average_after("b", "d", delay=1)), "use delay=0"),
+        (
+            (Channel("g", "gradient"), average_after("b", "g")),
+            "gradient channels act before the base step",
+        ),
+        (
+            (
+                Channel("d", "delta", SyncSchedule(4), applier=Applier("outer_step")),
+                average_after("b", "d", delay=1),
+            ),
+            "use delay=0",
+        ),
         ((Channel("a.b", "gradient"),), "no dot"),
     ],
 )

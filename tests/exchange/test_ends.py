@@ -1,4 +1,6 @@
-"""The end of a run inside a round: `finish()` takes the plain mean there, whatever the outer step is; and attach says so before."""
+"""The end of a run inside a round: `finish()` takes the plain mean there, whatever the outer step
+is; and attach says so before.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ENDS = {
         {"period": 4, "lr": 0.5, "dense_lr": 0.5, "coding": coding(transform=False)},
         seed=4,
     ),
-    "sparse_loco": Case(LOCO, oracle.SparseLoCo, sgd, {"period": 4, "lr": 0.65, "dense_lr": 0.8, "code": "fp32"}),
+    "sparse_loco": Case(
+        LOCO, oracle.SparseLoCo, sgd, {"period": 4, "lr": 0.65, "dense_lr": 0.8, "code": "fp32"}
+    ),
     "streaming": DELAYED["streaming-5"],
     "streaming-mixed-queue": DELAYED["streaming-8"],
 }
@@ -40,17 +44,31 @@ def ended(case: Case, steps: int) -> Any:
             return case.inner([p for _, p in named])
 
         model, feed = case.model.make(case.seed), case.model.feed(case.seed)
-        out = layered.train(me, model, case.config, inner, feed, steps, end=lambda e: e.finish(), equal=lambda t: False)
+        out = layered.train(
+            me,
+            model,
+            case.config,
+            inner,
+            feed,
+            steps,
+            end=lambda e: e.finish(),
+            equal=lambda t: False,
+        )
         return out["final"], out["final_equal"], out["params"][-1]
 
     return run
 
 
-@pytest.mark.parametrize("name, steps", [*((n, STEPS) for n in ENDS), ("diloco", 20), ("sparse_loco", 20)])
+@pytest.mark.parametrize(
+    "name, steps", [*((n, STEPS) for n in ENDS), ("diloco", 20), ("sparse_loco", 20)]
+)
 def test_the_end_inside_a_round_follows_the_oracle(run_ranks, name, steps):
     case = ENDS[name]
     method = case.make(case.model.start(case.seed), 2, case.inner, **case.options)
-    followed(method, [[case.model.island_gradient(case.seed, t, r) for r in range(2)] for t in range(steps)])
+    followed(
+        method,
+        [[case.model.island_gradient(case.seed, t, r) for r in range(2)] for t in range(steps)],
+    )
     method.finish()
     for final, equal, last in run_ranks(ended(case, steps), 2, 1):
         assert equal
@@ -61,9 +79,15 @@ def test_the_end_inside_a_round_follows_the_oracle(run_ranks, name, steps):
 
 @pytest.mark.parametrize("name", ["diloco", "muloco"])
 def test_a_part_of_a_round_does_no_harm_to_validation(run_ranks, name):
-    """With the published constant momentum a whole outer step for one step of work was 1.4 and 1.5 times worse than the anchor before."""
+    """With the published constant momentum a whole outer step for one step of work was 1.4 and 1.5
+    times worse than the anchor before.
+    """
     config = preset(name, period=10, momentum_warmup=0).changed({"inner_optimizers": ["as_is"]})
-    ends = run_ranks(lambda me: [(r.anchor, r.after, r.equal, r.before, r.final) for r in trained(config, 121)], 1, 1)[0]
+    ends = run_ranks(
+        lambda me: [(r.anchor, r.after, r.equal, r.before, r.final) for r in trained(config, 121)],
+        1,
+        1,
+    )[0]
     for anchor, after, equal, _, final in ends:
         assert equal and after <= anchor * 1.01
         if name == "diloco":
@@ -76,7 +100,9 @@ def test_the_momentum_is_that_of_the_last_whole_round(monkeypatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, inner_optimizers="as_is", momentum_warmup=0)
+    exchange = fsdp_demo.attach(
+        optimizer, "diloco", model=model, period=2, inner_optimizers="as_is", momentum_warmup=0
+    )
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Properties of the exchange that need no trajectory: identities, layouts, bytes, messages, clocks, and what can go wrong."""
+"""Properties of the exchange that need no trajectory: identities, layouts, bytes, messages, clocks,
+and what can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def _fresh_attach(run):
     return wrapped
 
 
-# -- identities ------------------------------------------------------------------------------------------------------
+# -- identities ----------------------------------------------------------------------------------
 
 
 def mlp() -> nn.Sequential:
@@ -58,12 +60,16 @@ def mlp() -> nn.Sequential:
 
 def batch(t: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(t)
-    return torch.randn(16, 7, generator=generator)[rows], torch.randn(16, 5, generator=generator)[rows]
+    return torch.randn(16, 7, generator=generator)[rows], torch.randn(16, 5, generator=generator)[
+        rows
+    ]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_full_is_large_batch_training(run_ranks, clip):
-    """2 x 2 processes with 4 rows each, FSDP2 inside: AdamW on the batch of 16 rows of one process, the clip after the mean."""
+    """2 x 2 processes with 4 rows each, FSDP2 inside: AdamW on the batch of 16 rows of one process,
+    the clip after the mean.
+    """
 
     def run(me):
         from torch.distributed.fsdp import fully_shard
@@ -99,9 +105,21 @@ def test_full_is_large_batch_training(run_ranks, clip):
 @pytest.mark.parametrize("transformed", [True, False])
 @pytest.mark.parametrize("feedback", ["subtract", "none"])
 def test_everything_kept_is_a_dense_method(run_ranks, feedback, transformed):
-    """k = block, no sign, divisor R. subtract: nothing stays, plain SGD on the mean gradient; none: dense momentum SGD."""
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, topk=4096, value_dtype="fp32", sign=False, beta=0.9, transform=transformed, clip=None)
-    config = config.changed({"feedback": feedback, "reducer.mean_over": "replicas"})  # over senders an exact zero would not count
+    """k = block, no sign, divisor R. subtract: nothing stays, plain SGD on the mean gradient; none:
+    dense momentum SGD.
+    """
+    config = preset(
+        "demo",
+        **probe.PLAIN_EMBEDDINGS,
+        topk=4096,
+        value_dtype="fp32",
+        sign=False,
+        beta=0.9,
+        transform=transformed,
+        clip=None,
+    )
+    # over senders an exact zero would not count
+    config = config.changed({"feedback": feedback, "reducer.mean_over": "replicas"})
 
     def run(me):
         return probe.train(me, config, sgd)["params"][-1]
@@ -114,15 +132,22 @@ def test_everything_kept_is_a_dense_method(run_ranks, feedback, transformed):
         assert difference(truth, params) < 2e-5
 
 
-# -- shards ----------------------------------------------------------------------------------------------------------
+# -- shards --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [preset("full"), preset("diloco", momentum_warmup=0, period=5, clip=None)], ids=lambda c: c.preset)
+@pytest.mark.parametrize(
+    "config",
+    [preset("full"), preset("diloco", momentum_warmup=0, period=5, clip=None)],
+    ids=lambda c: c.preset,
+)
 def test_element_wise_presets_do_not_depend_on_the_sharding(run_ranks, config):
     """Bit-equal for one process, two with FSDP2 and two without, on every kind of parameter."""
 
     def run(me):
-        return [probe.train(me, config, adamw, 10, sharded)["params"] for sharded in ([True, False] if me.procs == 2 else [True])]
+        return [
+            probe.train(me, config, adamw, 10, sharded)["params"]
+            for sharded in ([True, False] if me.procs == 2 else [True])
+        ]
 
     (one, *_), (two, *_) = run_ranks(run, 2, 1), run_ranks(_fresh_attach(run), 2, 2)
     for other in two:
@@ -158,7 +183,9 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_one_world_with_a_mesh(run_ranks, name):
-    """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over the other."""
+    """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over
+    the other.
+    """
     config = (
         preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
         if name == "demo"
@@ -172,7 +199,9 @@ def test_one_world_with_a_mesh(run_ranks, name):
         model = probe.Probe(6)
         probe.shard(model, mesh["dp_shard"])
         optimizer = inner(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=fsdp_demo.Topology.from_mesh(mesh))
+        exchange = fsdp_demo.attach(
+            optimizer, config, model=model, topology=fsdp_demo.Topology.from_mesh(mesh)
+        )
         params, equal = [], []
         for t in range(6):
             probe.backward(model, here, t, 6, True)
@@ -183,7 +212,11 @@ def test_one_world_with_a_mesh(run_ranks, name):
         exchange.finish()
         return params, equal
 
-    method = oracle.Demo(start(6), 2, sgd, shards=2, coding=coding()) if name == "demo" else oracle.DiLoCo(start(6), 2, adamw, period=2)
+    method = (
+        oracle.Demo(start(6), 2, sgd, shards=2, coding=coding())
+        if name == "demo"
+        else oracle.DiLoCo(start(6), 2, adamw, period=2)
+    )
     truth = follow(method, 6, 6)
     for rank, (params, equal) in enumerate(run_ranks(run, 1, 4)):
         assert equal[1::2] == [True] * 3
@@ -191,7 +224,9 @@ def test_one_world_with_a_mesh(run_ranks, name):
 
 
 def test_hsdp_inside_one_island(run_ranks):
-    """Two shards in two copies each: the active copies of a shard complete each other inside the island (R = 1 here)."""
+    """Two shards in two copies each: the active copies of a shard complete each other inside the
+    island (R = 1 here).
+    """
     config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
 
     def run(me):
@@ -213,7 +248,12 @@ def test_hsdp_inside_one_island(run_ranks):
     method = oracle.Demo(start(6), 1, sgd, shards=2, coding=coding())
     truth = follow(method, 6, 4)
     results = run_ranks(run, 1, 4)
-    assert [place for _, place in results] == [(2, 0, 2, 0), (2, 1, 2, 0), (2, 0, 2, 1), (2, 1, 2, 1)]
+    assert [place for _, place in results] == [
+        (2, 0, 2, 0),
+        (2, 1, 2, 0),
+        (2, 0, 2, 1),
+        (2, 1, 2, 1),
+    ]
     for params, _ in results:
         assert worst_of(params, 0, truth, method.smallest) < 1e-5
 
@@ -225,7 +265,14 @@ def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
         "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
         "full": preset("full"),
         "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
-        "released": preset("decoupled_momentum", transform=True, rule="released", period=2, value_dtype="fp32", clip=None),
+        "released": preset(
+            "decoupled_momentum",
+            transform=True,
+            rule="released",
+            period=2,
+            value_dtype="fp32",
+            clip=None,
+        ),
     }[name]
     inner = sgd if name == "demo" else adamw
 
@@ -238,12 +285,16 @@ def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
         "demo": lambda: oracle.Demo(start(6), 2, sgd, coding=coding()),
         "full": lambda: oracle.Full(start(6), 2, adamw),
         "diloco": lambda: oracle.DiLoCo(start(6), 2, adamw, period=2),
-        "released": lambda: oracle.DecoupledMomentum(start(6), 2, adamw, rule="released", period=2, coding=coding(senders=False)),
+        "released": lambda: oracle.DecoupledMomentum(
+            start(6), 2, adamw, rule="released", period=2, coding=coding(senders=False)
+        ),
     }[name]()
     truth = follow(method, 6, 6)
     for rank, (params, equal, final) in enumerate(results):
         assert equal[1::2] == [name != "released"] * 3
-        assert worst_of(params, int(rank >= procs[0]), truth, getattr(method, "smallest", None)) < 1e-5
+        assert (
+            worst_of(params, int(rank >= procs[0]), truth, getattr(method, "smallest", None)) < 1e-5
+        )
         assert same(final, results[0][2])
 
 
@@ -270,15 +321,29 @@ def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
     (params, metrics, equal) = run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""})[0]
     method = oracle.Demo(start(6), 1, sgd, coding=coding())
     assert worst_of(params, 0, follow(method, 6, 6), method.smallest) < 1e-5
-    assert (metrics["bytes_sent"], metrics["bytes_received"], metrics["messages"], metrics["step"]) == (0, 0, 0, 6) and equal
+    assert (
+        metrics["bytes_sent"],
+        metrics["bytes_received"],
+        metrics["messages"],
+        metrics["step"],
+    ) == (0, 0, 0, 6) and equal
 
 
-# -- the momentum of the released rule -------------------------------------------------------------------------------
+# -- the momentum of the released rule -----------------------------------------------------------
 
 
 def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
-    """Rule released, mean over replicas, int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding."""
-    config = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None, inner_optimizers="as_is")
+    """Rule released, mean over replicas, int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every
+    exchange, to rounding.
+    """
+    config = preset(
+        "decoupled_momentum",
+        transform=True,
+        rule="released",
+        period=2,
+        clip=None,
+        inner_optimizers="as_is",
+    )
 
     def run(me):
         kept = []
@@ -289,7 +354,12 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
             transform(channel.layout, work, inverse=True)
             out = [torch.zeros(channel.shards.params[i].shape) for i in channel.covered]
             channel.layout.unpack(work, out)
-            kept.append({channel.shards.params[i].name: x for i, x in zip(channel.covered, out, strict=True)})
+            kept.append(
+                {
+                    channel.shards.params[i].name: x
+                    for i, x in zip(channel.covered, out, strict=True)
+                }
+            )
 
         probe.train(me, config, sgd, 10, each=look)
         return kept
@@ -298,7 +368,12 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
     dense = {n: torch.zeros(probe.SHAPES[n], dtype=torch.float64) for n in probe.TRAINED}
     for t in range(1, 10, 2):
         for n, b in dense.items():
-            deltas = [0.01 * probe.island_gradient(0, s, r)[n].double() for s in (t - 1, t) for r in range(3) if n != "sometimes" or r == 0]
+            deltas = [
+                0.01 * probe.island_gradient(0, s, r)[n].double()
+                for s in (t - 1, t)
+                for r in range(3)
+                if n != "sometimes" or r == 0
+            ]
             b.mul_(0.95).add_(sum(deltas))
             total = sum(replica[t][n].double() for replica in kept)
             assert float((total - b).abs().max()) < 1e-5
@@ -306,7 +381,9 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
 
 @pytest.mark.parametrize("kind", ["replicas", "senders"])
 def test_senders_inflate_the_sum_of_the_accumulators(run_ranks, kind):
-    """R = 3; row 0 is sent by one replica only, row 1 by two, row 2 by all: over senders their sum grows R / |senders| times."""
+    """R = 3; row 0 is sent by one replica only, row 1 by two, row 2 by all: over senders their sum
+    grows R / |senders| times.
+    """
     config = preset(
         "decoupled_momentum",
         rule="released",
@@ -332,10 +409,12 @@ def test_senders_inflate_the_sum_of_the_accumulators(run_ranks, kind):
 
     total = sum(run_ranks(run, 3, 1))
     before = torch.tensor([1.0, 4.0, 12.0])
-    assert torch.allclose(total, before if kind == "replicas" else before * torch.tensor([3.0, 1.5, 1.0]))
+    assert torch.allclose(
+        total, before if kind == "replicas" else before * torch.tensor([3.0, 1.5, 1.0])
+    )
 
 
-# -- bytes and messages ----------------------------------------------------------------------------------------------
+# -- bytes and messages --------------------------------------------------------------------------
 
 
 class Counting:
@@ -346,14 +425,22 @@ class Counting:
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         self.sends += 1
-        self.sent[peer] = self.sent.get(peer, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        self.sent[peer] = self.sent.get(peer, 0) + sum(
+            t.numel() * t.element_size() for t in tensors
+        )
         return self.group.send(tensors, peer, tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         return self.group.recv(tensors, peer, tag)
 
 
-def metered(me: Any, config: ExchangeConfig, steps: int, sharded: bool = True, names: list[str] | None = None) -> dict[str, Any]:
+def metered(
+    me: Any,
+    config: ExchangeConfig,
+    steps: int,
+    sharded: bool = True,
+    names: list[str] | None = None,
+) -> dict[str, Any]:
     """Bytes by the exchange's meter and by a group in front of gloo, in total and per step."""
     sharded = sharded and me.procs > 1
     model = probe.Probe(0, names)
@@ -378,14 +465,19 @@ def metered(me: Any, config: ExchangeConfig, steps: int, sharded: bool = True, n
 def consistent(outs: list[dict[str, Any]]) -> bool:
     """Whether each meter's bytes are those handed to gloo, here and (received) by the peers."""
     sent = [out["bytes_sent"] == sum(out["sent"].values()) for out in outs]
-    received = [out["bytes_received"] == sum(other["sent"].get(i, 0) for other in outs) for i, out in enumerate(outs)]
+    received = [
+        out["bytes_received"] == sum(other["sent"].get(i, 0) for other in outs)
+        for i, out in enumerate(outs)
+    ]
     return all(sent) and all(received)
 
 
 @pytest.mark.parametrize("islands", [2, 3])
 @pytest.mark.gloo
 def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, islands):
-    """Sparse: one message a step. Dense: the header and two legs. Sizes by hand for four full blocks, k = 32, int8."""
+    """Sparse: one message a step. Dense: the header and two legs. Sizes by hand for four full
+    blocks, k = 32, int8.
+    """
     sparse = preset("decoupled_momentum", transform=True, period=2)
 
     def run(me):
@@ -406,17 +498,31 @@ def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, isla
     assert consistent(outs)
     for out in outs:
         n = 4 * 128 * 128
-        assert out["sends"] == [0, 3 * peers, 0, 3 * peers] and out["messages"] == 6 and out["exchanges"] == 2
+        assert (
+            out["sends"] == [0, 3 * peers, 0, 3 * peers]
+            and out["messages"] == 6
+            and out["exchanges"] == 2
+        )
         ideal = 2 * n * peers / islands
-        assert 0 <= out["bytes_sent"] / 2 - ideal <= peers * 3 * 56 + 8 * peers  # three headers, uneven parts
+        # three headers, uneven parts
+        assert 0 <= out["bytes_sent"] / 2 - ideal <= peers * 3 * 56 + 8 * peers
 
 
-@pytest.mark.parametrize("config", [preset("demo"), preset("full"), preset("diloco", momentum_warmup=0, period=1)], ids=lambda c: c.preset)
+@pytest.mark.parametrize(
+    "config",
+    [preset("demo"), preset("full"), preset("diloco", momentum_warmup=0, period=1)],
+    ids=lambda c: c.preset,
+)
 def test_an_island_sends_the_same_bytes_however_it_is_sharded(run_ranks, config):
-    """2 x 1, FSDP2 2 x 2 and unsharded 2 x 2, summed over the ranks of an island: equal up to headers, checksums and presence bits."""
+    """2 x 1, FSDP2 2 x 2 and unsharded 2 x 2, summed over the ranks of an island: equal up to
+    headers, checksums and presence bits.
+    """
 
     def run(me):
-        return [metered(me, config, 2, sharded, ALIGNED)["bytes_sent"] for sharded in ([True, False] if me.procs == 2 else [True])]
+        return [
+            metered(me, config, 2, sharded, ALIGNED)["bytes_sent"]
+            for sharded in ([True, False] if me.procs == 2 else [True])
+        ]
 
     one = [sum(v) for v in zip(*run_ranks(run, 2, 1)[:1], strict=True)]
     two = [sum(v) for v in zip(*run_ranks(_fresh_attach(run), 2, 2)[:2], strict=True)]
@@ -425,7 +531,9 @@ def test_an_island_sends_the_same_bytes_however_it_is_sharded(run_ranks, config)
 
 
 def test_an_unsharded_island_deals_out_the_blocks_of_one_process(run_ranks):
-    """All shapes of the probe, so edge blocks and dense elements too: equal up to a header, presence bits and odd counts of indices."""
+    """All shapes of the probe, so edge blocks and dense elements too: equal up to a header,
+    presence bits and odd counts of indices.
+    """
     config = preset("demo")
 
     def run(me):
@@ -436,12 +544,14 @@ def test_an_unsharded_island_deals_out_the_blocks_of_one_process(run_ranks):
     assert 0 <= two[0] + two[1] - one[0] <= 56 + 2 + 8
 
 
-# -- the schedule -------------------------------------------------------------------------------------------------------
+# -- the schedule --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_checkpoints_and_evaluation_never_tick(run_ranks, name):
-    """Fresh and used optimizers: get and set state_dict through torch.distributed.checkpoint, forward passes; nothing moves."""
+    """Fresh and used optimizers: get and set state_dict through torch.distributed.checkpoint,
+    forward passes; nothing moves.
+    """
     inner = sgd if name == "demo" else adamw
 
     def run(me):
@@ -462,7 +572,13 @@ def test_checkpoints_and_evaluation_never_tick(run_ranks, name):
             with torch.no_grad():
                 model(probe.gradient(0, 0, 0, 0))
             model.layer.reshard()
-            seen.append((exchange.step, exchange.metrics()["messages"], difference(before, probe.whole(model))))
+            seen.append(
+                (
+                    exchange.step,
+                    exchange.metrics()["messages"],
+                    difference(before, probe.whole(model)),
+                )
+            )
 
         look()
         for t in range(2):
@@ -491,11 +607,15 @@ def test_optimizer_steps_while_paused_do_not_count(run_ranks):
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
 def test_a_skipped_step_leaves_the_replicas_together(run_ranks, name):
-    """Replica 1 drops steps 2 and 3: full takes the mean over the others; demo adds nothing to its momentum; diloco stays where it is."""
+    """Replica 1 drops steps 2 and 3: full takes the mean over the others; demo adds nothing to its
+    momentum; diloco stays where it is.
+    """
     diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
-    config = {"full": preset("full"), "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None), "diloco": diloco}[
-        name
-    ]
+    config = {
+        "full": preset("full"),
+        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
+        "diloco": diloco,
+    }[name]
     inner = sgd if name == "demo" else adamw
     skips = ((2, 1), (3, 1))
 
@@ -541,7 +661,14 @@ def test_weights_are_honoured(run_ranks, name):
     inner = sgd if name == "demo" else adamw
 
     def run(me):
-        out = probe.train(me, config, inner, 4, seed=6, before=lambda t, e: e.report(50 if me.island == 0 else 150, loss=me.island + t))
+        out = probe.train(
+            me,
+            config,
+            inner,
+            4,
+            seed=6,
+            before=lambda t, e: e.report(50 if me.island == 0 else 150, loss=me.island + t),
+        )
         return out["params"], out["metrics"]["loss"]
 
     method = {
@@ -553,7 +680,8 @@ def test_weights_are_honoured(run_ranks, name):
     truth = follow(method, 6, 4)
     for rank, (params, loss) in enumerate(run_ranks(run)):
         assert worst_of(params, rank // 2, truth) < 1e-5
-        # The mean over the islands of what was noted since the last exchange: in step 3, or with a period of 2 in steps 2 and 3.
+        # The mean over the islands of what was noted since the last exchange: in step 3, or with a
+        # period of 2 in steps 2 and 3.
         assert loss == (3.0 if name == "diloco" else 3.5)
 
 
@@ -581,11 +709,13 @@ def test_clipping(run_ranks, name):
         assert worst_of(params, rank // 2, truth, getattr(method, "smallest", None)) < 1e-6
 
 
-# -- more than one schedule, delays -------------------------------------------------------------------------------------
+# -- more than one schedule, delays --------------------------------------------------------------
 
 
 def test_a_delayed_gradient_arrives_in_order(run_ranks):
-    """delay 2: after step t the parameters are those of t - 2 without delay; flush brings the rest; digests may be asked for in flight."""
+    """delay 2: after step t the parameters are those of t - 2 without delay; flush brings the rest;
+    digests may be asked for in flight.
+    """
     config = preset("full").changed({"schedule.delay": 2})
 
     def run(me):
@@ -601,7 +731,9 @@ def test_a_delayed_gradient_arrives_in_order(run_ranks):
 
 
 def test_a_delayed_delta(run_ranks):
-    """delay 1 on the outer step: replicas are equal after it was applied, and finish() leaves them equal."""
+    """delay 1 on the outer step: replicas are equal after it was applied, and finish() leaves them
+    equal.
+    """
     config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"schedule.delay": 1})
 
     def run(me):
@@ -614,9 +746,15 @@ def test_a_delayed_delta(run_ranks):
 
 def test_a_gradient_channel_with_a_period_accumulates(run_ranks):
     """Every third step the base optimizer steps with what gathered; in between it does nothing."""
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, sign=False, value_dtype="fp32", topk=4096, beta=1.0, clip=None).changed(
-        {"schedule.sync_every": 3}
-    )
+    config = preset(
+        "demo",
+        **probe.PLAIN_EMBEDDINGS,
+        sign=False,
+        value_dtype="fp32",
+        topk=4096,
+        beta=1.0,
+        clip=None,
+    ).changed({"schedule.sync_every": 3})
 
     def run(me):
         return probe.train(me, config, sgd, 6)["params"]
@@ -633,10 +771,14 @@ def two_channels(first: Channel, second: Channel) -> ExchangeConfig:
 
 
 def test_channels_that_are_due_together(run_ranks):
-    """A sparse delta channel beside a gradient channel, and two sparse delta channels with different clocks, also at finish()."""
+    """A sparse delta channel beside a gradient channel, and two sparse delta channels with
+    different clocks, also at finish().
+    """
     full, sparse = (
         preset("full").channels[0],
-        preset("decoupled_momentum", transform=True, period=2, topk=4096, value_dtype="fp32").channels[0],
+        preset(
+            "decoupled_momentum", transform=True, period=2, topk=4096, value_dtype="fp32"
+        ).channels[0],
     )
     gradient = replace(full, name="gradient", include=("aligned*", "bias"))
     delta = replace(sparse, name="delta", exclude=("aligned*", "bias"))
@@ -656,7 +798,7 @@ def test_channels_that_are_due_together(run_ranks):
         assert difference(truth, second) < 2e-5
 
 
-# -- start, end, resume ----------------------------------------------------------------------------------------------
+# -- start, end, resume --------------------------------------------------------------------------
 
 
 class Buffered(nn.Module):
@@ -679,9 +821,14 @@ def test_islands_start_from_the_parameters_of_island_0(run_ranks, procs):
         model = Buffered(me.island)
         if procs == 2:
             fully_shard(model, mesh=me.mesh())
-        exchange = fsdp_demo.attach(sgd([p for p in model.parameters() if p.requires_grad]), "full", model=model)
+        exchange = fsdp_demo.attach(
+            sgd([p for p in model.parameters() if p.requires_grad]), "full", model=model
+        )
         same_everywhere = exchange.digests_equal()
-        return same_everywhere, {**probe.whole(model), **{n: b.clone() for n, b in model.named_buffers()}}
+        return same_everywhere, {
+            **probe.whole(model),
+            **{n: b.clone() for n, b in model.named_buffers()},
+        }
 
     model = Buffered(0)
     truth = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -690,7 +837,9 @@ def test_islands_start_from_the_parameters_of_island_0(run_ranks, procs):
 
 
 def test_finish_brings_replicas_together(run_ranks):
-    """Consensus: a last exchange for the steps since the one before. No consensus: the mean, and the drift is told."""
+    """Consensus: a last exchange for the steps since the one before. No consensus: the mean, and
+    the drift is told.
+    """
     diloco = preset("diloco", momentum_warmup=0, period=4, clip=None)
     released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
 
@@ -706,7 +855,10 @@ def test_finish_brings_replicas_together(run_ranks):
     method.finish()
     for first, _ in results:
         assert first["final_equal"] is True and first["drift"] is None
-        assert difference({n: p.detach().float() for n, p in method.theta[0].items()}, first["final"]) < 1e-5
+        assert (
+            difference({n: p.detach().float() for n, p in method.theta[0].items()}, first["final"])
+            < 1e-5
+        )
     (_, a), (_, b) = results
     assert same(a["final"], b["final"]) and not same(a["params"][-1], b["params"][-1])
     mean = {n: (a["params"][-1][n] + b["params"][-1][n]) / 2 for n in a["final"]}
@@ -735,7 +887,14 @@ def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
             with exchange.outer_parameters(model):
                 shown, inside = probe.whole(model), float(model(g))
             after = float(model(g))
-        return anchor, local, shown, (before, inside, after), same(local, probe.whole(model)), exchange.step
+        return (
+            anchor,
+            local,
+            shown,
+            (before, inside, after),
+            same(local, probe.whole(model)),
+            exchange.step,
+        )
 
     def loss(params, g):
         return sum(float((params[n] * v).sum(dtype=torch.float64)) for n, v in g.items())
@@ -746,17 +905,25 @@ def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
         assert losses == pytest.approx((loss(local, g), loss(anchor, g), loss(local, g)), abs=1e-2)
     results = run_ranks(lambda me: run(me, released))
     mean = {n: (results[0][1][n] + results[2][1][n]) / 2 for n in results[0][1]}
-    assert all(difference(mean, shown) < 1e-6 and restored for _, _, shown, _, restored, _ in results)
+    assert all(
+        difference(mean, shown) < 1e-6 and restored for _, _, shown, _, restored, _ in results
+    )
 
 
 RESUMED = {
     "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
     "random": preset("random", clip=None),
     "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"schedule.delay": 1}),
-    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None, **{"schedule.delay": 5}),
+    "diloco-queue": preset(
+        "diloco", momentum_warmup=0, period=2, clip=None, **{"schedule.delay": 5}
+    ),
     "decoupled_momentum": preset("decoupled_momentum", transform=True, period=3, clip=None),
-    "released": preset("decoupled_momentum", transform=True, period=2, rule="released", average_every=2, clip=None),
-    "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0),
+    "released": preset(
+        "decoupled_momentum", transform=True, period=2, rule="released", average_every=2, clip=None
+    ),
+    "streaming_diloco": preset(
+        "streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0
+    ),
     "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"schedule.delay": 5}),
     "desloc": preset("desloc", embeddings=True, period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
@@ -803,7 +970,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(run_ranks, name):
     assert run_ranks(run) == [True] * 4
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------
+# -- damage --------------------------------------------------------------------------------------
 
 
 class Damaging(Counting):
@@ -862,13 +1029,18 @@ def test_a_damaged_payload_is_refused_and_nothing_of_it_is_applied(run_ranks, na
             return True
         with pytest.raises(WireError, match="island ?0"):
             optimizer.step()
-        if not exchange.channels[0].channel.before_step:  # the local step was taken, and nothing else
+        # the local step was taken, and nothing else
+        if not exchange.channels[0].channel.before_step:
             before = {
-                n: p - 0.01 * probe.island_gradient(0, 2, 1)[n] if n in probe.island_gradient(0, 2, 1) else p for n, p in before.items()
+                n: p - 0.01 * probe.island_gradient(0, 2, 1)[n]
+                if n in probe.island_gradient(0, 2, 1)
+                else p
+                for n, p in before.items()
             }
         now = exchange.state_dict()["channels"]
         for channel in state:
-            for key in ("anchor", "momentum"):  # the accumulator has given away what was sent, and is to be sent again
+            # the accumulator has given away what was sent, and is to be sent again
+            for key in ("anchor", "momentum"):
                 if key in state[channel]:
                     assert float((state[channel][key] - now[channel][key]).abs().max()) < 1e-5
         return difference(before, probe.whole(model)) < 1e-6
@@ -908,7 +1080,14 @@ def test_the_codec_config_is_used(run_ranks):
         out = []
         for code in ("fp32", "bf16", "int8"):
             os.environ["ISLAND_RUN"] += "+"
-            config = preset("decoupled_momentum", transform=True, period=2, value_dtype=code, clip=None, inner_optimizers="as_is")
+            config = preset(
+                "decoupled_momentum",
+                transform=True,
+                period=2,
+                value_dtype=code,
+                clip=None,
+                inner_optimizers="as_is",
+            )
             assert config.channels[0].codec == Codec("dct", "topk", 32, code)
             out.append(probe.train(me, config, sgd, 8, seed=4)["params"][-1])
         return out
@@ -937,8 +1116,18 @@ def test_process_groups_end_cleanly(run_ranks):
 
 
 def test_bf16_parameters_keep_what_rounding_takes(run_ranks):
-    """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6."""
-    config = preset("diloco", momentum_warmup=0, period=1, lr=0.1, momentum=0.0, clip=None, inner_optimizers="as_is")
+    """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor
+    adds them up to 2^-6.
+    """
+    config = preset(
+        "diloco",
+        momentum_warmup=0,
+        period=1,
+        lr=0.1,
+        momentum=0.0,
+        clip=None,
+        inner_optimizers="as_is",
+    )
 
     def run():
         weight = nn.Parameter(torch.ones(70, 3, dtype=torch.bfloat16))

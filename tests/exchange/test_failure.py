@@ -1,4 +1,6 @@
-"""Peers that die, fall silent or are told to stop; the way back; and how processes end. Real processes, real signals."""
+"""Peers that die, fall silent or are told to stop; the way back; and how processes end. Real
+processes, real signals.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ runs = itertools.count()
 
 DEMO = preset("demo", value_dtype="fp32")
 DILOCO = preset("diloco", period=2, inner_optimizers="as_is")
-CONSENSUS = preset("decoupled_momentum", transform=True, period=2, value_dtype="bf16", inner_optimizers="as_is")
+CONSENSUS = preset(
+    "decoupled_momentum", transform=True, period=2, value_dtype="bf16", inner_optimizers="as_is"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to which ranks of island 1 at step `at`, before its optimizer step or inside its message number `message`."""
+    """What happens to which ranks of island 1 at step `at`, before its optimizer step or inside its
+    message number `message`.
+    """
 
     config: ExchangeConfig
     procs: int = 1
@@ -64,12 +70,16 @@ LOST = {
     "2x2, all of it killed": Case(DEMO, 2, (0, 1)),
     "2x2, one rank killed inside an exchange": Case(CONSENSUS, 2, (1,), message=0, timed_out=True),
     "2x2 unsharded, one rank killed": Case(DEMO, 2, (1,), sharded=False, timed_out=True),
-    "2x2, one rank silent inside a reduce": Case(DILOCO, 2, (1,), signal.SIGSTOP, message=1, timed_out=True),
+    "2x2, one rank silent inside a reduce": Case(
+        DILOCO, 2, (1,), signal.SIGSTOP, message=1, timed_out=True
+    ),
 }
 
 
 def job(me: Any, case: Case) -> None:
-    """Ten steps under guard(); island 1's victims strike themselves. Survivors write down what they saw when they saved."""
+    """Ten steps under guard(); island 1's victims strike themselves. Survivors write down what they
+    saw when they saved.
+    """
     logging.basicConfig(level=logging.INFO, force=True)
     (me.folder / f"pid{me.rank}").write_text(str(os.getpid()))
     model = probe.Probe()
@@ -81,11 +91,17 @@ def job(me: Any, case: Case) -> None:
 
     def save() -> None:
         state = exchange.state_dict()
-        record = {"step": exchange.step, "at": time.time(), "last": state["last"], "flights": len(state["in_flight"])}
+        record = {
+            "step": exchange.step,
+            "at": time.time(),
+            "last": state["last"],
+            "flights": len(state["in_flight"]),
+        }
         partial = me.folder / f"partial{me.rank}"
         torch.save(record, partial)
         partial.rename(me.folder / f"saved{me.rank}")
-        if len(list(me.folder.glob("saved*"))) == me.procs:  # the last survivor ends what is left of island 1
+        # the last survivor ends what is left of island 1
+        if len(list(me.folder.glob("saved*"))) == me.procs:
             for rank in range(me.procs, 2 * me.procs):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int((me.folder / f"pid{rank}").read_text()), signal.SIGKILL)
@@ -93,7 +109,8 @@ def job(me: Any, case: Case) -> None:
     def strike(*_: Any) -> None:
         (me.folder / "struck").write_text(str(time.time()))
         os.kill(os.getpid(), case.with_signal)
-        time.sleep(60)  # a signal to a process of several threads may come late: nothing more leaves this one
+        # a signal to a process of several threads may come late: nothing more leaves this one
+        time.sleep(60)
 
     victim = me.island == 1 and me.proc in case.victims
     with fsdp_demo.guard(exchange, save, resume="python job.py --resume"):
@@ -118,7 +135,10 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
     folder = next(tmp_path.glob("ranks-*"))
     struck = float((folder / "struck").read_text())
     due = case.at if case.config.channels[0].schedule.due(case.at) else case.at + 1
-    expected = [due + d + (not case.config.channels[0].before_step) for d in range(case.config.channels[0].schedule.delay + 1)]
+    expected = [
+        due + d + (not case.config.channels[0].before_step)
+        for d in range(case.config.channels[0].schedule.delay + 1)
+    ]
     where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in outcomes[0].log]
     assert len(where) == 1, outcomes[0].log
     for rank in range(case.procs):
@@ -128,17 +148,24 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
         assert "python job.py --resume" in outcomes[0].log
         saved = torch.load(folder / f"saved{rank}")
         delay, before = case.config.channels[0].schedule.delay, case.config.channels[0].before_step
-        sent = saved["last"][case.config.channels[0].name]  # what was sent and not received is kept, to be sent once more
-        assert saved["step"] == where[0] and sent == where[0] + before and 1 <= saved["flights"] <= delay + 1
+        # what was sent and not received is kept, to be sent once more
+        sent = saved["last"][case.config.channels[0].name]
+        assert (
+            saved["step"] == where[0]
+            and sent == where[0] + before
+            and 1 <= saved["flights"] <= delay + 1
+        )
         assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
         late = saved["at"] - struck
         assert late < SILENCE * case.timed_out + 8, f"saved {late:.1f} s after"
         if case.with_signal == signal.SIGSTOP and case.procs == 1:
             assert late > SILENCE - 0.5
-    assert "island 1 (island1) is gone or was silent" in "".join(o.log for o in outcomes[: case.procs])
+    assert "island 1 (island1) is gone or was silent" in "".join(
+        o.log for o in outcomes[: case.procs]
+    )
 
 
-# ---- SIGTERM -----------------------------------------------------------------------------------------------------------
+# ---- SIGTERM -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
@@ -160,7 +187,10 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
 
         def save() -> None:
             state = copy.deepcopy(exchange.state_dict())
-            local = [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+            local = [
+                p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+                for p in model.parameters()
+            ]
             torch.save((exchange.step, state, local), me.folder / f"saved{me.rank}")
 
         with fsdp_demo.guard(exchange, save):
@@ -176,12 +206,21 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
     assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
     saved = [torch.load(next(tmp_path.glob("ranks-*")) / f"saved{r}") for r in range(2 * procs)]
     steps = [s[0] for s in saved]
-    # The wish was in the header of step 3: all stop when it lands, equal. With rare exchanges the others miss the island later.
-    assert steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
+    # The wish was in the header of step 3: all stop when it lands, equal. With rare exchanges the
+    # others miss the island later.
+    assert (
+        steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
+    )
     if name != "every few steps":
         for r in range(procs):
-            assert len(saved[r][1]["in_flight"]) == len(saved[procs + r][1]["in_flight"]) == config.channels[0].schedule.delay
-            assert all(torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True))
+            assert (
+                len(saved[r][1]["in_flight"])
+                == len(saved[procs + r][1]["in_flight"])
+                == config.channels[0].schedule.delay
+            )
+            assert all(
+                torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True)
+            )
 
 
 def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
@@ -209,11 +248,13 @@ def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
     assert outcome.status == 1 and "disk full" in outcome.log and "saving failed" in outcome.log
 
 
-# ---- islands out of step -----------------------------------------------------------------------------------------------
+# ---- islands out of step -----------------------------------------------------------------------
 
 
 def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
-    """One island does something else than the other: an error on both sides, never SIGABRT, never a hang."""
+    """One island does something else than the other: an error on both sides, never SIGABRT, never a
+    hang.
+    """
 
     def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
         def island(i: int, topology: Any) -> Any:
@@ -247,12 +288,14 @@ def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
             }.items():
                 results = pair(config, other)
                 errors = [r for r in results if isinstance(r, RuntimeError)]
-                assert len(errors) == 2 and any(isinstance(r, (PeerLost, WireError)) for r in errors), (config.preset, name, results)
+                assert len(errors) == 2 and any(
+                    isinstance(r, (PeerLost, WireError)) for r in errors
+                ), (config.preset, name, results)
 
     run_ranks(run, 1, 1)
 
 
-# ---- the way back ------------------------------------------------------------------------------------------------------
+# ---- the way back ------------------------------------------------------------------------------
 
 RESUMED = {
     "full": preset("full"),
@@ -260,22 +303,35 @@ RESUMED = {
     "demo": preset("demo"),
     "demo, in flight": preset("demo", **{"schedule.delay": 2}),
     "diloco": preset("diloco", period=4, inner_optimizers="as_is"),
-    "diloco, in flight": preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}),
+    "diloco, in flight": preset(
+        "diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}
+    ),
     "consensus": preset("decoupled_momentum", transform=True, period=4, inner_optimizers="as_is"),
     "released, in flight": preset(
-        "decoupled_momentum", transform=True, rule="released", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}
+        "decoupled_momentum",
+        transform=True,
+        rule="released",
+        period=4,
+        inner_optimizers="as_is",
+        **{"schedule.delay": 2},
     ),
 }
 
 
 class Small:
-    """A model of two tensors, its optimizer and exchange; gradients depend on island and step only."""
+    """A model of two tensors, its optimizer and exchange; gradients depend on island and step
+    only.
+    """
 
     def __init__(self, topology: Any, config: ExchangeConfig, seed: int = 0, saved: Any = None):
         g = torch.Generator().manual_seed(seed)
         self.island = topology.island
         self.params = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in ((70, 66), (5,))]
-        self.optimizer = torch.optim.AdamW(self.params, lr=0.01) if config.preset != "demo" else torch.optim.SGD(self.params, lr=0.01)
+        self.optimizer = (
+            torch.optim.AdamW(self.params, lr=0.01)
+            if config.preset != "demo"
+            else torch.optim.SGD(self.params, lr=0.01)
+        )
         state = None
         if saved is not None:
             params, optimizer, state = copy.deepcopy(saved)
@@ -292,7 +348,13 @@ class Small:
             self.optimizer.step()
 
     def save(self) -> Any:
-        return copy.deepcopy(([p.detach() for p in self.params], self.optimizer.state_dict(), self.exchange.state_dict()))
+        return copy.deepcopy(
+            (
+                [p.detach() for p in self.params],
+                self.optimizer.state_dict(),
+                self.exchange.state_dict(),
+            )
+        )
 
 
 def same(a: Any, b: Any) -> bool:
@@ -314,7 +376,9 @@ def through_a_file(saved: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_same_state_is_restored_bit_for_bit(run_ranks, tmp_path, name) -> None:
-    """Saved in the middle of a period, through a file: what goes on is the run that was never interrupted."""
+    """Saved in the middle of a period, through a file: what goes on is the run that was never
+    interrupted.
+    """
     config = RESUMED[name]
 
     def run(me: Any) -> None:
@@ -331,7 +395,9 @@ def test_the_same_state_is_restored_bit_for_bit(run_ranks, tmp_path, name) -> No
 
         def resumed(i: int, topology: Any) -> None:
             saved, end, finished = results[i]
-            small = Small(topology, config, seed=3, saved=through_a_file(saved, tmp_path / f"{i}.pt"))
+            small = Small(
+                topology, config, seed=3, saved=through_a_file(saved, tmp_path / f"{i}.pt")
+            )
             assert small.exchange.step == 5 and same(small.save(), saved)
             small.train(11)
             assert same(small.save(), end)
@@ -345,7 +411,9 @@ def test_the_same_state_is_restored_bit_for_bit(run_ranks, tmp_path, name) -> No
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_survivors_go_on_with_a_fresh_island(run_ranks, name) -> None:
-    """Three islands, one dies; two resume from what they saved, the third starts anew: right step, equal parameters."""
+    """Three islands, one dies; two resume from what they saved, the third starts anew: right step,
+    equal parameters.
+    """
     config = RESUMED[name]
 
     def run(me: Any) -> None:
@@ -383,7 +451,9 @@ def test_survivors_go_on_with_a_fresh_island(run_ranks, name) -> None:
 
 
 def test_lost_in_the_last_exchange_finish_makes_up_for_it(run_ranks) -> None:
-    """What was sent in an exchange that failed does not count as exchanged: after a resume `finish()` alone leaves replicas equal."""
+    """What was sent in an exchange that failed does not count as exchanged: after a resume
+    `finish()` alone leaves replicas equal.
+    """
 
     def run(me: Any) -> None:
         def first(i: int, topology: Any) -> Any:
@@ -452,7 +522,11 @@ def test_a_state_of_something_else_is_refused(run_ranks) -> None:
         with pytest.raises(ValueError, match="saved channels"):
             fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
         with pytest.raises(ValueError, match="keeps"):
-            fsdp_demo.attach(optimizer, preset("decoupled_momentum", transform=True, inner_optimizers="as_is"), state=states["diloco"])
+            fsdp_demo.attach(
+                optimizer,
+                preset("decoupled_momentum", transform=True, inner_optimizers="as_is"),
+                state=states["diloco"],
+            )
         smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
         with pytest.raises(ValueError, match="elements, here it has"):
             fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])
@@ -460,7 +534,7 @@ def test_a_state_of_something_else_is_refused(run_ranks) -> None:
     run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""})
 
 
-# ---- the end of a process ----------------------------------------------------------------------------------------------
+# ---- the end of a process ----------------------------------------------------------------------
 
 PROGRAM = """
 import gc, json, os, sys, time
@@ -524,24 +598,35 @@ if island is None:
 else:
     for _ in range(3 if ending == "finish" else 1):
         job(island, number, ending)
-"""
+"""  # noqa: E501
 
 
 def test_processes_end_with_the_status_they_should(exchange_store, tmp_path) -> None:
-    """12 finished jobs of 2 islands in 4 pairs of processes, to the real end of their interpreters, and the other ways to end: no SIGABRT,
-    no hang."""
+    """12 finished jobs of 2 islands in 4 pairs of processes, to the real end of their interpreters,
+    and the other ways to end: no SIGABRT, no hang."""
     program = tmp_path / "job.py"
     program.write_text(PROGRAM)
     endings = ["silent", *["finish"] * 4, "forget", "forget", "detach", "refused", "error"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
-    env |= {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": f"{exchange_store[0]}:{exchange_store[1]}", "ISLAND_ADDRESS": "127.0.0.1"}
+    env |= {
+        "ISLAND_COUNT": "2",
+        "ISLAND_ENDPOINT": f"{exchange_store[0]}:{exchange_store[1]}",
+        "ISLAND_ADDRESS": "127.0.0.1",
+    }
     env |= {"ISLAND_TIMEOUT": "30", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(program), *endings]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == len(endings)
-    expected = {"finish": [0, 0], "detach": [0, 0], "forget": [0, 0], "refused": [1, 1], "error": [1, 0], "silent": [1, 0]}
+    expected = {
+        "finish": [0, 0],
+        "detach": [0, 0],
+        "forget": [0, 0],
+        "refused": [1, 1],
+        "error": [1, 0],
+        "silent": [1, 0],
+    }
     for ending, statuses, seconds in results:
         assert statuses == expected[ending], (ending, statuses, done.stderr[-3000:])
         assert ending == "silent" or seconds < 25, (ending, seconds)

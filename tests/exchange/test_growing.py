@@ -1,4 +1,6 @@
-"""A run begins with fewer islands than there may be, and others join it: real processes over ZeroMQ, and all end with the same bits."""
+"""A run begins with fewer islands than there may be, and others join it: real processes over
+ZeroMQ, and all end with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def wait_for(path: Path) -> None:
 
 
 def grown(me: Any, case: str, late: int, islands: int) -> Any:
-    """Train until all have come and `MORE` steps longer. The one that is late comes when the others have taken a few steps."""
+    """Train until all have come and `MORE` steps longer. The one that is late comes when the others
+    have taken a few steps.
+    """
     begun, together = me.folder / "begun", me.folder / "end"
     if me.island == late:
         wait_for(begun)
@@ -65,7 +69,11 @@ def agree(found: list[Any]) -> None:
 @pytest.mark.parametrize(("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2)])
 def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int) -> None:
     def env(me: Any) -> dict[str, str]:
-        return {"ISLAND_TRANSPORT": "zeromq", "ISLAND_MIN": "2", "ISLAND_TIMEOUT": "40" if me.island == 1 else "5"}
+        return {
+            "ISLAND_TRANSPORT": "zeromq",
+            "ISLAND_MIN": "2",
+            "ISLAND_TIMEOUT": "40" if me.island == 1 else "5",
+        }
 
     found = run_ranks(grown, 3, procs, timeout=120, env=env, args=(case, 1, 3))
     agree([found[i * procs] for i in range(3)])

@@ -1,4 +1,6 @@
-"""An island joins a run under way: after the steps that it makes up for it stands where an island stands that was there."""
+"""An island joins a run under way: after the steps that it makes up for it stands where an island
+stands that was there.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,13 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(66, 66), nn.BatchNorm1d(66)) for _ in range(2)])
-        self.head, self.shift = nn.Linear(66, 70), nn.Parameter(torch.randn(70), requires_grad=False)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(66, 66), nn.BatchNorm1d(66)) for _ in range(2)]
+        )
+        self.head, self.shift = (
+            nn.Linear(66, 70),
+            nn.Parameter(torch.randn(70), requires_grad=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -43,7 +50,11 @@ def made(config: Any, seed: int = 0) -> tuple[Net, torch.optim.Optimizer, Any]:
     """Model, optimizer and a schedule that gives each step another rate."""
     model = Net(seed)
     optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5)),
+    )
 
 
 def step(model: Net, optimizer: torch.optim.Optimizer, t: int, island: int) -> None:
@@ -54,13 +65,19 @@ def step(model: Net, optimizer: torch.optim.Optimizer, t: int, island: int) -> N
     optimizer.zero_grad()
 
 
-def recorded(config: Any, steps: int = STEPS, brings: Any = None, made: Any = made) -> tuple[joining.Record, list[dict[str, Any]]]:
-    """Two islands train; what the first one's desk has seen, and where it stood after every step."""
+def recorded(
+    config: Any, steps: int = STEPS, brings: Any = None, made: Any = made
+) -> tuple[joining.Record, list[dict[str, Any]]]:
+    """Two islands train; what the first one's desk has seen, and where it stood after every
+    step.
+    """
 
     def island(i: int, topology: Any) -> Any:
         with SEEDED:
             model, optimizer, schedule = made(config, i)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, must_match={"steps": 100})
+        exchange = fsdp_demo.attach(
+            optimizer, config, model=model, topology=topology, must_match={"steps": 100}
+        )
         record = joining.Record(exchange, brings) if i == 0 else None
         stands = [joining.stand(exchange._runtime)]
         for t in range(steps):
@@ -78,16 +95,28 @@ def recorded(config: Any, steps: int = STEPS, brings: Any = None, made: Any = ma
 def joins(
     config: Any, record: joining.Record, at: int, until: int | None = None, made: Any = made
 ) -> tuple[list[dict[str, Any]], Any, Net]:
-    """A newcomer joins at step `at`: where it stood after each step that it has made up for, its exchange and its model."""
+    """A newcomer joins at step `at`: where it stood after each step that it has made up for, its
+    exchange and its model.
+    """
     stands: list[dict[str, Any]] = []
     patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))
     try:
         model, optimizer, _ = made(config, 7)
         fed = joining.Fed(record, at, until)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), must_match={"steps": 100})
+        exchange = fsdp_demo.attach(
+            optimizer,
+            config,
+            model=model,
+            topology=joining.topology(fed),
+            must_match={"steps": 100},
+        )
     finally:
         patch.undo()
-    assert exchange.newcomer and fed.goes_on == exchange.step and fed.asked == [p.numel() for p in fed.parts[1:]]
+    assert (
+        exchange.newcomer
+        and fed.goes_on == exchange.step
+        and fed.asked == [p.numel() for p in fed.parts[1:]]
+    )
     return stands, exchange, model
 
 
@@ -116,7 +145,9 @@ CASES = {
     "streaming_diloco": preset("streaming_diloco", period=4, layers=1, delay=2),
     "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, value_dtype="fp32"),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
-    "consensus-late": preset("decoupled_momentum", period=3, **{"schedule.delay": 2, "applier.mix": 0.5}),
+    "consensus-late": preset(
+        "decoupled_momentum", period=3, **{"schedule.delay": 2, "applier.mix": 0.5}
+    ),
     "released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
     "sparse_loco": preset("sparse_loco", period=2),
     "muloco": preset("muloco", period=3),
@@ -126,25 +157,44 @@ CASES = {
 
 def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
     """What a newcomer must share with an island that was there."""
-    assert now["step"] == then["step"] and joining.same(now["clocks"], then["clocks"]), (now["clocks"], then["clocks"])
+    assert now["step"] == then["step"] and joining.same(now["clocks"], then["clocks"]), (
+        now["clocks"],
+        then["clocks"],
+    )
     assert now["history"] == then["history"]
     assert now["loss"] == then["loss"] or now["loss"] != now["loss"]
     if not any(c.applier.local_delta for c in config.channels):
-        assert joining.same(now["anchors"], then["anchors"]) and joining.same(now["momenta"], then["momenta"])
+        assert joining.same(now["anchors"], then["anchors"]) and joining.same(
+            now["momenta"], then["momenta"]
+        )
         assert all(not a.any() for a in now["accumulators"])
     assert all(far == 0 for far in now["away"])
     here, there = (torch.cat([p.flatten() for p in at["parameters"]]) for at in (now, then))
-    assert float((here - there).norm() / there.norm()) < 0.5  # a late mean is corrected by what was sent: without it it would count twice
+    # a late mean is corrected by what was sent: without it it would count twice
+    assert float((here - there).norm() / there.norm()) < 0.5
     if all(c.before_step for c in config.channels):
-        assert joining.same(now["parameters"], then["parameters"]) and joining.same(now["states"], then["states"])
+        assert joining.same(now["parameters"], then["parameters"]) and joining.same(
+            now["states"], then["states"]
+        )
     for c in config.channels:
         t = now["step"] - 1
-        if c.source == "parameter" and not c.schedule.delay and not c.applier.mix and c.schedule.due(t):
+        if (
+            c.source == "parameter"
+            and not c.schedule.delay
+            and not c.applier.mix
+            and c.schedule.due(t)
+        ):
             assert joining.same(now["parameters"], then["parameters"])
         if c.state_name and c.schedule.due(t) and not c.schedule.delay and not c.exclude:
-            assert all(torch.equal(a[c.state_name], b[c.state_name]) for a, b in zip(now["states"], then["states"], strict=True))
+            assert all(
+                torch.equal(a[c.state_name], b[c.state_name])
+                for a, b in zip(now["states"], then["states"], strict=True)
+            )
         if c.state_name:
-            assert all(torch.equal(a["step"], b["step"]) for a, b in zip(now["states"], then["states"], strict=True))
+            assert all(
+                torch.equal(a["step"], b["step"])
+                for a, b in zip(now["states"], then["states"], strict=True)
+            )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,8 +207,13 @@ def test_a_newcomer_stands_where_the_others_stand(run_ranks, name: str) -> None:
         assert sorted(record.snapshots) == list(range(1, STEPS + 1))
         for at in record.snapshots:
             stands, exchange, model = joins(config, record, at)
-            assert [s["step"] for s in stands] == list(range(at + 1, STEPS + 1)) and exchange.step == STEPS
-            assert exchange.optimizers[0].param_groups[0]["lr"] == exchange.optimizers[0].param_groups[0]["initial_lr"]
+            assert [s["step"] for s in stands] == list(
+                range(at + 1, STEPS + 1)
+            ) and exchange.step == STEPS
+            assert (
+                exchange.optimizers[0].param_groups[0]["lr"]
+                == exchange.optimizers[0].param_groups[0]["initial_lr"]
+            )
             for now in [*stands, joining.stand(exchange._runtime)]:
                 compare(config, now, truth[now["step"]])
             exchange.detach()
@@ -179,7 +234,11 @@ def test_sharded(run_ranks, name: str) -> None:
             for layer in [*model.layers, model]:
                 fully_shard(layer, mesh=me.mesh())
             optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
-            return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+            return (
+                model,
+                optimizer,
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5)),
+            )
 
         model, optimizer, schedule = sharded(me.island)
         exchange = fsdp_demo.attach(optimizer, config, model=model)
@@ -198,7 +257,9 @@ def test_sharded(run_ranks, name: str) -> None:
             model, optimizer, _ = sharded(7)
             fed = joining.Fed(record, at)
             fed.waits = me.proc  # its snapshot comes later than that of the other rank
-            where = joining.topology(fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD)
+            where = joining.topology(
+                fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD
+            )
             exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
             patch.undo()
             assert exchange.step == 8 and len(stands) == 8 - at
@@ -214,7 +275,9 @@ def test_sharded(run_ranks, name: str) -> None:
 @pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one active copy", "two active copies"])
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "full-late"])
 def test_copies(run_ranks, name: str, procs: list[int]) -> None:
-    """Two ranks hold the whole model. They share two active copies; or one, and the second has no line and gets all through its island."""
+    """Two ranks hold the whole model. They share two active copies; or one, and the second has no
+    line and gets all through its island.
+    """
     config, active_copies = CASES[name], min(procs)
 
     def run(me: Any) -> Any:
@@ -231,13 +294,25 @@ def test_copies(run_ranks, name: str, procs: list[int]) -> None:
             return None
         model, optimizer, _ = made(config, 7)
         fed = joining.Fed(record, 3) if me.proc < active_copies else None
-        where = joining.topology(fed, active_copies=active_copies, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD)
+        where = joining.topology(
+            fed,
+            active_copies=active_copies,
+            rank=me.proc,
+            world=me.procs,
+            group=torch.distributed.group.WORLD,
+        )
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
         now = joining.stand(exchange._runtime)
         compare(config, now, truth[8])
         buffers = [b.clone() for b in model.buffers()]
         exchange.detach()
-        return now["parameters"], now["states"] if config.channels[0].before_step else [], now["clocks"], buffers, exchange.step
+        return (
+            now["parameters"],
+            now["states"] if config.channels[0].before_step else [],
+            now["clocks"],
+            buffers,
+            exchange.step,
+        )
 
     first, second, *_ = run_ranks(run, islands=2, procs=procs)
     assert joining.same(first, second) and first[-1] == 8
@@ -245,7 +320,9 @@ def test_copies(run_ranks, name: str, procs: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "streaming_diloco", "desloc"])
 def test_it_trains_on_before_its_messages_count(run_ranks, name: str) -> None:
-    """Caught up, it takes steps of its own; what it sends counts later, and it hears what the others agree on."""
+    """Caught up, it takes steps of its own; what it sends counts later, and it hears what the
+    others agree on.
+    """
     config = CASES[name]
 
     def run() -> None:
@@ -262,9 +339,13 @@ def test_it_trains_on_before_its_messages_count(run_ranks, name: str) -> None:
                 schedule.step()
                 now, then = joining.stand(exchange._runtime), truth[t + 1]
                 assert joining.same(now["clocks"], then["clocks"])
-                assert joining.same(now["anchors"], then["anchors"]) and joining.same(now["momenta"], then["momenta"])
+                assert joining.same(now["anchors"], then["anchors"]) and joining.same(
+                    now["momenta"], then["momenta"]
+                )
                 if config.channels[0].before_step:
-                    assert joining.same(now["parameters"], then["parameters"]) and joining.same(now["states"], then["states"])
+                    assert joining.same(now["parameters"], then["parameters"]) and joining.same(
+                        now["states"], then["states"]
+                    )
             exchange.detach()
 
     run_ranks(run, islands=1, procs=1)
@@ -295,23 +376,50 @@ SPOILT = {
     "format": (into("format", value=7), r"has format 7, written by fsdp_demo .* reads format 2"),
     "no form": (into("stand", value=[]), "is of another form"),
     "no JSON": (lambda parts: [parts[0][:-9], *parts[1:]], "the head of a snapshot is no JSON"),
-    "shards": (into("place", "shards", value=4), r"island 0 \(island0\) runs something else than newcomer: shards: 1 here, 4 there"),
+    "shards": (
+        into("place", "shards", value=4),
+        r"island 0 \(island0\) runs something else than newcomer: shards: 1 here, 4 there",
+    ),
     "islands": (into("place", "islands", value=3), "islands: 2 here, 3 there"),
     "facts": (into("facts", "must_match.steps", value=7), "must_match.steps: 100 here, 7 there"),
-    "dtype": (into("parameters", 1, 3, value="bfloat16"), r"parameter 1 is .* float32, trained here, .* bfloat16, trained there"),
+    "dtype": (
+        into("parameters", 1, 3, value="bfloat16"),
+        r"parameter 1 is .* float32, trained here, .* bfloat16, trained there",
+    ),
     "fewer": (damaged(lambda head: head["parameters"].pop()), "11 parameters here, 10 there"),
-    "states": (into("states", value=["exp_avg"]), r"keep states exp_avg, exp_avg_sq, step of \d+ tensors here, exp_avg, step of"),
-    "counts": (damaged(lambda head: head["stand"]["counts"][0].pop("step")), "one that makes them at its first step cannot join"),
+    "states": (
+        into("states", value=["exp_avg"]),
+        r"keep states exp_avg, exp_avg_sq, step of \d+ tensors here, exp_avg, step of",
+    ),
+    "counts": (
+        damaged(lambda head: head["stand"]["counts"][0].pop("step")),
+        "one that makes them at its first step cannot join",
+    ),
     "no number": (into("stand", "counts", 0, "step", value="x"), "is of another form"),
     "channel": (into("stand", "last", "other", value=3), r"channels \['other'\] there"),
     "step": (into("stand", "step", value=-1), "stands at step -1"),
     "no step": (into("stand", "step", value=2.5), "is of another form"),
-    "many": (damaged(lambda head: head["stand"]["flights"].extend(head["stand"]["flights"] * 9)), "20 messages are under way there"),
-    "old": (into("stand", "flights", 0, "step", value=0), "a message of step 0 of channels .* is under way at step 5"),
-    "marks": (into("stand", "flights", 0, "parts", "momentum", value="01"), "is under way at step 5"),
-    "listed": (into("tensors", 1, 2, value=1 << 40), r"the snapshot lists tensor 1 as \['parameters', 'float32', 1099511627776\]"),
+    "many": (
+        damaged(lambda head: head["stand"]["flights"].extend(head["stand"]["flights"] * 9)),
+        "20 messages are under way there",
+    ),
+    "old": (
+        into("stand", "flights", 0, "step", value=0),
+        "a message of step 0 of channels .* is under way at step 5",
+    ),
+    "marks": (
+        into("stand", "flights", 0, "parts", "momentum", value="01"),
+        "is under way at step 5",
+    ),
+    "listed": (
+        into("tensors", 1, 2, value=1 << 40),
+        r"the snapshot lists tensor 1 as \['parameters', 'float32', 1099511627776\]",
+    ),
     "cut": (lambda parts: parts[:-1], r"the snapshot was cut off: 3 of 4 tensors came"),
-    "short": (lambda parts: [*parts[:-1], parts[-1][:-4]], r"the snapshot was cut off: state.exp_avg_sq has \d+ bytes"),
+    "short": (
+        lambda parts: [*parts[:-1], parts[-1][:-4]],
+        r"the snapshot was cut off: state.exp_avg_sq has \d+ bytes",
+    ),
 }
 
 
@@ -327,19 +435,40 @@ def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
                 joins(config, record, 5)
         record.snapshots[5] = parts, under_way
         for other, message in (
-            (preset("demo", inner_optimizer="adamw", **{"schedule.delay": 1}), "config.channels.0.schedule.delay: 1 here, 2 there"),
+            (
+                preset("demo", inner_optimizer="adamw", **{"schedule.delay": 1}),
+                "config.channels.0.schedule.delay: 1 here, 2 there",
+            ),
             (preset("full"), "config.preset: 'full' here, 'demo' there"),
         ):
             with pytest.raises(ValueError, match=message):
                 joins(other, record, 5)
         wide = nn.Linear(66, 70)
         optimizer = base_optimizer(config, wide.named_parameters())
-        with pytest.raises(ValueError, match=r"2 parameters here, 11 there; parameter 0 is weight \[70, 66\] float32, trained here"):
-            fsdp_demo.attach(optimizer, config, model=wide, topology=joining.topology(joining.Fed(record, 5)), must_match={"steps": 100})
+        with pytest.raises(
+            ValueError,
+            match=r"2 parameters here, 11 there; parameter 0 is weight \[70, 66\] float32, "
+            r"trained here",
+        ):
+            fsdp_demo.attach(
+                optimizer,
+                config,
+                model=wide,
+                topology=joining.topology(joining.Fed(record, 5)),
+                must_match={"steps": 100},
+            )
         model, optimizer, _ = made(config)
         nameless = joining.topology(joining.Fed(record, 5))
-        with pytest.raises(ValueError, match="parameter 0 is optimizer0.group0.parameter0|pass model= on all islands"):
-            fsdp_demo.attach(base_optimizer(config, model.parameters()), config, topology=nameless, must_match={"steps": 100})
+        with pytest.raises(
+            ValueError,
+            match="parameter 0 is optimizer0.group0.parameter0|pass model= on all islands",
+        ):
+            fsdp_demo.attach(
+                base_optimizer(config, model.parameters()),
+                config,
+                topology=nameless,
+                must_match={"steps": 100},
+            )
 
     run_ranks(run, islands=1, procs=1)
 
@@ -351,8 +480,16 @@ def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
         record, _ = recorded(config, 6)
         good, messages = dict(record.hooks), list(record.messages)
         spoilt = {
-            "another step": (Tick(4, Tick.unpack(good[3]).rates).pack(), WireError, "step 4 came to be made up for, here comes 3"),
-            "other groups": (Tick(3, []).pack(), ValueError, r"rates of \[\] groups came, the optimizers here have \[1\]"),
+            "another step": (
+                Tick(4, Tick.unpack(good[3]).rates).pack(),
+                WireError,
+                "step 4 came to be made up for, here comes 3",
+            ),
+            "other groups": (
+                Tick(3, []).pack(),
+                ValueError,
+                r"rates of \[\] groups came, the optimizers here have \[1\]",
+            ),
             "no rate": (Tick(3, [[{"lr": "x"}]]).pack(), ValueError, "lr of another form came"),
             "no tick": (to_bytes({"step": 3}), WireError, "a tick of another form came"),
         }
@@ -362,9 +499,18 @@ def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
                 joins(config, record, 2)
         record.hooks = good
         wrong = {
-            "missing": ([m for m in messages if m.headers[0].step != 3], r"are of \(kind, step\) \[\(1, 4\)\], here comes \(1, 3\)"),
-            "short": ([replace(m, bodies=[b[:-1] for b in m.bodies]) for m in messages], r"has bodies of \[.*\] bytes"),
-            "many": ([replace(m, headers=m.headers * 5, bodies=m.bodies * 5) for m in messages], "is of 10 islands"),
+            "missing": (
+                [m for m in messages if m.headers[0].step != 3],
+                r"are of \(kind, step\) \[\(1, 4\)\], here comes \(1, 3\)",
+            ),
+            "short": (
+                [replace(m, bodies=[b[:-1] for b in m.bodies]) for m in messages],
+                r"has bodies of \[.*\] bytes",
+            ),
+            "many": (
+                [replace(m, headers=m.headers * 5, bodies=m.bodies * 5) for m in messages],
+                "is of 10 islands",
+            ),
             "over": (messages[:4], "the record has no more messages"),
         }
         for name, (kept, message) in wrong.items():
@@ -383,24 +529,35 @@ def test_a_stop_of_the_others_while_it_joins(run_ranks) -> None:
     def run() -> None:
         record, _ = recorded(config, 6)
         last = record.messages[-1]
-        record.messages[-1] = replace(last, headers=[replace(h, flags=h.flags | STOP) for h in last.headers])
-        with pytest.raises(Stopped, match="the other islands stopped after step 6, when this one was about to join"):
+        record.messages[-1] = replace(
+            last, headers=[replace(h, flags=h.flags | STOP) for h in last.headers]
+        )
+        with pytest.raises(
+            Stopped, match="the other islands stopped after step 6, when this one was about to join"
+        ):
             joins(config, record, 2)
 
     run_ranks(run, islands=1, procs=1)
 
 
 def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
-    """A state and a step of an older life; the islands are asked at the step of the others from then on."""
+    """A state and a step of an older life; the islands are asked at the step of the others from
+    then on.
+    """
     config = preset("diloco", period=3)
 
     def run() -> None:
         record, truth = recorded(config, 6)
         model, optimizer, _ = made(config, 7)
-        state = fsdp_demo.attach(optimizer, config, model=model, topology=fsdp_demo.Topology()).state_dict()
+        state = fsdp_demo.attach(
+            optimizer, config, model=model, topology=fsdp_demo.Topology()
+        ).state_dict()
         model, optimizer, _ = made(config, 7)
-        where, facts = joining.topology(joining.Fed(record, 4)), {"steps": 100, "at": 2}  # the Trainer's step, where it starts anew
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=state, step=2, must_match=facts)
+        # the Trainer's step, where it starts anew
+        where, facts = joining.topology(joining.Fed(record, 4)), {"steps": 100, "at": 2}
+        exchange = fsdp_demo.attach(
+            optimizer, config, model=model, topology=where, state=state, step=2, must_match=facts
+        )
         compare(config, joining.stand(exchange._runtime), truth[6])
         assert exchange.across_islands._step() == 6
         exchange.detach()
@@ -418,14 +575,26 @@ def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
             layer.requires_grad_(False).eval()  # running statistics stay as they are
         torch.manual_seed(seed)
         nn.init.normal_(model.head.weight)
-        optimizer = base_optimizer(config, [p for p in model.named_parameters() if p[1].requires_grad], lr=0.01)
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+        optimizer = base_optimizer(
+            config, [p for p in model.named_parameters() if p[1].requires_grad], lr=0.01
+        )
+        return (
+            model,
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5)),
+        )
 
     def run() -> None:
         whole, _ = recorded(config, 3, made=lora)
         model, optimizer, _ = lora(config, 7)
         fed = joining.Fed(whole, 1)
-        fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), must_match={"steps": 100}).detach()
+        fsdp_demo.attach(
+            optimizer,
+            config,
+            model=model,
+            topology=joining.topology(fed),
+            must_match={"steps": 100},
+        ).detach()
         less, truth = recorded(config, 3, fed.brought, made=lora)
         sizes = [[p.numel() for p in record.snapshots[2][0][1:]] for record in (whole, less)]
         assert sizes[0][1:] == sizes[1] and sizes[0][0] > 10_000
@@ -441,8 +610,13 @@ def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None
 
     def lazy(config: Any, seed: int) -> Any:
         model = Net(seed)
-        optimizer = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)  # a product of momenta, too
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+        # a product of momenta, too
+        optimizer = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        return (
+            model,
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5)),
+        )
 
     def run() -> None:
         record, truth = recorded(config, 5, made=lazy)
@@ -456,18 +630,25 @@ def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None
 
 
 WEIGHTS = {
-    # joined at step 4: own steps are 4 and 5 of the round that ends with step 5, then 6 to 8, then 9 to 11
-    "tokens": (preset("diloco", period=3, **{"reducer.weight": "tokens"}), [(5, 9.0), (8, 21.0), (11, 30.0)]),
+    # joined at step 4: own steps are 4 and 5 of the round that ends with step 5, then 6 to 8, then
+    # 9 to 11
+    "tokens": (
+        preset("diloco", period=3, **{"reducer.weight": "tokens"}),
+        [(5, 9.0), (8, 21.0), (11, 30.0)],
+    ),
     "equal": (preset("diloco", period=3), [(5, -1.0), (8, 1.0), (11, 1.0)]),
     "gradients": (preset("demo", **{"schedule.sync_every": 3}), [(5, -1.0), (8, 1.0), (11, 1.0)]),
     "every step": (preset("demo"), [(t, 1.0) for t in range(4, 12)]),
-    "parameters": (preset("local_sgd", period=3), [(5, 1.0), (8, 1.0), (11, 1.0)]),  # the donor's, and two steps on
+    # the donor's, and two steps on
+    "parameters": (preset("local_sgd", period=3), [(5, 1.0), (8, 1.0), (11, 1.0)]),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_the_first_contributions_weigh(run_ranks, name: str) -> None:
-    """Tokens count since it joined, as its delta does; else a part of a round counts for nothing."""
+    """Tokens count since it joined, as its delta does; else a part of a round counts for
+    nothing.
+    """
     config, expected = WEIGHTS[name]
 
     def run() -> None:
@@ -481,7 +662,10 @@ def test_what_the_first_contributions_weigh(run_ranks, name: str) -> None:
             step(model, optimizer, t, 5)
         exchange.flush()
         assert line.said[replayed:] == expected, line.said
-        assert all(weight == (expected[0][1] if expected[0][1] < 0 else line.said[0][1]) for _, weight in line.said[:replayed])
+        assert all(
+            weight == (expected[0][1] if expected[0][1] < 0 else line.said[0][1])
+            for _, weight in line.said[:replayed]
+        )
         exchange.detach()
 
     run_ranks(run, islands=1, procs=1)

@@ -1,4 +1,6 @@
-"""The way of one step through the package: no floor that only hands on, and no source that is read twice."""
+"""The way of one step through the package: no floor that only hands on, and no source that is read
+twice.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,24 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})],
+)
 @pytest.mark.gloo
 def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
     def run(me: Any) -> set[str]:
         return journey.step(name, **changes).files
 
     for files in run_ranks(run, 2, 1):
-        assert "exchange/runtime.py" in files and "comm/peers.py" in files  # it has seen both threads
-        assert not files & {"exchange/exchange.py", "exchange/readings.py", "exchange/connections.py", "exchange/resume.py"}
+        # it has seen both threads
+        assert "exchange/runtime.py" in files and "comm/peers.py" in files
+        assert not files & {
+            "exchange/exchange.py",
+            "exchange/readings.py",
+            "exchange/connections.py",
+            "exchange/resume.py",
+        }
         assert len(files) <= MOST[name], sorted(files)
 
 

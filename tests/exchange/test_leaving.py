@@ -1,4 +1,5 @@
-"""An island that is told to end sends what it has done since its last exchange, and the others count it in their next one (K21).
+"""An island that is told to end sends what it has done since its last exchange, and the others
+count it in their next one (K21).
 
 Real processes over ZeroMQ, with `guard` around the loop.
 """
@@ -24,7 +25,9 @@ try:
 except ModuleNotFoundError:
     zmq = None  # type: ignore[assignment]
 
-pytestmark = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+pytestmark = pytest.mark.skipif(
+    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
+)
 ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
 GRADIENTS = (15.0, 30.0, 45.0)  # of each island, in every step
 VICTIM, AT, STEPS = 1, 5, 12  # told to end in step 5, the second of the second round of 4
@@ -34,7 +37,14 @@ SAID = "for that of step 8 of the others, counts there"
 def plain(code: str = "fp32", weight: str = "equal") -> ExchangeConfig:
     """The anchor less the mean delta: numbers that can be followed by hand."""
     outer = Applier("outer_step", lr=1.0, momentum=0.0, nesterov=False)
-    channel = Channel("delta", "delta", SyncSchedule(4), codec=Codec(value_dtype=code), reducer=Reducer(weight=weight), applier=outer)
+    channel = Channel(
+        "delta",
+        "delta",
+        SyncSchedule(4),
+        codec=Codec(value_dtype=code),
+        reducer=Reducer(weight=weight),
+        applier=outer,
+    )
     return ExchangeConfig("plain", (channel,))
 
 
@@ -73,7 +83,9 @@ OF = {"fp32": (plain(), 0), "bf16": (plain("bf16"), 0), "tokens": (plain(weight=
 
 
 @pytest.mark.parametrize(("config", "tokens"), OF.values(), ids=OF)
-def test_the_steps_since_the_last_exchange_count_with_their_share(run_ranks, config: ExchangeConfig, tokens: int) -> None:
+def test_the_steps_since_the_last_exchange_count_with_their_share(
+    run_ranks, config: ExchangeConfig, tokens: int
+) -> None:
     found = run_ranks(trained, 3, 1, env=ENV, args=(config, tokens), check=False)
     one, two = ended(found)
     assert SAID in found[VICTIM].log
@@ -130,11 +142,15 @@ def told(me: Any, case: str) -> Any:
     return exchange.digests_equal(), {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
 def test_presets(run_ranks, case: str) -> None:
     found = run_ranks(told, 3, 1, env=ENV, args=(case,), check=False)
     one, two = ended(found)
-    assert "counts there" in found[VICTIM].log and "saved as it was before" in found[VICTIM].log, found[VICTIM].log
+    assert "counts there" in found[VICTIM].log and "saved as it was before" in found[VICTIM].log, (
+        found[VICTIM].log
+    )
     assert all(torch.isfinite(v).all() for v in one[1].values())
     if CASES[case].equal_after_exchange:
         assert one[0] and two[0] and all(torch.equal(one[1][n], two[1][n]) for n in one[1])

@@ -1,5 +1,5 @@
-"""What `fsdp_demo.exchange.memory` plans against what an exchange makes, every storage followed; and what `recipes/benchmarks/memory.py`
-prints."""
+"""What `fsdp_demo.exchange.memory` plans against what an exchange makes, every storage followed;
+and what `recipes/benchmarks/memory.py` prints."""
 
 from __future__ import annotations
 
@@ -33,14 +33,23 @@ sys.path.insert(0, str(RECIPES))
 
 from benchmarks import memory as weighing  # noqa: E402
 
-SCALE = 64  # the test's model is this much smaller than one that 64 MB are small for: so are the chunks, and the bound
+# the test's model is this much smaller than one that 64 MB are small for: so are the chunks, and
+# the bound
+SCALE = 64
 BOUND = 64_000_000
 TENSORS = weighing.small(128, 8, 16384)  # 0.72 M parameters, the largest tensor 262 kB
-ODD = [("embed.weight", (200, 150)), ("layers.0.weight", (124, 122)), ("layers.1.weight", (131, 70)), ("norm", (5,)), ("one", (1,))]
+ODD = [
+    ("embed.weight", (200, 150)),
+    ("layers.0.weight", (124, 122)),
+    ("layers.1.weight", (131, 70)),
+    ("norm", (5,)),
+    ("one", (1,)),
+]
 
 CASES: dict[str, ExchangeConfig] = {
     **{name: weighing.shortened(name) for name in presets()},
-    "desloc": preset("desloc", period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),  # a cycle of 4 steps, not of 12
+    # a cycle of 4 steps, not of 12
+    "desloc": preset("desloc", period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),
     # forms that no preset takes by default
     "demo, late": preset("demo", **{"schedule.delay": 3}),
     "demo, no senders": preset("demo", **{"reducer.mean_over": "replicas"}),
@@ -51,18 +60,24 @@ CASES: dict[str, ExchangeConfig] = {
     "muloco, no codes": preset("muloco", period=2, value_dtype="fp32"),
     "released": preset("decoupled_momentum", rule="released", period=2),
     "released, averaged": preset("decoupled_momentum", rule="released", period=1, average_every=2),
-    "streaming_diloco, whole": preset("streaming_diloco", period=3, layers=0, delay=1, value_dtype="bf16"),
+    "streaming_diloco, whole": preset(
+        "streaming_diloco", period=3, layers=0, delay=1, value_dtype="bf16"
+    ),
 }
-FOUR = ("demo", "random", "diloco", "streaming_diloco", "muloco")  # each way to travel: with positions, seeded, reduced, in few bits
+# each way to travel: with positions, seeded, reduced, in few bits
+FOUR = ("demo", "random", "diloco", "streaming_diloco", "muloco")
 RUNS = [(name, 2) for name in CASES] + [
     pytest.param(name, 4, marks=() if name in FOUR else pytest.mark.slow) for name in presets()
 ]
-HELD = ("demo, late", "diloco, queued")  # something is always under way: state and flights are not told apart
+# something is always under way: state and flights are not told apart
+HELD = ("demo, late", "diloco, queued")
 
 
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks and network pieces that are to the test's model what the real ones are to a real model."""
+    """Chunks and network pieces that are to the test's model what the real ones are to a real
+    model.
+    """
     for name in ("WINDOW", "CACHED"):
         monkeypatch.setattr(blocks, name, getattr(blocks, name) // SCALE)
     monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
@@ -85,39 +100,59 @@ def allowed(tensors: weighing.Tensors, scale: int) -> int:
     return BOUND // scale + 2 * max(4 * prod(shape) for _, shape in tensors)
 
 
-# ---- the plan and what is held -----------------------------------------------------------------------------------------
+# ---- the plan and what is held -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "islands"), RUNS)
 def test_the_plan_is_what_is_held(name: str, islands: int, smaller: None) -> None:
-    """State and what is under way to the byte; the most of a step within 64 MB and twice the largest shard (all 64 times smaller)."""
-    planned, found = plan_memory(CASES[name], TENSORS, islands, staged=False), measured(name, islands)
+    """State and what is under way to the byte; the most of a step within 64 MB and twice the
+    largest shard (all 64 times smaller).
+    """
+    planned, found = (
+        plan_memory(CASES[name], TENSORS, islands, staged=False),
+        measured(name, islands),
+    )
     if name not in HELD:
         assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
     for place in ("device", "host"):
-        kept = [getattr(m, f"{place}_state") + getattr(m, f"{place}_flight") for m in (planned, found)]
-        assert abs(kept[0] - kept[1]) <= 64, (place, kept)  # bits that say which gradients there were
+        kept = [
+            getattr(m, f"{place}_state") + getattr(m, f"{place}_flight") for m in (planned, found)
+        ]
+        # bits that say which gradients there were
+        assert abs(kept[0] - kept[1]) <= 64, (place, kept)
         more = most(found, place) - most(planned, place)
         assert more <= allowed(TENSORS, SCALE), (place, planned, found)
         if name not in HELD:  # what is under way may land before the next message is at its largest
             assert -more <= allowed(TENSORS, SCALE), (place, planned, found)
 
 
-REDUCED = tuple(name for name in presets() if not any(c.codec.sparse or c.accumulator for c in CASES[name].channels))
+REDUCED = tuple(
+    name
+    for name in presets()
+    if not any(c.codec.sparse or c.accumulator for c in CASES[name].channels)
+)
 """They send whole vectors that are summed on the way."""
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name not in REDUCED])
 def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
-    """A step with an exchange takes at most 64 MB and twice the largest shard (64 times smaller) on top of what is kept."""
+    """A step with an exchange takes at most 64 MB and twice the largest shard (64 times smaller) on
+    top of what is kept.
+    """
     assert measured(name, 2).device_workspace <= allowed(TENSORS, SCALE)
 
 
 @pytest.mark.parametrize("name", REDUCED)
 def test_a_vector_that_is_reduced_is_held_once(name: str, smaller: None) -> None:
-    """The message itself is what these presets send, 4 bytes per element of each channel that is due; nothing of that size comes on top."""
+    """The message itself is what these presets send, 4 bytes per element of each channel that is
+    due; nothing of that size comes on top.
+    """
     sent = max(
-        sum(_vectors(s) for s in plan_model(CASES[name], TENSORS, 2)[0].sections if s.channel.schedule.due(step))
+        sum(
+            _vectors(s)
+            for s in plan_model(CASES[name], TENSORS, 2)[0].sections
+            if s.channel.schedule.due(step)
+        )
         for step in range(weighing.steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
@@ -131,18 +166,26 @@ def _vectors(section: ChannelCodec) -> int:
 def test_edges_and_small_tensors(name: str, smaller: None) -> None:
     """Padded blocks and whole tensors are counted as they are laid out."""
     config = CASES[name]
-    planned, found = plan_memory(config, ODD, 2, staged=False), weighing.measure(config, ODD, 2, weighing.steps_of(config))
+    planned, found = (
+        plan_memory(config, ODD, 2, staged=False),
+        weighing.measure(config, ODD, 2, weighing.steps_of(config)),
+    )
     assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
 
 
 def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
     """Real peers and FSDP2 shards instead of an echo."""
-    config, tensors = preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}), weighing.small(64, 2, 100)
+    config, tensors = (
+        preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}),
+        weighing.small(64, 2, 100),
+    )
 
     def run(me: Any) -> tuple[int, int]:
         from torch.distributed.fsdp import fully_shard
 
-        model = nn.ParameterDict({n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors})
+        model = nn.ParameterDict(
+            {n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors}
+        )
         fully_shard(model, mesh=me.mesh())
         named = list(model.named_parameters())
         optimizer = fsdp_demo.base_optimizer(config, named)
@@ -154,20 +197,24 @@ def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
                     p.grad = torch.ones_like(p)
                 optimizer.step()
             exchange.detach()
-        return ledger.now["device"], plan_memory(config, [(n, p.shape) for n, p in named], 2, 2, me.proc, staged=False).device_state
+        return ledger.now["device"], plan_memory(
+            config, [(n, p.shape) for n, p in named], 2, 2, me.proc, staged=False
+        ).device_state
 
     for held, planned in run_ranks(run, 2, 2):
         assert held == planned > 0
 
 
-# ---- where it is kept --------------------------------------------------------------------------------------------------
+# ---- where it is kept --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets())
 def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anchors and outer momenta go to their home (here the meta device), nothing else does."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)
+    )
     config = replace(CASES[name], offload_outer_state=True)
     planned = plan_memory(config, TENSORS, 2)
     kept = {"cpu": 0, "meta": 0}
@@ -175,7 +222,9 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
         optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
         materialise(optimizer)
-        active = ChannelRunner(section.channel, Placement(TorchHost([optimizer]), islands=2, home="meta"))
+        active = ChannelRunner(
+            section.channel, Placement(TorchHost([optimizer]), islands=2, home="meta")
+        )
         active.start()
         assert len(active.covered) == section.layout.num_tensors
         for work in (active.accumulator, active.anchor, active.momentum):
@@ -189,7 +238,9 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_low_precision_keeps_what_was_written() -> None:
-    whole, low = (plan_memory(preset("diloco"), TENSORS, 2, low_precision=low) for low in (False, True))
+    whole, low = (
+        plan_memory(preset("diloco"), TENSORS, 2, low_precision=low) for low in (False, True)
+    )
     assert (whole.per_parameter("device_state"), low.per_parameter("device_state")) == (8.0, 12.0)
 
 
@@ -198,7 +249,10 @@ def test_llama_on_the_meta_device(shards: int) -> None:
     """`attach` as far as it goes without data: state of the whole model, and of one eighth."""
     whole = weighing.load("llama-3.2-1b")
     for name in ("demo", "diloco", "decoupled_momentum"):
-        named = [(n, nn.Parameter(torch.empty(local_shape(shape, shards, 0), device="meta"))) for n, shape in whole]
+        named = [
+            (n, nn.Parameter(torch.empty(local_shape(shape, shards, 0), device="meta")))
+            for n, shape in whole
+        ]
         optimizer = fsdp_demo.base_optimizer(preset(name), named)
         exchange = fsdp_demo.attach(optimizer, preset(name), topology=Topology("single"))
         held = [w for c in exchange.channels for w in c.state().workspaces.values()]
@@ -222,9 +276,19 @@ def test_published_settings() -> None:
     rows = {e.preset: e for e in weighing.entries(weighing.load("llama-3.2-1b"), 4, 8)}
     device = {n: round(e.here.per_parameter("device_state"), 2) for n, e in rows.items()}
     host = {n: round(e.host.per_parameter("host_state"), 2) for n, e in rows.items()}
-    none, outer = dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0), {"diloco": 8.0, "streaming_diloco": 8.0}
+    none, outer = (
+        dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0),
+        {"diloco": 8.0, "streaming_diloco": 8.0},
+    )
     sparse = {"demo": 4.0, "random": 4.25, "stride": 4.0}
-    assert device == {**none, **outer, **sparse, "decoupled_momentum": 8.0, "sparse_loco": 8.0, "muloco": 12.0}
+    assert device == {
+        **none,
+        **outer,
+        **sparse,
+        "decoupled_momentum": 8.0,
+        "sparse_loco": 8.0,
+        "muloco": 12.0,
+    }
     assert host == {
         **none,
         **outer,
@@ -235,10 +299,13 @@ def test_published_settings() -> None:
         "sparse_loco": 4.0,
         "muloco": 8.0,
     }
-    assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {**dict.fromkeys(sparse, "SGD"), "muloco": "Muon + AdamW"}
+    assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {
+        **dict.fromkeys(sparse, "SGD"),
+        "muloco": "Muon + AdamW",
+    }
 
 
-# ---- the script --------------------------------------------------------------------------------------------------------
+# ---- the script --------------------------------------------------------------------------------
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -246,8 +313,20 @@ def script(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     weighing.main()
 
 
-def test_the_table_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script(monkeypatch, "--model", "tiny", "--islands", "3", "--shards", "2", "--json", str(tmp_path / "out.json"))
+def test_the_table_is_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(
+        monkeypatch,
+        "--model",
+        "tiny",
+        "--islands",
+        "3",
+        "--shards",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
+    )
     text, saved = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     assert "3 islands of 2 shards" in text and [e["preset"] for e in saved] == list(presets())
     tensors = weighing.load("tiny")
@@ -257,9 +336,19 @@ def test_the_table_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert max(map(len, text.splitlines())) <= 160
 
 
-@pytest.mark.parametrize(("words", "says"), [(["--model", "nothing"], "is not known"), (["--shards", "0"], "is not allowed")])
-def test_bad_input_is_one_line(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--model", "nothing"], "is not known"), (["--shards", "0"], "is not allowed")],
+)
+def test_bad_input_is_one_line(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         script(monkeypatch, *words)
     printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == "" and says in printed.err and printed.err.count("\n") == 1
+    assert (
+        ended.value.code == 2
+        and printed.out == ""
+        and says in printed.err
+        and printed.err.count("\n") == 1
+    )

@@ -17,7 +17,9 @@ INDEXED = Codec("none", "topk", 4, value_dtype="int8")
 SEEDED = Codec("none", "random", 4, value_dtype="bf16")
 
 
-def section(name: str, tensors: int, codec: Codec, source: str = "gradient", size: int = 3) -> ChannelCodec:
+def section(
+    name: str, tensors: int, codec: Codec, source: str = "gradient", size: int = 3
+) -> ChannelCodec:
     """Of a channel over a matrix of two blocks and small tensors."""
     layout = Layout([(64, 128), *[(3,)] * (tensors - 1)], ["plain", *["dense"] * (tensors - 1)])
     accumulator = None if codec.select == "dense" else Accumulator()
@@ -25,36 +27,76 @@ def section(name: str, tensors: int, codec: Codec, source: str = "gradient", siz
 
 
 def test_channels_lie_in_order() -> None:
-    """Bits of all gradient channels, then gathered sections, then the vectors of the others: whoever reads finds what was written."""
-    made = [section("a", 3, INDEXED), section("b", 2, SEEDED), section("c", 7, Codec()), section("d", 1, INDEXED)]
+    """Bits of all gradient channels, then gathered sections, then the vectors of the others:
+    whoever reads finds what was written.
+    """
+    made = [
+        section("a", 3, INDEXED),
+        section("b", 2, SEEDED),
+        section("c", 7, Codec()),
+        section("d", 1, INDEXED),
+    ]
     message = MessageLayout(made)
     present = {"a": [True, False, True], "b": [False, False], "c": [True] * 7, "d": [False]}
-    bodies = {s.channel.name: [torch.full((s.num_bytes,), 10 * i + r, dtype=torch.uint8) for r in range(3)] for i, s in enumerate(made)}
-    means = [torch.full((n,), float(i)) for i, (n, _) in enumerate([*made[1].spans, *made[2].spans])]
+    bodies = {
+        s.channel.name: [
+            torch.full((s.num_bytes,), 10 * i + r, dtype=torch.uint8) for r in range(3)
+        ]
+        for i, s in enumerate(made)
+    }
+    means = [
+        torch.full((n,), float(i)) for i, (n, _) in enumerate([*made[1].spans, *made[2].spans])
+    ]
     assert message.vectors == [*made[1].spans, *made[2].spans] and len(message.vectors) == 3
-    assert message.body_bytes == 2 + made[0].num_bytes + made[3].num_bytes and message.num_bytes == HEADER.size + message.body_bytes
+    assert (
+        message.body_bytes == 2 + made[0].num_bytes + made[3].num_bytes
+        and message.num_bytes == HEADER.size + message.body_bytes
+    )
 
     def part(s: ChannelCodec, r: int) -> ChannelPayload:
         flags = present[s.channel.name] if r == 1 else [False] * s.layout.num_tensors
-        return ChannelPayload(0, bodies[s.channel.name][r] if s.gathered else None, [torch.zeros(n) for n, _ in s.spans], present=flags)
+        return ChannelPayload(
+            0,
+            bodies[s.channel.name][r] if s.gathered else None,
+            [torch.zeros(n) for n, _ in s.spans],
+            present=flags,
+        )
 
     packed = [message.pack({s.channel.name: part(s, r) for s in reversed(made)}) for r in range(3)]
     assert packed[1][0].tolist() == [0b11100101, 0b00001111]  # 3 + 2 + 7 + 1 bits, the lowest first
     assert [v.numel() for v in packed[0][2]] == [n for n, _ in message.vectors]
-    arrived = ReceivedMessage([Header(0, 0, weight=2.0)] * 3, [torch.cat([bits, *sections]) for bits, sections, _ in packed], means)
+    arrived = ReceivedMessage(
+        [Header(0, 0, weight=2.0)] * 3,
+        [torch.cat([bits, *sections]) for bits, sections, _ in packed],
+        means,
+    )
     assert {len(b) for b in arrived.bodies} == {message.body_bytes}
     for s in made:
         name, found = s.channel.name, message.split(s.channel.name, arrived)
         assert found.present == present[name] and found.weights == [1.0] * 3, name
-        assert [b.tolist() for b in found.bodies] == ([b.tolist() for b in bodies[name]] if s.gathered else []), name
-    assert [[int(m[0]) for m in message.split(n, arrived).means] for n in "abcd"] == [[], [0, 1], [2], []]
+        assert [b.tolist() for b in found.bodies] == (
+            [b.tolist() for b in bodies[name]] if s.gathered else []
+        ), name
+    assert [[int(m[0]) for m in message.split(n, arrived).means] for n in "abcd"] == [
+        [],
+        [0, 1],
+        [2],
+        [],
+    ]
 
 
 def test_messages_after_the_step_have_no_bits() -> None:
-    message = MessageLayout([section("a", 9, INDEXED, "delta"), section("b", 2, Codec(), "parameter")])
+    message = MessageLayout(
+        [section("a", 9, INDEXED, "delta"), section("b", 2, Codec(), "parameter")]
+    )
     assert not message.before_step and message.body_bytes == message.sections["a"].num_bytes
     found = message.split(
-        "b", ReceivedMessage([Header(0, 0)] * 3, [torch.zeros(message.body_bytes, dtype=torch.uint8)] * 3, [torch.ones(8198)])
+        "b",
+        ReceivedMessage(
+            [Header(0, 0)] * 3,
+            [torch.zeros(message.body_bytes, dtype=torch.uint8)] * 3,
+            [torch.ones(8198)],
+        ),
     )
     assert found.present is None and found.bodies == [] and found.means[0].numel() == 8198
     nothing = MessageLayout([])
@@ -64,12 +106,22 @@ def test_messages_after_the_step_have_no_bits() -> None:
 def test_legs_have_their_headers() -> None:
     message = MessageLayout([section("a", 2, INDEXED), section("b", 2, SEEDED)])
     there, back = legs(message.vectors, 3)
-    assert message.legs(3) == tuple([HEADER.size + dense.total_bytes(part) for part in leg] for leg in (there, back))
+    assert message.legs(3) == tuple(
+        [HEADER.size + dense.total_bytes(part) for part in leg] for leg in (there, back)
+    )
 
 
 def test_zeros_are_blank() -> None:
-    message = MessageLayout([section("a", 1, INDEXED, "delta"), section("b", 2, Codec(), "delta"), section("c", 2, INDEXED, "delta")])
-    empty = [torch.zeros(s.num_bytes, dtype=torch.uint8) for s in message.sections.values() if s.gathered]
+    message = MessageLayout(
+        [
+            section("a", 1, INDEXED, "delta"),
+            section("b", 2, Codec(), "delta"),
+            section("c", 2, INDEXED, "delta"),
+        ]
+    )
+    empty = [
+        torch.zeros(s.num_bytes, dtype=torch.uint8) for s in message.sections.values() if s.gathered
+    ]
     assert len(empty) == 2 and message.blank(empty)
     empty[1][0] = 1  # a scale
     assert not message.blank(empty)

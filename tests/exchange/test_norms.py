@@ -1,4 +1,6 @@
-"""A contribution whose norm is far from the others': nobody takes anything of it, its island hears of it and drops what is left of it."""
+"""A contribution whose norm is far from the others': nobody takes anything of it, its island hears
+of it and drops what is left of it.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ CONFIGS = {
     "local_sgd late": preset("local_sgd", period=2, **PLAIN, **{"schedule.delay": 1}),
 }
 ROUNDS = ("diloco queue", "local_sgd late", "local_sgd")
-"""Where parameters were huge for a while and later ones are counted from them, which rounds; or where only the others' share is taken."""
+"""Where parameters were huge for a while and later ones are counted from them, which rounds; or
+where only the others' share is taken.
+"""
 
 STEPS, BAD = 18, 12
 
 
 class Island:
-    """Two matrices and a vector; gradients are noise of island and step, and times `scale` where the test says so."""
+    """Two matrices and a vector; gradients are noise of island and step, and times `scale` where
+    the test says so.
+    """
 
     def __init__(self, topology: Topology, config: ExchangeConfig):
         g = torch.Generator().manual_seed(7)
@@ -61,15 +67,22 @@ class Island:
         return [p.detach().clone() for _, p in self.named]
 
 
-def judge(exchange: Any, found: list[tuple[int, list[int]]], told: dict[int, list[int]] | None = None) -> None:
-    """Note which islands are left out of which message (its number); `told`: leave these out instead, whatever their norm."""
+def judge(
+    exchange: Any, found: list[tuple[int, list[int]]], told: dict[int, list[int]] | None = None
+) -> None:
+    """Note which islands are left out of which message (its number); `told`: leave these out
+    instead, whatever their norm.
+    """
     norms, plain, seen = exchange._queue.norms, exchange._queue.norms.judged, dict[int, int]()
 
     def judged(members: Any, headers: list[Header]) -> list[Header]:
         n = seen.setdefault(headers[0].number, len(seen))
         if told is None:
             return plain(members, headers)
-        return [Header(**{**vars(h), "flags": h.flags | FAR * (j in told.get(n, []))}) for j, h in enumerate(headers)]
+        return [
+            Header(**{**vars(h), "flags": h.flags | FAR * (j in told.get(n, []))})
+            for j, h in enumerate(headers)
+        ]
 
     def note(members: Any, step: int, headers: list[Header]) -> None:
         found.append((seen[headers[0].number], [j for j, h in enumerate(headers) if h.flags & FAR]))
@@ -78,9 +91,12 @@ def judge(exchange: Any, found: list[tuple[int, list[int]]], told: dict[int, lis
     norms.note = lambda *args: (note(*args), keeps(*args))
 
 
-def trained(config: ExchangeConfig, count: int, bad: int, told: dict[int, list[int]] | None = None) -> list[Any]:
-    """Of each island its parameters after every step, what was left out, its accumulators, and whether all ended equal. `bad`: whose
-    gradients are a million times too large at step BAD; -1: nobody's."""
+def trained(
+    config: ExchangeConfig, count: int, bad: int, told: dict[int, list[int]] | None = None
+) -> list[Any]:
+    """Of each island its parameters after every step, what was left out, its accumulators, and
+    whether all ended equal. `bad`: whose gradients are a million times too large at step BAD;
+    -1: nobody's."""
 
     def island(i: int, topology: Topology) -> Any:
         made, found, history = Island(topology, config), [], []
@@ -98,7 +114,9 @@ def trained(config: ExchangeConfig, count: int, bad: int, told: dict[int, list[i
 
 @pytest.mark.parametrize("count", [3, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_others_train_as_without_that_contribution(run_ranks: Callable[..., Any], name: str, count: int) -> None:
+def test_others_train_as_without_that_contribution(
+    run_ranks: Callable[..., Any], name: str, count: int
+) -> None:
     if count == 2 and name not in ("demo", "diloco", "streaming_diloco"):
         pytest.skip("three islands are enough")
 
@@ -111,11 +129,17 @@ def test_others_train_as_without_that_contribution(run_ranks: Callable[..., Any]
         assert all(far == len(told) for _, _, _, far, _, _ in poisoned)
         reference = trained(CONFIGS[name], count, -1, told)
         for i, (one, two) in enumerate(zip(poisoned, reference, strict=True)):
-            assert one[4] is not False and all(float(t.abs().max()) < 20 for t in (*one[2], *one[5]))
-            for a, b in zip(one[0], two[0], strict=True) if i < count - 1 and name not in ROUNDS else ():
+            assert one[4] is not False and all(
+                float(t.abs().max()) < 20 for t in (*one[2], *one[5])
+            )
+            for a, b in (
+                zip(one[0], two[0], strict=True) if i < count - 1 and name not in ROUNDS else ()
+            ):
                 assert all(map(torch.equal, a, b))
             if name not in ROUNDS:
-                assert all(map(torch.equal, one[0][-1], two[0][-1])) and all(map(torch.equal, one[2], two[2]))
+                assert all(map(torch.equal, one[0][-1], two[0][-1])) and all(
+                    map(torch.equal, one[2], two[2])
+                )
         return True
 
     assert run_ranks(run, 1, 1) == [True]
@@ -170,7 +194,9 @@ def test_it_stops_where_it_does_not_come_back(run_ranks: Callable[..., Any], nam
 
 @pytest.mark.parametrize("name", ["demo", "diloco", "local_sgd"])
 def test_one_shard_speaks_for_its_island(run_ranks: Callable[..., Any], name: str) -> None:
-    """2 x 2 FSDP2 ranks; the norm is that of the whole island: one shard that is far leaves out both lines."""
+    """2 x 2 FSDP2 ranks; the norm is that of the whole island: one shard that is far leaves out
+    both lines.
+    """
     config = CONFIGS[name]
 
     def run(me: Any) -> Any:
@@ -209,14 +235,24 @@ def test_what_is_remembered_is_saved_and_taken_over(run_ranks: Callable[..., Any
         assert saved[0][1]["norms"] == saved[1][1]["norms"] and saved[0][1]["norms"]
 
         def after(i: int, topology: Topology) -> Any:
-            g, named = torch.Generator(), [(n, torch.nn.Parameter(t.clone())) for n, t in zip("abc", saved[0][0], strict=True)]
+            g, named = (
+                torch.Generator(),
+                [
+                    (n, torch.nn.Parameter(t.clone()))
+                    for n, t in zip("abc", saved[0][0], strict=True)
+                ],
+            )
             optimizer = torch.optim.SGD(named, lr=0.01)
             state = saved[0][1] if i == 0 else None
-            exchange = fsdp_demo.attach(optimizer, CONFIGS["diloco queue"], topology=topology, state=state)
+            exchange = fsdp_demo.attach(
+                optimizer, CONFIGS["diloco queue"], topology=topology, state=state
+            )
             first = exchange._queue.norms.state()
             for t in range(3):
                 for k, (_, p) in enumerate(named):
-                    p.grad = torch.randn(p.shape, generator=g.manual_seed(100 * t + 10 * i + k)) * (1e6 if i == 1 and t == 0 else 1.0)
+                    p.grad = torch.randn(p.shape, generator=g.manual_seed(100 * t + 10 * i + k)) * (
+                        1e6 if i == 1 and t == 0 else 1.0
+                    )
                 optimizer.step()
             exchange.flush()
             far = exchange.metrics()["far"]
@@ -230,7 +266,7 @@ def test_what_is_remembered_is_saved_and_taken_over(run_ranks: Callable[..., Any
     assert run_ranks(run, 1, 1) == [True]
 
 
-# ---- the rule, and its byte ------------------------------------------------------------------------------------------------
+# ---- the rule, and its byte --------------------------------------------------------------------
 
 
 def headers(*norms: float, flags: int = 0) -> list[Header]:
@@ -280,7 +316,9 @@ def test_what_is_left_out_is_not_remembered() -> None:
     assert norms.state()["a"][-1] == [9, [norm_code(4.0)]] and len(norms.state()["a"]) == LEAST + 1
     for step in range(100):
         norms.note(["a"], 100 + step, headers(1.0))
-    assert len(norms.state()["a"]) == MESSAGES + 1 and norms.state([(["a"], 199)])["a"][-1][0] == 198
+    assert (
+        len(norms.state()["a"]) == MESSAGES + 1 and norms.state([(["a"], 199)])["a"][-1][0] == 198
+    )
 
 
 def test_the_byte() -> None:
@@ -289,17 +327,34 @@ def test_the_byte() -> None:
             norm = f * 2.0**k
             assert 0.9 < norm_of(norm_code(norm)) / norm < 1.11 or not 4e-10 < norm < 3e9
             assert norm_code(norm_of(norm_code(norm))) == norm_code(norm)
-    assert [norm_code(v) for v in (0.0, -1.0, float("nan"), float("inf"), 1e-30, 1e30)] == [0, 0, 0, 255, 1, 255] and norm_of(0) == 0.0
+    assert [norm_code(v) for v in (0.0, -1.0, float("nan"), float("inf"), 1e-30, 1e30)] == [
+        0,
+        0,
+        0,
+        255,
+        1,
+        255,
+    ] and norm_of(0) == 0.0
     body = torch.arange(5, dtype=torch.uint8)
     plain, with_norm = (seal(Header(7, 3, flags=NOT_FINITE, norm=n), body) for n in (0, 200))
-    assert len(with_norm) == HEADER.size + 5 == 61 and (plain != with_norm).nonzero().flatten().tolist()[0] == 7
+    assert (
+        len(with_norm) == HEADER.size + 5 == 61
+        and (plain != with_norm).nonzero().flatten().tolist()[0] == 7
+    )
     header, _ = unseal(with_norm, Header(7, 3), "island 1")
     assert (header.flags, header.norm) == (NOT_FINITE, 200)
     header, _ = unseal(seal(Header(7, 3, flags=FAR), body), Header(7, 3), "island 1")
     assert header.flags == 0, "nobody says of itself, or of others, that it is far"
 
 
-OTHER = [{"b": []}, {"a": [[1, [0]]]}, {"a": [[1, []]]}, {"a": [[1, [256]]]}, {"a": [["x", [1]]]}, {"a": [[1, [2]]] * 9}]
+OTHER = [
+    {"b": []},
+    {"a": [[1, [0]]]},
+    {"a": [[1, []]]},
+    {"a": [[1, [256]]]},
+    {"a": [["x", [1]]]},
+    {"a": [[1, [2]]] * 9},
+]
 
 
 @pytest.mark.parametrize("tree", OTHER)
@@ -312,8 +367,16 @@ def test_norms_of_another_form(tree: Any) -> None:
 def test_the_setting() -> None:
     config = preset("diloco")
     assert config.norm_limit == 100.0 and ExchangeConfig.from_yaml(config.to_yaml()) == config
-    assert config.digest() == ExchangeConfig.from_dict({k: v for k, v in config.to_dict().items() if k != "norm_limit"}).digest()
-    assert len({config.digest(), *(preset("diloco", norm_limit=v).digest() for v in (None, 50.0))}) == 3
+    assert (
+        config.digest()
+        == ExchangeConfig.from_dict(
+            {k: v for k, v in config.to_dict().items() if k != "norm_limit"}
+        ).digest()
+    )
+    assert (
+        len({config.digest(), *(preset("diloco", norm_limit=v).digest() for v in (None, 50.0))})
+        == 3
+    )
     for wrong in (1.0, 0.0, -3.0, float("nan")):
         with pytest.raises(ValueError, match="norm_limit"):
             preset("diloco", norm_limit=wrong)
@@ -333,5 +396,8 @@ def test_all_islands_say_who_was_left_out(run_ranks: Callable[..., Any]) -> None
         return [line for line in lines if "left out" in line]
 
     (said,) = run_ranks(run, 1, 1)
-    assert said[0].startswith(f"step {BAD + 1}: norm far from the others' (at most") and "on island 1" in said[0], said
+    assert (
+        said[0].startswith(f"step {BAD + 1}: norm far from the others' (at most")
+        and "on island 1" in said[0]
+    ), said
     assert said == [said[0]] * 2, "one rank of each island says so"

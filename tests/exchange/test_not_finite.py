@@ -1,4 +1,6 @@
-"""One replica's NaN: nobody else takes anything of it, it comes back by itself, and where it does not it stops with an error."""
+"""One replica's NaN: nobody else takes anything of it, it comes back by itself, and where it does
+not it stops with an error.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,23 @@ CONFIGS = {
 
 
 class Island:
-    """Two matrices and a vector; gradients are noise of island and step, but where the test puts something else."""
+    """Two matrices and a vector; gradients are noise of island and step, but where the test puts
+    something else.
+    """
 
     def __init__(self, topology: Topology, config: ExchangeConfig):
         g = torch.Generator().manual_seed(7)
         self.me = topology.island
-        self.named = [(n, torch.nn.Parameter(torch.randn(s, generator=g))) for n, s in (("a", (70, 66)), ("b", (64, 64)), ("c", (5,)))]
+        self.named = [
+            (n, torch.nn.Parameter(torch.randn(s, generator=g)))
+            for n, s in (("a", (70, 66)), ("b", (64, 64)), ("c", (5,)))
+        ]
         plain = config.inner_optimizers[0] == "sgd" or config.preset in ("random", "muloco")
-        self.optimizer: Any = torch.optim.SGD(self.named, lr=0.01) if plain else torch.optim.AdamW(self.named, lr=0.01)
+        self.optimizer: Any = (
+            torch.optim.SGD(self.named, lr=0.01)
+            if plain
+            else torch.optim.AdamW(self.named, lr=0.01)
+        )
         self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology)
 
     def step(self, change: Callable[[list[torch.nn.Parameter]], Any] | None = None) -> None:
@@ -79,16 +90,27 @@ def one_parameter(params: list[torch.nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_element_spoils_nothing(run_ranks: Callable[..., Any], name: str) -> None:
-    """NaN in one element of one gradient of island 0, at one step: all goes on, everywhere, and replicas end equal."""
+    """NaN in one element of one gradient of island 0, at one step: all goes on, everywhere, and
+    replicas end equal.
+    """
 
     def island(i: int, topology: Topology) -> Any:
         made = Island(topology, CONFIGS[name])
         for t in range(12):
-            made.step(one_gradient(torch.nan if t == 4 else torch.inf) if i == 0 and t in (4, 5) else None)
+            made.step(
+                one_gradient(torch.nan if t == 4 else torch.inf) if i == 0 and t in (4, 5) else None
+            )
             if t == 6:
                 before = made.tensors()
-        moved = [float((a != b).float().mean()) for a, b in zip(before, made.tensors(), strict=True)]
-        state = [v for kept in made.optimizer.state.values() for v in kept.values() if isinstance(v, torch.Tensor)]
+        moved = [
+            float((a != b).float().mean()) for a, b in zip(before, made.tensors(), strict=True)
+        ]
+        state = [
+            v
+            for kept in made.optimizer.state.values()
+            for v in kept.values()
+            if isinstance(v, torch.Tensor)
+        ]
         counted = made.exchange.metrics()["not_finite"]
         kept = [v for c in made.exchange.channels for v in c.state().workspaces.values()]
         made.exchange.finish()
@@ -99,7 +121,9 @@ def test_one_element_spoils_nothing(run_ranks: Callable[..., Any], name: str) ->
         watched = config.clip is not None or config.channels[0].before_step
         for tensors, moved, kept, counted, equal in values(islands(island)):
             assert all(bool(t.isfinite().all()) for t in tensors)
-            if watched:  # else the inner optimizer has taken the NaN in, and only the exchange keeps it to itself
+            # else the inner optimizer has taken the NaN in, and only the exchange keeps it to
+            # itself
+            if watched:
                 assert all(bool(t.isfinite().all()) for t in kept)
             assert min(moved) > (0.05 if name == "random" else 0.9)  # no block stands still
             assert counted > 0 or watched and not config.channels[0].before_step
@@ -111,11 +135,21 @@ def test_one_element_spoils_nothing(run_ranks: Callable[..., Any], name: str) ->
     assert run_ranks(run, 1, 1) == [True]
 
 
-HEALED = ["diloco", "diloco late", "decoupled_momentum", "released", "streaming_diloco", "local_sgd", "local_sgd late"]
+HEALED = [
+    "diloco",
+    "diloco late",
+    "decoupled_momentum",
+    "released",
+    "streaming_diloco",
+    "local_sgd",
+    "local_sgd late",
+]
 
 
 @pytest.mark.parametrize("name", HEALED)
-def test_parameters_that_are_not_finite_are_healed_by_the_others(run_ranks: Callable[..., Any], name: str) -> None:
+def test_parameters_that_are_not_finite_are_healed_by_the_others(
+    run_ranks: Callable[..., Any], name: str
+) -> None:
     config = CONFIGS[name]
 
     def island(i: int, topology: Topology) -> Any:
@@ -135,7 +169,9 @@ def test_parameters_that_are_not_finite_are_healed_by_the_others(run_ranks: Call
 
 
 def test_the_mean_is_that_of_the_others(run_ranks: Callable[..., Any]) -> None:
-    """Three islands, one of which brings NaN to the first exchange: the anchor moves by the mean of the other two's deltas."""
+    """Three islands, one of which brings NaN to the first exchange: the anchor moves by the mean of
+    the other two's deltas.
+    """
     config = preset("diloco", period=2, momentum=0.0, lr=1.0, clip=None, **AS_IS)
 
     def island(i: int, topology: Topology) -> Any:
@@ -199,7 +235,9 @@ def test_parameters_nobody_has_any_more(run_ranks: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "decoupled_momentum"])
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
-def test_one_shard_speaks_for_its_island(run_ranks: Callable[..., Any], name: str, what: str) -> None:
+def test_one_shard_speaks_for_its_island(
+    run_ranks: Callable[..., Any], name: str, what: str
+) -> None:
     """2 x 2 FSDP2 ranks; one rank of one island brings NaN: both lines leave the island out."""
     config = {
         "demo": preset("demo"),

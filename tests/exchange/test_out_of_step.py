@@ -1,4 +1,6 @@
-"""Islands that do not do the same: an error on both sides, at once, that says what each of them does; and never status 75."""
+"""Islands that do not do the same: an error on both sides, at once, that says what each of them
+does; and never status 75.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CONFIGS = {
     "diloco": preset("diloco", period=2, inner_optimizers="as_is"),
     "consensus": preset("decoupled_momentum", period=2, inner_optimizers="as_is"),
     "released": preset("decoupled_momentum", rule="released", period=2, inner_optimizers="as_is"),
-    "streaming_diloco": preset("streaming_diloco", period=2, delay=1, layers=0, inner_optimizers="as_is"),
+    "streaming_diloco": preset(
+        "streaming_diloco", period=2, delay=1, layers=0, inner_optimizers="as_is"
+    ),
     "local_sgd": preset("local_sgd", period=2),
     "desloc": preset("desloc", period=2),
 }
@@ -113,7 +117,11 @@ def test_a_step_that_a_loop_drops(run_ranks: Callable[..., Any]) -> None:
 
     def run() -> Any:
         here, there = both(CONFIGS["demo"], acts)
-        assert "island 1 (island1) is at step 5, we are at step 4" in here and "skip()" in here and "skip()" in there
+        assert (
+            "island 1 (island1) is at step 5, we are at step 4" in here
+            and "skip()" in here
+            and "skip()" in there
+        )
         return True
 
     assert run_ranks(run, 1, 1) == [True]
@@ -132,7 +140,7 @@ def test_guard_does_not_ask_to_be_started_again(run_ranks: Callable[..., Any]) -
     assert "once that is mended" in outcomes[0].log and "finished at step 4" in outcomes[1].log
 
 
-# ---- texts of any length -----------------------------------------------------------------------------------------------
+# ---- texts of any length -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("claimed", [2**31, 2**40, 2**62, 0, -1])
@@ -142,7 +150,9 @@ def test_a_claimed_length_is_not_believed(run_ranks: Callable[..., Any], claimed
             whole, line.all_gather = line.all_gather, None
 
             def lies(data: torch.Tensor, *args: Any) -> Any:
-                return whole(torch.tensor([claimed]).view(torch.uint8) if data.numel() == 8 else data, *args)
+                return whole(
+                    torch.tensor([claimed]).view(torch.uint8) if data.numel() == 8 else data, *args
+                )
 
             line.all_gather = lies
         tracemalloc.start()
@@ -170,13 +180,18 @@ def test_what_is_no_json_is_refused_by_name(run_ranks: Callable[..., Any], body:
         lengths = line.all_gather(torch.tensor([len(body)]).view(torch.uint8), header.SETUP, 0)
         message = header.room(len(body))
         message[header.HEADER.size :] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        line.swap(line.header(header.SETUP), [message] * 2, [int(n.view(torch.int64)) for n in lengths], setup=True)
+        line.swap(
+            line.header(header.SETUP),
+            [message] * 2,
+            [int(n.view(torch.int64)) for n in lengths],
+            setup=True,
+        )
         return True
 
     assert run_ranks(lambda: on_lines(speak, 2, timeout=5), 1, 1) == [[True, True]]
 
 
-# ---- replicas that are no longer equal ---------------------------------------------------------------------------------
+# ---- replicas that are no longer equal ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -203,14 +218,19 @@ def test_a_bit_that_flipped_is_an_error_with_a_name(
         found = values(threaded.islands(island, count))
         what = "parameters" if config.channels[0].before_step else "outer parameters (anchors)"
         for text, step in found:
-            assert f"no longer equal: {what}" in text and "island 1 (island1)" in text and step <= 9, text
-            assert ("island 0 (island0)" in text) == (count == 2)  # of two nobody knows which is right
+            assert (
+                f"no longer equal: {what}" in text and "island 1 (island1)" in text and step <= 9
+            ), text
+            # of two nobody knows which is right
+            assert ("island 0 (island0)" in text) == (count == 2)
         return True
 
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_on_unlike_machines_it_is_said_and_goes_on(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+def test_on_unlike_machines_it_is_said_and_goes_on(
+    run_ranks: Callable[..., Any], everywhere: Any
+) -> None:
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
 
     def run(me: Any) -> Any:
@@ -223,7 +243,9 @@ def test_on_unlike_machines_it_is_said_and_goes_on(run_ranks: Callable[..., Any]
         small.exchange.finish()
 
     outcomes = run_ranks(run, 2, 1, check=False)
-    assert [o.status for o in outcomes] == [0, 0] and all("no longer equal" in o.log for o in outcomes)
+    assert [o.status for o in outcomes] == [0, 0] and all(
+        "no longer equal" in o.log for o in outcomes
+    )
 
 
 def test_sums_tell_tensors_apart() -> None:
@@ -231,15 +253,17 @@ def test_sums_tell_tensors_apart() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         t = torch.randn(1000, generator=g).to(dtype)
         words = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
-        assert int(digests.total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
+        assert (
+            int(digests.total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
+        )
         assert int(digests.total([t[:400], t[400:]], t.device)) == int(digests.total([t], t.device))
     assert int(digests.total([torch.empty(0)], torch.device("cpu"))) == 0
-    assert [digests.odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [
+    assert [digests.odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [  # noqa: E501
         [], [0, 1], [2], [0, 1, 2], [], [1, 2],
     ]  # fmt: skip
 
 
-# ---- the same rows -----------------------------------------------------------------------------------------------------
+# ---- the same rows -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["demo", "full", "random", "diloco", "consensus", "local_sgd"])
@@ -262,14 +286,18 @@ def test_islands_on_the_same_rows_are_told_once(run_ranks: Callable[..., Any], n
 
 
 def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
-    """Every message of a run, set-up and questions included, begins with a header that says what it is."""
+    """Every message of a run, set-up and questions included, begins with a header that says what it
+    is.
+    """
 
     def island(i: int, topology: Topology) -> Any:
         small = Small(topology, replace(CONFIGS["diloco"], clip=1.0, clip_scope="islands"))
         seen: list[tuple[int, int]] = []
 
         def note(data: torch.Tensor, index: int) -> torch.Tensor:
-            magic, _, kind, _, digest, step, *_ = header.HEADER.unpack(bytes(data[: header.HEADER.size].tolist()))
+            magic, _, kind, _, digest, step, *_ = header.HEADER.unpack(
+                bytes(data[: header.HEADER.size].tolist())
+            )
             assert magic == header.MAGIC and digest == small.exchange.config.digest()
             seen.append((kind, step))
             return data
@@ -284,7 +312,16 @@ def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
     def run() -> Any:
         first, second = values(threaded.islands(island))
         norm, pay, parts, means = header.NORM, header.PAYLOAD, header.PARTS, header.MEANS
-        expected = [(norm, 0), (norm, 1), (pay, 1), (parts, 1), (means, 1), (header.QUESTION, 2), (header.QUESTION, 2), (header.DIGESTS, 2)]
+        expected = [
+            (norm, 0),
+            (norm, 1),
+            (pay, 1),
+            (parts, 1),
+            (means, 1),
+            (header.QUESTION, 2),
+            (header.QUESTION, 2),
+            (header.DIGESTS, 2),
+        ]
         assert first == second == [*expected, (header.DIGESTS, 2), (header.END, 2)]
         return True
 

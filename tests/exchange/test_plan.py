@@ -1,4 +1,6 @@
-"""The plan of bytes against the meter of real processes; published figures; what `recipes/benchmarks/bytes.py` prints; the warning."""
+"""The plan of bytes against the meter of real processes; published figures; what
+`recipes/benchmarks/bytes.py` prints; the warning.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ sys.path.insert(0, str(RECIPES))
 
 from benchmarks import bytes as counting  # noqa: E402
 
-# ---- the plan and the meter --------------------------------------------------------------------------------------------
+# ---- the plan and the meter --------------------------------------------------------------------
 
-SHAPES = {  # blocks of 64 x 64 with edges, flat blocks with a tail, small tensors, one element: uneven or empty shards
+# blocks of 64 x 64 with edges, flat blocks with a tail, small tensors, one element: uneven or empty
+# shards
+SHAPES = {
     "embed.weight": (100, 50),
     "layers.0.weight": (124, 122),
     "layers.1.weight": (131, 70),
@@ -62,8 +66,12 @@ CASES: dict[str, ExchangeConfig] = {
     "diloco, int8": preset("diloco", period=4, value_dtype="int8"),
     "muloco, int4": preset("muloco", period=4, value_dtype="int4"),
     "muloco, later than its period": preset("muloco", period=2, **{"schedule.delay": 5}),
-    "streaming_diloco, e2m1": preset("streaming_diloco", period=4, layers=1, delay=1, value_dtype="fp4_e2m1", order="sequential"),
-    "decoupled_momentum, released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
+    "streaming_diloco, e2m1": preset(
+        "streaming_diloco", period=4, layers=1, delay=1, value_dtype="fp4_e2m1", order="sequential"
+    ),
+    "decoupled_momentum, released": preset(
+        "decoupled_momentum", rule="released", period=2, average_every=2
+    ),
 }
 
 
@@ -75,7 +83,9 @@ class Model(nn.Module):
         self.embed = Held(SHAPES["embed.weight"])
         self.layers = nn.ModuleList([Held(SHAPES[f"layers.{i}.weight"]) for i in range(4)])
         for name in ("norm", "one", "unused", "frozen"):
-            setattr(self, name, nn.Parameter(torch.ones(SHAPES[name]), requires_grad=name != "frozen"))
+            setattr(
+                self, name, nn.Parameter(torch.ones(SHAPES[name]), requires_grad=name != "frozen")
+            )
 
     def forward(self, scale: float) -> torch.Tensor:
         held = self.embed() + sum(layer() for layer in self.layers)
@@ -92,7 +102,9 @@ class Held(nn.Module):
 
 
 def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]:
-    """(exchanges, messages, bytes sent, bytes received) of this rank at each step of a short training."""
+    """(exchanges, messages, bytes sent, bytes received) of this rank at each step of a short
+    training.
+    """
     from torch.distributed.fsdp import fully_shard
 
     os.environ["ISLAND_RUN"] += "-" + "".join(c for c in name if c.isalnum())
@@ -117,7 +129,9 @@ def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]
         before = now
     exchange.flush()
     m = exchange.metrics()
-    assert (m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]) == before, "flush sends nothing"
+    assert (m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]) == before, (
+        "flush sends nothing"
+    )
     exchange.detach()
     return out
 
@@ -145,10 +159,14 @@ def test_the_plan_is_what_the_meter_counts(run_ranks: Any, islands: int, procs: 
             for p in range(procs):
                 found = results[i * procs + p][name]
                 planned = [plans[p].message(t) for t in range(STEPS)]
-                assert found == [(m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned], (name, i, p)
+                assert found == [
+                    (m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned
+                ], (name, i, p)
                 assert sum(f[2] for f in found) > 0, name
                 total = plans[p].over(range(STEPS))
-                assert (total.bytes_sent, total.messages) == tuple(sum(f[j] for f in found) for j in (2, 1))
+                assert (total.bytes_sent, total.messages) == tuple(
+                    sum(f[j] for f in found) for j in (2, 1)
+                )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,12 +176,16 @@ def test_averages_and_the_largest_exchange_follow_from_the_steps(name: str) -> N
     steps = [made.message(t) for t in range(made.cycle, 3 * made.cycle)]
     sent, received, messages = made.average()
     assert sent == made.per_step() == sum(m.bytes_sent for m in steps) / len(steps)
-    assert (received, messages) == tuple(sum(getattr(m, k) for m in steps) / len(steps) for k in ("bytes_received", "messages"))
+    assert (received, messages) == tuple(
+        sum(getattr(m, k) for m in steps) / len(steps) for k in ("bytes_received", "messages")
+    )
     assert made.most().bytes_sent == max(m.bytes_sent for m in steps)
 
 
 def test_a_long_cycle_is_counted_exchange_by_exchange() -> None:
-    """Periods without a common divisor: close to the exact mean (a header per channel more), without walking the cycle."""
+    """Periods without a common divisor: close to the exact mean (a header per channel more),
+    without walking the cycle.
+    """
     config = preset("desloc", embeddings=True, period=1, states={"exp_avg": 101, "exp_avg_sq": 103})
     (made,) = plan.plan_model(config, [("layers.0.weight", (128, 128))], 2)
     assert made.cycle == 101 * 103 > 10_000
@@ -178,7 +200,7 @@ def test_one_island_sends_nothing() -> None:
             assert made.average() == (0, 0, 0) and made.most().bytes_sent == 0
 
 
-# ---- published figures -------------------------------------------------------------------------------------------------
+# ---- published figures -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -197,20 +219,33 @@ def test_shapes(models: dict[str, Any]) -> None:
         "olmo-1b": 16 * 16 * 2048**2 + 50304 * 2048,
         "llama-3.2-1b": 1_235_814_400,
     }
-    assert len(models["olmo-1b"]) == 16 * 7 + 1 and all(n % 64 == 0 for _, shape in models["olmo-1b"] for n in shape)
+    assert len(models["olmo-1b"]) == 16 * 7 + 1 and all(
+        n % 64 == 0 for _, shape in models["olmo-1b"] for n in shape
+    )
 
 
 @pytest.mark.parametrize(
     ("claim", "figure", "k"),
-    [("300M: k = 8", 7.49, 8), ("300M: k = 1", 0.93, 1), ("1B: k = 16", 55.16, 16), ("1B: k = 2", 6.89, 2)],
+    [
+        ("300M: k = 8", 7.49, 8),
+        ("300M: k = 1", 0.93, 1),
+        ("1B: k = 16", 55.16, 16),
+        ("1B: k = 2", 6.89, 2),
+    ],
 )
-def test_demo(claims: dict[str, counting.Claim], models: dict[str, Any], claim: str, figure: float, k: int) -> None:
-    """MB per step, two decimals, cut; ours is 8-bit values, 12-bit positions and a scale per block, a header and one bit per tensor."""
+def test_demo(
+    claims: dict[str, counting.Claim], models: dict[str, Any], claim: str, figure: float, k: int
+) -> None:
+    """MB per step, two decimals, cut; ours is 8-bit values, 12-bit positions and a scale per block,
+    a header and one bit per tensor.
+    """
     row = claims[f"DeMo {claim}, per step"]
     assert math.floor(100 * row.by_format) / 100 == figure
     tensors = models["olmo-300m" if "300M" in claim else "olmo-1b"]
     blocks = counting.numel(tensors) // 4096
-    assert round(1e6 * row.ours) == 56 + math.ceil(len(tensors) / 8) + blocks * (k + 2) + math.ceil(blocks * k * 1.5)
+    assert round(1e6 * row.ours) == 56 + math.ceil(len(tensors) / 8) + blocks * (k + 2) + math.ceil(
+        blocks * k * 1.5
+    )
     assert row.ratio == pytest.approx(12 * k / (2 + 2.5 * k), rel=1e-3)
 
 
@@ -265,10 +300,13 @@ def test_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
 
 
 def test_released_chunks_shrink_to_divisors() -> None:
-    assert counting.coefficients([("a", (128, 192)), ("b", (5,)), ("c", (67, 3)), ("d", (2048,))], 32) == 6 * 32 + 5 + 67 * 3 + 32 * 32
+    assert (
+        counting.coefficients([("a", (128, 192)), ("b", (5,)), ("c", (67, 3)), ("d", (2048,))], 32)
+        == 6 * 32 + 5 + 67 * 3 + 32 * 32
+    )
 
 
-# ---- the largest number of islands -------------------------------------------------------------------------------------
+# ---- the largest number of islands -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topk", [32, 64, 1000])
@@ -284,7 +322,10 @@ def test_most_islands(topk: int) -> None:
 
 def test_what_is_reduced_has_no_largest_number_of_islands(models: dict[str, Any]) -> None:
     llama = models["llama-3.2-1b"]
-    assert {n: counting.most_islands(preset(n), llama) for n in ("full", "random", "muloco", "streaming_diloco")} == {
+    assert {
+        n: counting.most_islands(preset(n), llama)
+        for n in ("full", "random", "muloco", "streaming_diloco")
+    } == {
         "full": 0,
         "random": None,
         "muloco": None,
@@ -293,12 +334,14 @@ def test_what_is_reduced_has_no_largest_number_of_islands(models: dict[str, Any]
     assert counting.most_islands(preset("demo", topk=4096), llama) == 0
 
 
-# ---- the script --------------------------------------------------------------------------------------------------------
+# ---- the script --------------------------------------------------------------------------------
 
 
 def script(*words: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120, env=env
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -313,40 +356,71 @@ def test_published_table_is_printed(claims: dict[str, counting.Claim], tmp_path:
     saved = json.loads((tmp_path / "out.json").read_text())
     assert set(saved) == {"published"} and len(saved["published"]) == len(claims)
     for c, numbers in zip(claims.values(), saved["published"], strict=True):
-        assert numbers["ours"] == c.ours and numbers["by_format"] == c.by_format and numbers["ratio"] == c.ratio
+        assert (
+            numbers["ours"] == c.ours
+            and numbers["by_format"] == c.by_format
+            and numbers["ratio"] == c.ratio
+        )
         unit = " MB" if c.unit == "MB" else "x"
-        cells = [f"{c.by_format:.{2 if c.unit == 'MB' else 1}f}{unit}", f"{c.ours:.{2 if c.unit == 'MB' else 1}f}{unit}", f"{c.ratio:.2f}x"]
+        cells = [
+            f"{c.by_format:.{2 if c.unit == 'MB' else 1}f}{unit}",
+            f"{c.ours:.{2 if c.unit == 'MB' else 1}f}{unit}",
+            f"{c.ratio:.2f}x",
+        ]
         (line,) = (line for line in text.splitlines() if line.startswith(c.claim + " "))
         assert line.split()[-len(" ".join(cells).split()) :] == " ".join(cells).split()
-    assert all(f"[{i}]" in text for i in range(1, 6)) and "318.45 and 1208.3 M" in " ".join(text.split())
+    assert all(f"[{i}]" in text for i in range(1, 6)) and "318.45 and 1208.3 M" in " ".join(
+        text.split()
+    )
     assert max(map(len, text.splitlines())) <= 160
 
 
 def test_presets_table_is_the_plan(tmp_path: Path) -> None:
-    words = ["--model", "tiny", "--islands", "3", "--shards", "2", "--link", "20Mbit", "--rtt", "40ms"]
+    words = [
+        "--model",
+        "tiny",
+        "--islands",
+        "3",
+        "--shards",
+        "2",
+        "--link",
+        "20Mbit",
+        "--rtt",
+        "40ms",
+    ]
     text = script(*words, "--json", str(tmp_path / "out.json"))
     saved = json.loads((tmp_path / "out.json").read_text())
     assert set(saved) == {"presets"} and "Published figures" not in text
-    assert (saved["presets"]["model"], saved["presets"]["parameters"], saved["presets"]["link"]) == ("tiny", 459_904, "20Mbit,40ms")
+    assert (
+        saved["presets"]["model"],
+        saved["presets"]["parameters"],
+        saved["presets"]["link"],
+    ) == ("tiny", 459_904, "20Mbit,40ms")
     assert [r["preset"] for r in saved["presets"]["rows"]] == ["(all-reduce)", *presets()]
     ring, tensors = ring_all_reduce_bytes(3, 2 * 459_904), counting.load("tiny")
     for found in saved["presets"]["rows"][1:]:
         config = preset(found["preset"])
         plans = plan.plan_model(config, tensors, 3, 2)
-        sent, received = (sum(getattr(p.most(), k) for p in plans) for k in ("bytes_sent", "bytes_received"))
+        sent, received = (
+            sum(getattr(p.most(), k) for p in plans) for k in ("bytes_sent", "bytes_received")
+        )
         trips = 1 if all(s.gathered for p in plans for s in p.sections) else 3
         assert (found["sent"], found["received"], found["messages"]) == (sent, received, trips)
         assert found["seconds"] == pytest.approx(8 * max(sent, received) / 20e6 + trips * 0.04)
         per_step = sum(p.per_step() for p in plans)
         assert found["sent_per_step"] == pytest.approx(per_step)
-        assert found["ratio"] == pytest.approx(ring / sent) and found["ratio_per_step"] == pytest.approx(ring / per_step)
+        assert found["ratio"] == pytest.approx(ring / sent) and found[
+            "ratio_per_step"
+        ] == pytest.approx(ring / per_step)
         cells = row(text, found["preset"] + " ")
         assert " ".join(counting.size(sent).split()) in " ".join(cells) and cells[0] == "every"
     assert saved["presets"]["rows"][0]["sent"] == ring
 
 
 def test_counts_of_llama(models: dict[str, Any]) -> None:
-    """What the README quotes: bytes of an island do not depend on its shards, but for edges of blocks."""
+    """What the README quotes: bytes of an island do not depend on its shards, but for edges of
+    blocks.
+    """
     llama = models["llama-3.2-1b"]
     rows = {e.preset: e for e in counting.entries(llama, 3, 1, Link.parse("200Mbit"))}
     eighths = {e.preset: e for e in counting.entries(llama, 3, 8, Link.parse("200Mbit"))}
@@ -357,15 +431,22 @@ def test_counts_of_llama(models: dict[str, Any]) -> None:
     blocks = (counting.numel(llama) - norms) // 4096
     assert rows["demo"].sent == 2 * (56 + 19 + 82 * blocks + 2 * norms)
     assert rows["demo"].seconds == rows["demo"].seconds_per_step == 8 * rows["demo"].sent / 200e6
-    assert rows["decoupled_momentum"].seconds_per_step == pytest.approx(rows["decoupled_momentum"].seconds / 128)
+    assert rows["decoupled_momentum"].seconds_per_step == pytest.approx(
+        rows["decoupled_momentum"].seconds / 128
+    )
 
 
-def test_no_link_no_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bytes.py", "--model", "tiny", "--link", "none", "--islands", "1"])
+def test_no_link_no_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["bytes.py", "--model", "tiny", "--link", "none", "--islands", "1"]
+    )
     counting.main()
     text = capsys.readouterr().out
     assert "ratio/step" in text.splitlines()[2] and " s/step" not in text.splitlines()[2]
-    assert row(text, "demo ")[6:-1] == ["0", "B", "0", "B", "0", "-", "0", "B", "0", "B", "-"]  # sent, received, trips, ratio; per step
+    # sent, received, trips, ratio; per step
+    assert row(text, "demo ")[6:-1] == ["0", "B", "0", "B", "0", "-", "0", "B", "0", "B", "-"]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +465,11 @@ def test_no_link_no_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     ],
 )
 def test_bad_input_is_one_line(
-    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "torn.json").write_text('{"model_type": "none of these"}')
     monkeypatch.setattr(sys, "argv", ["bytes.py", *(w.format(folder=tmp_path) for w in words)])
@@ -392,19 +477,27 @@ def test_bad_input_is_one_line(
         counting.main()
     printed = capsys.readouterr()
     assert ended.value.code == 2 and printed.out == ""
-    assert says in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("bytes.py: error: ")
+    assert (
+        says in printed.err
+        and printed.err.count("\n") == 1
+        and printed.err.startswith("bytes.py: error: ")
+    )
 
 
-# ---- the warning of the library ----------------------------------------------------------------------------------------
+# ---- the warning of the library ----------------------------------------------------------------
 
 
 def warned(me: Any, config: ExchangeConfig, steps: int = 3) -> list[str]:
-    """The log's warnings about a gather that costs more than an all-reduce, in a short training of 128 x 128 parameters."""
+    """The log's warnings about a gather that costs more than an all-reduce, in a short training of
+    128 x 128 parameters.
+    """
     from torch.distributed.fsdp import fully_shard
 
     records: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage()) if record.levelno >= logging.WARNING else None  # type: ignore
+    handler.emit = lambda record: (
+        records.append(record.getMessage()) if record.levelno >= logging.WARNING else None
+    )  # type: ignore
     logging.getLogger("fsdp_demo").addHandler(handler)
     os.environ["ISLAND_RUN"] += f"-{config.channels[0].codec.select}{config.channels[0].codec.topk}"
     model = nn.Linear(128, 128, bias=False)
@@ -421,19 +514,34 @@ def warned(me: Any, config: ExchangeConfig, steps: int = 3) -> list[str]:
 
 
 @pytest.mark.parametrize(("islands", "procs", "enough"), [(2, 1, 3276), (3, 1, 2183), (2, 2, 3276)])
-def test_a_gather_that_loses_is_warned_of_once(run_ranks: Any, islands: int, procs: int, enough: int) -> None:
-    """Four blocks of 2 + k + 1.5 k bytes to each other island, against 2 (R - 1) / R of 2 bytes per element: R > 2 x ratio from k on."""
+def test_a_gather_that_loses_is_warned_of_once(
+    run_ranks: Any, islands: int, procs: int, enough: int
+) -> None:
+    """Four blocks of 2 + k + 1.5 k bytes to each other island, against 2 (R - 1) / R of 2 bytes per
+    element: R > 2 x ratio from k on.
+    """
     dense = ring_all_reduce_bytes(islands, 2 * 128 * 128)
-    assert (islands - 1) * (4 * (enough + 2) + 6 * enough) <= dense < (islands - 1) * (4 * (enough + 3) + 6 * (enough + 1))
+    assert (
+        (islands - 1) * (4 * (enough + 2) + 6 * enough)
+        <= dense
+        < (islands - 1) * (4 * (enough + 3) + 6 * (enough + 1))
+    )
 
     def run(me: Any) -> list[list[str]]:
-        configs = [preset("demo", topk=enough), preset("demo", topk=enough + 1), preset("random", topk=enough + 1), preset("demo")]
+        configs = [
+            preset("demo", topk=enough),
+            preset("demo", topk=enough + 1),
+            preset("random", topk=enough + 1),
+            preset("demo"),
+        ]
         return [warned(me, config) for config in configs]
 
     for i, (within, beyond, reduced, published) in enumerate(run_ranks(run, islands, procs)):
         assert not within and not reduced and not published
         assert len(beyond) == (1 if i % procs == 0 else 0), "once, on the first rank of the island"
-        assert not beyond or (f"({islands})" in beyond[0] and "'momentum'" in beyond[0] and "random" in beyond[0])
+        assert not beyond or (
+            f"({islands})" in beyond[0] and "'momentum'" in beyond[0] and "random" in beyond[0]
+        )
 
 
 def test_the_meter_of_a_plan_adds_up() -> None:
@@ -442,4 +550,7 @@ def test_the_meter_of_a_plan_adds_up() -> None:
     total.add(made.message(0))
     total.add(made.message(1))
     assert total == made.over(range(2)) and total.messages == 2
-    assert made.message(0).bytes_sent == header.HEADER.size + 1 + 82 and vectors.num_bytes("int8", 4096) == 4098
+    assert (
+        made.message(0).bytes_sent == header.HEADER.size + 1 + 82
+        and vectors.num_bytes("int8", 4096) == 4098
+    )

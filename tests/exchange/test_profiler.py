@@ -1,4 +1,6 @@
-"""What a profile of a training shows of the exchange: ranges with names, in the thread that trains and in the one that sends."""
+"""What a profile of a training shows of the exchange: ranges with names, in the thread that trains
+and in the one that sends.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def train(preset: str, **changes: Any) -> Any:
     return threaded.values(threaded.islands(island))
 
 
-@pytest.mark.parametrize(("preset", "changes"), [("demo", {}), ("diloco", {"period": 2}), ("sparse_loco", {"period": 2})])
-def test_each_part_of_an_exchange_has_its_range(run_ranks: Any, preset: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("preset", "changes"), [("demo", {}), ("diloco", {"period": 2}), ("sparse_loco", {"period": 2})]
+)
+def test_each_part_of_an_exchange_has_its_range(
+    run_ranks: Any, preset: str, changes: dict[str, Any]
+) -> None:
     def run() -> dict[str, int]:
         every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as seen:
@@ -41,4 +47,7 @@ def test_each_part_of_an_exchange_has_its_range(run_ranks: Any, preset: str, cha
 
     (found,) = run_ranks(run, 1, 1)
     assert set(found) == {f"fsdp_demo::{name}" for name in RANGES}
-    assert found["fsdp_demo::accumulate"] == found["fsdp_demo::encode"] and found["fsdp_demo::decode"] >= found["fsdp_demo::apply"]
+    assert (
+        found["fsdp_demo::accumulate"] == found["fsdp_demo::encode"]
+        and found["fsdp_demo::decode"] >= found["fsdp_demo::apply"]
+    )

@@ -1,4 +1,6 @@
-"""An island comes back with a checkpoint of its own: with what came since it stands where a snapshot would have put it."""
+"""An island comes back with a checkpoint of its own: with what came since it stands where a
+snapshot would have put it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,17 @@ CASES = {
 }
 """Presets of each way to keep what replicas share."""
 
-SHARES = ("full", "demo-adamw", "demo-late", "diloco", "diloco-int8", "diloco-queue", "streaming-queue", "sparse_loco", "muloco-queue")
+SHARES = (
+    "full",
+    "demo-adamw",
+    "demo-late",
+    "diloco",
+    "diloco-int8",
+    "diloco-queue",
+    "streaming-queue",
+    "sparse_loco",
+    "muloco-queue",
+)
 """Those whose replicas share all that a snapshot brings, at every step."""
 
 
@@ -48,7 +60,11 @@ class Plain(Net):
 def plain(config: Any, seed: int = 0) -> Any:
     model = Plain(seed)
     optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5)),
+    )
 
 
 def cloned(tree: Any) -> Any:
@@ -73,12 +89,18 @@ def saved(runtime: Any, exchange: Any, model: Any, optimizer: Any) -> OwnCheckpo
     return OwnCheckpoint(exchange.step, returning.mark(runtime, model), load)
 
 
-def lives(config: Any, make: Any = plain) -> tuple[joining.Record, dict[int, OwnCheckpoint], list[dict[str, Any]]]:
-    """Two islands train and save after every step: what the first one keeps, what the second one has on its disk, where the first stood."""
+def lives(
+    config: Any, make: Any = plain
+) -> tuple[joining.Record, dict[int, OwnCheckpoint], list[dict[str, Any]]]:
+    """Two islands train and save after every step: what the first one keeps, what the second one
+    has on its disk, where the first stood.
+    """
 
     def island(i: int, topology: Any) -> Any:
         model, optimizer, schedule = make(config, i)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, must_match={"steps": 100})
+        exchange = fsdp_demo.attach(
+            optimizer, config, model=model, topology=topology, must_match={"steps": 100}
+        )
         runtime, record = exchange._runtime, joining.Record(exchange) if i == 0 else None
         stands, disk = [joining.stand(runtime)], {}
         for t in range(STEPS):
@@ -89,7 +111,9 @@ def lives(config: Any, make: Any = plain) -> tuple[joining.Record, dict[int, Own
             if record is not None:
                 record.marks[disk[t + 1].mark] = (
                     t + 1,
-                    snapshot.without_tensors(runtime, {"must_match.steps": 100}, disk[t + 1].mark).pack(),
+                    snapshot.without_tensors(
+                        runtime, {"must_match.steps": 100}, disk[t + 1].mark
+                    ).pack(),
                 )
             stands.append(joining.stand(runtime))
         exchange.state_dict()
@@ -100,15 +124,30 @@ def lives(config: Any, make: Any = plain) -> tuple[joining.Record, dict[int, Own
     return record, disk, stands
 
 
-def comes_back(config: Any, record: joining.Record, own: OwnCheckpoint, make: Any = plain, seed: int = 7) -> Any:
-    """It joins with this checkpoint: where it stood after each step that it made up for, its exchange, and what its donor sent."""
+def comes_back(
+    config: Any, record: joining.Record, own: OwnCheckpoint, make: Any = plain, seed: int = 7
+) -> Any:
+    """It joins with this checkpoint: where it stood after each step that it made up for, its
+    exchange, and what its donor sent.
+    """
     stands: list[dict[str, Any]] = []
     patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))
     try:
         model, optimizer, _ = make(config, seed)
-        load = OwnCheckpoint(own.step, own.mark, lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1])
+        load = OwnCheckpoint(
+            own.step,
+            own.mark,
+            lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1],
+        )
         fed = joining.Fed(record, own.step)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=joining.topology(fed), must_match={"steps": 100}, state=load)
+        exchange = fsdp_demo.attach(
+            optimizer,
+            config,
+            model=model,
+            topology=joining.topology(fed),
+            must_match={"steps": 100},
+            state=load,
+        )
     finally:
         patch.undo()
     assert exchange.newcomer and fed.goes_on == exchange.step == STEPS
@@ -116,7 +155,9 @@ def comes_back(config: Any, record: joining.Record, own: OwnCheckpoint, make: An
 
 
 def without_inner(stand: dict[str, Any], config: Any) -> dict[str, Any]:
-    """What a snapshot puts somewhere: inner optimizers that are each island's own go on from the checkpoint instead of anew."""
+    """What a snapshot puts somewhere: inner optimizers that are each island's own go on from the
+    checkpoint instead of anew.
+    """
     shared = any(c.before_step or c.state_name for c in config.channels)
     return stand if shared else {**stand, "states": None}
 
@@ -134,11 +175,21 @@ def test_it_stands_where_a_snapshot_would_have_put_it(run_ranks, name: str) -> N
                 used.append(at)
             others, other, _ = joins(config, record, at, made=plain)
             assert [s["step"] for s in stands] == list(range(at + 1, STEPS + 1))
-            for now, then in zip([*stands, joining.stand(exchange._runtime)], [*others, joining.stand(other._runtime)], strict=True):
+            for now, then in zip(
+                [*stands, joining.stand(exchange._runtime)],
+                [*others, joining.stand(other._runtime)],
+                strict=True,
+            ):
                 compare(config, now, truth[now["step"]])
-                assert now.pop("loss") == then.pop("loss") or now["step"] <= at + 5, "before the first message nothing is known"
+                assert now.pop("loss") == then.pop("loss") or now["step"] <= at + 5, (
+                    "before the first message nothing is known"
+                )
                 here, there = without_inner(now, config), without_inner(then, config)
-                assert joining.same(here, there), (at, now["step"], [k for k in here if not joining.same(here[k], there[k])])
+                assert joining.same(here, there), (
+                    at,
+                    now["step"],
+                    [k for k in here if not joining.same(here[k], there[k])],
+                )
             exchange.detach()
             other.detach()
         if name in SHARES:
@@ -169,13 +220,19 @@ def test_what_belongs_to_one_island_is_no_snapshot(run_ranks) -> None:
                 exchange.model_here.head.weight[0, 0] += 1
             return state
 
-        with pytest.raises(ValueError, match="the checkpoint of step 4 was loaded, and is not what was saved: remove its folder"):
+        with pytest.raises(
+            ValueError,
+            match="the checkpoint of step 4 was loaded, and is not what was saved: remove its "
+            "folder",
+        ):
             comes_back(config, record, OwnCheckpoint(4, disk[4].mark, spoilt))
 
     run_ranks(run, islands=1, procs=1)
 
 
-def keeps(me: Any, config: Any, make: Any) -> tuple[joining.Record, dict[int, OwnCheckpoint], list[dict[str, Any]]]:
+def keeps(
+    me: Any, config: Any, make: Any
+) -> tuple[joining.Record, dict[int, OwnCheckpoint], list[dict[str, Any]]]:
     """`lives` of ranks in processes: this rank's own."""
     model, optimizer, schedule = make(config, me.island)
     exchange = fsdp_demo.attach(optimizer, config, model=model)
@@ -185,7 +242,10 @@ def keeps(me: Any, config: Any, make: Any) -> tuple[joining.Record, dict[int, Ow
         schedule.step()
         own = disk[t + 1] = saved(exchange._runtime, exchange, model, optimizer)
         if exchange._runtime.peers is not None:
-            record.marks[own.mark] = t + 1, snapshot.without_tensors(exchange._runtime, {}, own.mark).pack()
+            record.marks[own.mark] = (
+                t + 1,
+                snapshot.without_tensors(exchange._runtime, {}, own.mark).pack(),
+            )
         stands.append(joining.stand(exchange._runtime))
     exchange.state_dict()
     exchange.detach()
@@ -193,14 +253,28 @@ def keeps(me: Any, config: Any, make: Any) -> tuple[joining.Record, dict[int, Ow
 
 
 def rejoins(
-    me: Any, config: Any, make: Any, record: joining.Record, own: OwnCheckpoint | None, at: int, active_copies: int | None = None
+    me: Any,
+    config: Any,
+    make: Any,
+    record: joining.Record,
+    own: OwnCheckpoint | None,
+    at: int,
+    active_copies: int | None = None,
 ) -> Any:
-    """An island of several ranks comes back: where this one stands, and whether a snapshot was asked for."""
+    """An island of several ranks comes back: where this one stands, and whether a snapshot was
+    asked for.
+    """
     model, optimizer, _ = make(config, 7)
     fed = joining.Fed(record, at) if active_copies is None or me.proc < active_copies else None
     given = {} if active_copies is None else {"active_copies": active_copies}
-    where = joining.topology(fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD, **given)
-    load = own and OwnCheckpoint(at, own.mark, lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1])
+    where = joining.topology(
+        fed, rank=me.proc, world=me.procs, group=torch.distributed.group.WORLD, **given
+    )
+    load = own and OwnCheckpoint(
+        at,
+        own.mark,
+        lambda exchange: (setattr(exchange, "model_here", model), own.load(exchange))[1],
+    )
     exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where, state=load)
     now = joining.stand(exchange._runtime)
     exchange.detach()
@@ -209,7 +283,9 @@ def rejoins(
 
 @pytest.mark.parametrize("name", ["demo-adamw", "streaming-queue"])
 def test_sharded(run_ranks, name: str) -> None:
-    """FSDP2 over two ranks, each with its own mark; where one of them has none, both take the snapshot."""
+    """FSDP2 over two ranks, each with its own mark; where one of them has none, both take the
+    snapshot.
+    """
     config = CASES[name]
 
     def run(me: Any) -> None:
@@ -220,7 +296,11 @@ def test_sharded(run_ranks, name: str) -> None:
             for layer in [*model.layers, model]:
                 fully_shard(layer, mesh=me.mesh())
             optimizer = base_optimizer(config, model.named_parameters(), lr=config.lr or 0.01)
-            return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
+            return (
+                model,
+                optimizer,
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5)),
+            )
 
         record, disk, truth = keeps(me, config, sharded)
         if me.island:
@@ -239,7 +319,9 @@ def test_sharded(run_ranks, name: str) -> None:
 @pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one active copy", "two active copies"])
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue"])
 def test_copies(run_ranks, name: str, procs: list[int]) -> None:
-    """Two ranks hold the whole model; the one that is not active has no peers, and no mark is asked of them."""
+    """Two ranks hold the whole model; the one that is not active has no peers, and no mark is asked
+    of them.
+    """
     config, active_copies = CASES[name], min(procs)
 
     def run(me: Any) -> Any:
@@ -277,12 +359,16 @@ def test_how_long_a_snapshot_takes_is_said_early(monkeypatch, caplog) -> None:
 
 
 def test_it_is_for_newcomers_only(run_ranks) -> None:
-    """Who starts with the others goes by what all hold: nothing of such a checkpoint has been loaded."""
+    """Who starts with the others goes by what all hold: nothing of such a checkpoint has been
+    loaded.
+    """
 
     def run() -> None:
         model, optimizer, _ = plain(preset("diloco"))
         own = OwnCheckpoint(7, "0" * 32, lambda exchange: pytest.fail("it was loaded"))
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=fsdp_demo.Topology(), state=own)
+        exchange = fsdp_demo.attach(
+            optimizer, "diloco", model=model, topology=fsdp_demo.Topology(), state=own
+        )
         assert exchange.step == 0 and not exchange.newcomer
         exchange.detach()
 

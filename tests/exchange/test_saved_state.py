@@ -1,4 +1,6 @@
-"""What an exchange saves: names that are checked by types, and the tree that checkpoints have held so far."""
+"""What an exchange saves: names that are checked by types, and the tree that checkpoints have held
+so far.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,36 @@ from fsdp_demo import preset
 from fsdp_demo.channels.state import ChannelState
 from fsdp_demo.exchange.saved_state import ExchangeState, InFlightState
 
-HEADER = {"digest": 5, "step": 3, "weight": 2.0, "loss": 1.5, "flags": 0, "kind": 1, "total": 0, "number": 0}
+HEADER = {
+    "digest": 5,
+    "step": 3,
+    "weight": 2.0,
+    "loss": 1.5,
+    "flags": 0,
+    "kind": 1,
+    "total": 0,
+    "number": 0,
+}
 
 
 def tree() -> dict[str, Any]:
-    """Of a delta channel with a message under way that has arrived, key by key as formats 1 and 2 have it."""
-    sent = {"step": 3, "body": None, "vectors": [], "own": torch.ones(2), "present": None, "partial": False}
-    arrived = {"headers": [HEADER] * 2, "bodies": [torch.zeros(1, dtype=torch.uint8)] * 2, "means": [torch.ones(2)], "decoded": {}}
+    """Of a delta channel with a message under way that has arrived, key by key as formats 1 and 2
+    have it.
+    """
+    sent = {
+        "step": 3,
+        "body": None,
+        "vectors": [],
+        "own": torch.ones(2),
+        "present": None,
+        "partial": False,
+    }
+    arrived = {
+        "headers": [HEADER] * 2,
+        "bodies": [torch.zeros(1, dtype=torch.uint8)] * 2,
+        "means": [torch.ones(2)],
+        "decoded": {},
+    }
     return {
         "step": 4,
         "digest": 5,
@@ -29,8 +54,18 @@ def tree() -> dict[str, Any]:
         "begun": -1,
         "tokens": [10, {"delta": 20.0}],
         "losses": [0.5, [0.25]],
-        "channels": {"delta": {"anchor": torch.zeros(2), "momentum": torch.ones(2), "present": [False]}},
-        "in_flight": [{"step": 3, "members": ["delta"], "parts": {"delta": sent}, "arrived": arrived, "said": HEADER}],
+        "channels": {
+            "delta": {"anchor": torch.zeros(2), "momentum": torch.ones(2), "present": [False]}
+        },
+        "in_flight": [
+            {
+                "step": 3,
+                "members": ["delta"],
+                "parts": {"delta": sent},
+                "arrived": arrived,
+                "said": HEADER,
+            }
+        ],
     }
 
 
@@ -43,7 +78,11 @@ def under_way() -> tuple[nn.Module, fsdp_demo.Exchange]:
     """After two steps, with a message under way that is applied after the third."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1}), model=model)
+    exchange = fsdp_demo.attach(
+        optimizer,
+        preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1}),
+        model=model,
+    )
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -63,33 +102,57 @@ def same(a: Any, b: Any) -> bool:
 def test_the_tree_stays_what_it_was() -> None:
     state = ExchangeState.from_tree(tree())
     assert same(state.to_tree(), tree())
-    assert (state.tokens, state.weighed, state.loss, state.losses) == (10, {"delta": 20.0}, 0.5, [0.25])
+    assert (state.tokens, state.weighed, state.loss, state.losses) == (
+        10,
+        {"delta": 20.0},
+        0.5,
+        [0.25],
+    )
     (flight,) = state.in_flight
-    assert flight.arrived is not None and flight.arrived.headers[1].loss == 1.5 and flight.said == flight.arrived.headers[0]
-    assert list(state.channels["delta"].workspaces) == ["anchor", "momentum"] and state.channels["delta"].accumulator is None
+    assert (
+        flight.arrived is not None
+        and flight.arrived.headers[1].loss == 1.5
+        and flight.said == flight.arrived.headers[0]
+    )
+    assert (
+        list(state.channels["delta"].workspaces) == ["anchor", "momentum"]
+        and state.channels["delta"].accumulator is None
+    )
 
 
 def test_what_earlier_releases_did_not_say() -> None:
     old = tree()
     for key in ("applied", "begun", "losses"):
         del old[key]
-    del old["in_flight"][0]["said"], old["in_flight"][0]["arrived"]["decoded"], old["in_flight"][0]["parts"]["delta"]["partial"]
+    del (
+        old["in_flight"][0]["said"],
+        old["in_flight"][0]["arrived"]["decoded"],
+        old["in_flight"][0]["parts"]["delta"]["partial"],
+    )
     state = ExchangeState.from_tree(old)
     assert (state.applied, state.begun, state.losses) == ({}, -1, []) and math.isnan(state.loss)
-    assert state.in_flight[0].said is None and state.in_flight[0].arrived is not None and state.in_flight[0].arrived.decoded == {}
+    assert (
+        state.in_flight[0].said is None
+        and state.in_flight[0].arrived is not None
+        and state.in_flight[0].arrived.decoded == {}
+    )
     assert not state.in_flight[0].parts["delta"].partial
     assert InFlightState.from_tree({**old["in_flight"][0], "arrived": None}).arrived is None
 
 
 def test_a_channel_that_keeps_something_else() -> None:
     with pytest.raises(ValueError, match=r"channel 'delta'.*'variance'.*resume with"):
-        ChannelState.from_tree("delta", {"anchor": torch.zeros(2), "variance": torch.zeros(2), "present": []})
+        ChannelState.from_tree(
+            "delta", {"anchor": torch.zeros(2), "variance": torch.zeros(2), "present": []}
+        )
 
 
 def test_an_exchange_gives_that_tree(alone: Any) -> None:
     _, exchange = under_way()
     given = exchange.state_dict()
-    assert list(given) == [*tree(), "history"] and list(given["in_flight"][0]) == list(tree()["in_flight"][0])
+    assert list(given) == [*tree(), "history"] and list(given["in_flight"][0]) == list(
+        tree()["in_flight"][0]
+    )
     assert list(given["in_flight"][0]["arrived"]) == list(tree()["in_flight"][0]["arrived"])
     assert same(ExchangeState.from_tree(given).to_tree()["channels"], given["channels"])
 
@@ -103,7 +166,9 @@ def test_the_queue_only_queues(alone: Any) -> None:
     with torch.no_grad():
         assert queue.oldest() == ([c], 2) and list(queue.receive([c], 1)) == []
         ((of, arrived),) = queue.receive([c], 2)
-        assert of is c and not queue.flights and arrived.received is not None and arrived.flying == []
+        assert (
+            of is c and not queue.flights and arrived.received is not None and arrived.flying == []
+        )
         assert torch.equal(model.weight, before) and torch.equal(c.anchor, anchor)
         c.apply(arrived)
     assert not torch.equal(c.anchor, anchor)
@@ -114,24 +179,35 @@ def taken_up(state: dict[str, Any]) -> fsdp_demo.Exchange:
     """A new exchange that goes on from `state`."""
     model = nn.Linear(3, 2)
     config = preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1})
-    return fsdp_demo.attach(torch.optim.SGD(model.parameters(), lr=0.1), config, model=model, state=state)
+    return fsdp_demo.attach(
+        torch.optim.SGD(model.parameters(), lr=0.1), config, model=model, state=state
+    )
 
 
 def test_a_message_of_buffers_that_are_not_here_is_left_out(alone: Any) -> None:
-    """Where gradients are exchanged, a message may hold buffers alone. Who resumes without the model has no channel for them."""
+    """Where gradients are exchanged, a message may hold buffers alone. Who resumes without the
+    model has no channel for them.
+    """
     _, exchange = under_way()
     state = exchange.state_dict()
     exchange.detach()
     (flight,) = state["in_flight"]
-    state["in_flight"] = [{**flight, "members": ["buffers"], "parts": {"buffers": flight["parts"]["delta"]}}, flight]
+    state["in_flight"] = [
+        {**flight, "members": ["buffers"], "parts": {"buffers": flight["parts"]["delta"]}},
+        flight,
+    ]
     resumed = taken_up(state)
     assert [f["members"] for f in resumed.state_dict()["in_flight"]] == [["delta"]]
     resumed.finish()
     assert resumed.step == 2
 
 
-def test_a_message_that_failed_to_act_does_not_linger(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory ran out while a mean was applied: the part has left its message, which was saved without any."""
+def test_a_message_that_failed_to_act_does_not_linger(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ran out while a mean was applied: the part has left its message, which was saved
+    without any.
+    """
 
     def apply(arrived: Any) -> None:
         raise MemoryError

@@ -1,4 +1,6 @@
-"""SIGTERM: every island stops after its current step, tells the others, and what they save goes on as if nothing had been."""
+"""SIGTERM: every island stops after its current step, tells the others, and what they save goes on
+as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ CONFIG = preset("diloco", period=PERIOD, inner_optimizers="as_is")
 
 
 def stopped(me: Any, config: Any, strike: Callable[[Any, Small, int], None]) -> None:
-    """Trains under guard, slowly; `strike(me, small, t)` runs ahead of each step. What is saved lies in the folder of the test."""
+    """Trains under guard, slowly; `strike(me, small, t)` runs ahead of each step. What is saved
+    lies in the folder of the test.
+    """
     logging.basicConfig(level=logging.INFO, force=True)
     small = Small(Topology.from_env(), config)
 
@@ -48,8 +52,12 @@ def wait_for(folder: Path, count: int, what: str) -> None:
         time.sleep(0.005)
 
 
-def test_all_islands_told_at_one_moment_stop_and_go_on(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    """Every preemption: no exchange is near, each island stands at a step of its own, and the next life is the uninterrupted run."""
+def test_all_islands_told_at_one_moment_stop_and_go_on(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Every preemption: no exchange is near, each island stands at a step of its own, and the next
+    life is the uninterrupted run.
+    """
 
     def strike(me: Any, small: Small, t: int) -> None:
         if t == 12:
@@ -61,7 +69,9 @@ def test_all_islands_told_at_one_moment_stop_and_go_on(run_ranks: Callable[..., 
         if t == 7 and me.island == 1:
             time.sleep(0.5)
 
-    outcomes = run_ranks(stopped, 2, 1, timeout=40, env={"ISLAND_TIMEOUT": "30"}, check=False, args=(CONFIG, strike))
+    outcomes = run_ranks(
+        stopped, 2, 1, timeout=40, env={"ISLAND_TIMEOUT": "30"}, check=False, args=(CONFIG, strike)
+    )
     assert [o.status for o in outcomes] == [75, 75], [o.log for o in outcomes]
     saved = saved_by(tmp_path, 2)
     steps = [s[3]["step"] for s in saved]
@@ -80,14 +90,18 @@ def test_all_islands_told_at_one_moment_stop_and_go_on(run_ranks: Callable[..., 
 
 
 @pytest.mark.gloo
-def test_one_island_told_brings_the_others_to_a_stop(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_one_island_told_brings_the_others_to_a_stop(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
     """The others hear of it in the store, long before the next exchange."""
 
     def strike(me: Any, small: Small, t: int) -> None:
         if t == 12 and me.island == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    outcomes = run_ranks(stopped, 3, 1, timeout=40, env={"ISLAND_TIMEOUT": "30"}, check=False, args=(CONFIG, strike))
+    outcomes = run_ranks(
+        stopped, 3, 1, timeout=40, env={"ISLAND_TIMEOUT": "30"}, check=False, args=(CONFIG, strike)
+    )
     assert [o.status for o in outcomes] == [75] * 3, [o.log for o in outcomes]
     saved = saved_by(tmp_path, 3)
     assert all(s[3]["step"] < 350 and s[3]["applied"] == {"delta": -1} for s in saved)
@@ -96,7 +110,9 @@ def test_one_island_told_brings_the_others_to_a_stop(run_ranks: Callable[..., An
 
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.gloo
-def test_who_waits_for_an_island_that_stops_is_told(run_ranks: Callable[..., Any], tmp_path: Path, procs: int) -> None:
+def test_who_waits_for_an_island_that_stops_is_told(
+    run_ranks: Callable[..., Any], tmp_path: Path, procs: int
+) -> None:
     """Island 0 stands in the exchange of step 20, to which island 1 will not come."""
     config = preset("diloco", period=20, inner_optimizers="as_is")
 
@@ -118,7 +134,9 @@ def test_who_waits_for_an_island_that_stops_is_told(run_ranks: Callable[..., Any
     assert "island 1 stops after step 18" in "".join(o.log for o in outcomes[:procs])
 
 
-def test_a_run_that_has_finished_is_marked_and_one_that_stopped_can_start_again(run_ranks: Callable[..., Any]) -> None:
+def test_a_run_that_has_finished_is_marked_and_one_that_stopped_can_start_again(
+    run_ranks: Callable[..., Any],
+) -> None:
     def run(me: Any, last: bool) -> Any:
         small = Small(Topology.from_env(), preset("demo"))
         small.train(3)
@@ -133,4 +151,6 @@ def test_a_run_that_has_finished_is_marked_and_one_that_stopped_can_start_again(
     assert run_ranks(run, 2, 1, env=env, args=(False,)) == [3, 3]
     assert run_ranks(run, 2, 1, env=env, args=(True,)) == [3, 3]
     outcomes = run_ranks(run, 2, 1, env=env, args=(True,), check=False)
-    assert all("has finished" in (o.error or "") and "new ISLAND_RUN" in (o.error or "") for o in outcomes)
+    assert all(
+        "has finished" in (o.error or "") and "new ISLAND_RUN" in (o.error or "") for o in outcomes
+    )

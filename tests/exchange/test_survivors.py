@@ -1,4 +1,6 @@
-"""Training goes on when an island is killed or expelled: real processes over ZeroMQ, real presets, and the survivors end with one model."""
+"""Training goes on when an island is killed or expelled: real processes over ZeroMQ, real presets,
+and the survivors end with one model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ try:
 except ModuleNotFoundError:
     zmq = None  # type: ignore[assignment]
 
-pytestmark = pytest.mark.skipif(zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+pytestmark = pytest.mark.skipif(
+    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
+)
 CASES = {
     "demo": preset("demo"),
     "demo, late": preset("demo", **{"schedule.delay": 2}),
@@ -101,7 +105,9 @@ def test_survivors_train_on(run_ranks, case: str) -> None:
     assert one[2]["loss"] == two[2]["loss"] == 2.0  # of islands 0 and 2
 
 
-def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(run_ranks, tmp_path: Path) -> None:
+def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
+    run_ranks, tmp_path: Path
+) -> None:
     """SIGSTOP for longer than ISLAND_DEAD."""
 
     def fn(me: Any) -> Any:
@@ -134,7 +140,9 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(run_r
 
 
 @pytest.mark.parametrize("bad", [1e6, float("nan")], ids=["far", "not finite"])
-def test_an_island_that_is_left_out_again_and_again_ends_with_75(run_ranks, tmp_path: Path, bad: float) -> None:
+def test_an_island_that_is_left_out_again_and_again_ends_with_75(
+    run_ranks, tmp_path: Path, bad: float
+) -> None:
     """It comes back as a newcomer; the others have taken nothing of it."""
 
     def fn(me: Any) -> Any:
@@ -151,10 +159,21 @@ def test_an_island_that_is_left_out_again_and_again_ends_with_75(run_ranks, tmp_
             (tmp_path / f"steps{me.island}").write_text(str(t + 1))
         metrics = exchange.metrics()
         exchange.finish()
-        return exchange.digests_equal(), metrics["far"] + metrics["not_finite"], metrics["participating"]
+        return (
+            exchange.digests_equal(),
+            metrics["far"] + metrics["not_finite"],
+            metrics["participating"],
+        )
 
     one, two, three = run_ranks(fn, 3, 1, env=ENV, check=False)
     assert one.error is None and three.error is None, (one.log, three.log)
-    assert one.value == three.value and one.value[0] and one.value[1] in (LIMIT - 1, LIMIT) and one.value[2] == 2
+    assert (
+        one.value == three.value
+        and one.value[0]
+        and one.value[1] in (LIMIT - 1, LIMIT)
+        and one.value[2] == 2
+    )
     assert two.status == 75 and (tmp_path / "status1" / "rank0").read_text() == "75", two.log
-    assert (tmp_path / "steps1").read_text() == str(8 + LIMIT - 1) and f"{LIMIT} times in a row" in two.log
+    assert (tmp_path / "steps1").read_text() == str(
+        8 + LIMIT - 1
+    ) and f"{LIMIT} times in a row" in two.log

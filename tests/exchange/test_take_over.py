@@ -23,7 +23,10 @@ def joined(island, topology, holder):
 
 def test_of_equal_steps_the_one_with_a_state_is_the_donor(run_ranks):
     def run():
-        return [threaded.values(threaded.islands(lambda i, t, h=holder: joined(i, t, h))) for holder in (0, 1)]
+        return [
+            threaded.values(threaded.islands(lambda i, t, h=holder: joined(i, t, h)))
+            for holder in (0, 1)
+        ]
 
     for holder, out in enumerate(run_ranks(run, islands=1, procs=1)[0]):
         assert all(torch.equal(now, out[holder][0]) for _, now in out)

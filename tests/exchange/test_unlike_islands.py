@@ -1,4 +1,6 @@
-"""Islands that would train something else are refused on both sides with both values; machines that differ are said in one line."""
+"""Islands that would train something else are refused on both sides with both values; machines that
+differ are said in one line.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def sgd(**options: Any) -> Make:
 
 def in_groups(second: float) -> Make:
     return lambda net: torch.optim.AdamW(
-        [{"params": net.a.parameters()}, {"params": net.b.parameters(), "weight_decay": second}], lr=0.01, weight_decay=0.1
+        [{"params": net.a.parameters()}, {"params": net.b.parameters(), "weight_decay": second}],
+        lr=0.01,
+        weight_decay=0.1,
     )
 
 
@@ -46,16 +50,44 @@ def scheduled(factor: float) -> Make:
 
 UNLIKE: dict[str, tuple[Make, Make, str]] = {
     "class": (adamw(), sgd(), "optimizer0: {!r} here, {!r} there|AdamW|SGD"),
-    "betas": (adamw(), adamw(betas=(0.5, 0.999)), "optimizer0.group0.betas: {} here, {} there|[0.9, 0.999]|[0.5, 0.999]"),
-    "decay": (in_groups(0.1), in_groups(0.0), "optimizer0.group1.weight_decay: {} here, {} there|0.1|0.0"),
+    "betas": (
+        adamw(),
+        adamw(betas=(0.5, 0.999)),
+        "optimizer0.group0.betas: {} here, {} there|[0.9, 0.999]|[0.5, 0.999]",
+    ),
+    "decay": (
+        in_groups(0.1),
+        in_groups(0.0),
+        "optimizer0.group1.weight_decay: {} here, {} there|0.1|0.0",
+    ),
     "groups": (adamw(), in_groups(0.01), "optimizer0.groups: {} here, {} there|1|2"),
     "eps": (adamw(), adamw(eps=1e-6), "optimizer0.group0.eps: {} here, {} there|1e-08|1e-06"),
-    "amsgrad": (adamw(), adamw(amsgrad=True), "optimizer0.group0.amsgrad: {} here, {} there|False|True"),
-    "momentum": (sgd(momentum=0.9), sgd(momentum=0.8), "optimizer0.group0.momentum: {} here, {} there|0.9|0.8"),
-    "nesterov": (sgd(momentum=0.9), sgd(momentum=0.9, nesterov=True), "optimizer0.group0.nesterov: {} here, {} there|False|True"),
+    "amsgrad": (
+        adamw(),
+        adamw(amsgrad=True),
+        "optimizer0.group0.amsgrad: {} here, {} there|False|True",
+    ),
+    "momentum": (
+        sgd(momentum=0.9),
+        sgd(momentum=0.8),
+        "optimizer0.group0.momentum: {} here, {} there|0.9|0.8",
+    ),
+    "nesterov": (
+        sgd(momentum=0.9),
+        sgd(momentum=0.9, nesterov=True),
+        "optimizer0.group0.nesterov: {} here, {} there|False|True",
+    ),
     "lr": (adamw(), adamw(lr=0.02), "optimizer0.group0.lr: {} here, {} there|0.01|0.02"),
-    "lr in a tensor": (adamw(), adamw(lr=torch.tensor(0.02)), "optimizer0.group0.lr: {} here, {} there|0.01|0.02"),
-    "schedule": (scheduled(1.0), scheduled(0.5), "optimizer0.group0.lr: {} here, {} there|0.01|0.005"),
+    "lr in a tensor": (
+        adamw(),
+        adamw(lr=torch.tensor(0.02)),
+        "optimizer0.group0.lr: {} here, {} there|0.01|0.02",
+    ),
+    "schedule": (
+        scheduled(1.0),
+        scheduled(0.5),
+        "optimizer0.group0.lr: {} here, {} there|0.01|0.005",
+    ),
 }
 ALIKE: dict[str, tuple[Make, Make]] = {
     "kernels": (adamw(foreach=True), adamw(foreach=False)),
@@ -67,7 +99,9 @@ CONFIG = preset("full", clip=None)
 
 @pytest.fixture
 def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn, count=2: run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1)[0]
+    return lambda fn, count=2: run_ranks(
+        lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1
+    )[0]
 
 
 def test_optimizers_that_differ(islands: Any) -> None:
@@ -78,7 +112,10 @@ def test_optimizers_that_differ(islands: Any) -> None:
             net = Net(topology)
             with pytest.raises(ValueError, match="runs something else") as error:
                 fsdp_demo.attach(makes[me](net), CONFIG, model=net, topology=topology)
-            assert text.format(sides[me], sides[1 - me]) in str(error.value), (name, str(error.value))
+            assert text.format(sides[me], sides[1 - me]) in str(error.value), (
+                name,
+                str(error.value),
+            )
         for name, alike in ALIKE.items():
             net = Net(topology)
             exchange = fsdp_demo.attach(alike[me](net), CONFIG, model=net, topology=topology)
@@ -130,10 +167,25 @@ def test_the_first_parameter_that_differs_is_named(islands: Any) -> None:
         return sgd()(net)
 
     cases: list[tuple[type[Net], Make, str, str]] = [
-        (Wide, sgd(), "parameter 2 is {} here, {} there", "b.weight [3, 64] float32, trained|b.weight [4, 64] float32, trained"),
+        (
+            Wide,
+            sgd(),
+            "parameter 2 is {} here, {} there",
+            "b.weight [3, 64] float32, trained|b.weight [4, 64] float32, trained",
+        ),
         (More, sgd(), "parameter 4 is {} here, {} there", "none|c.weight [2, 2] float32, trained"),
-        (Net, turned, "the same parameters in another order: parameter 0 is {} here, {} there", "a.weight [64, 66]|b.bias [3]"),
-        (Net, frozen, "parameter 1 is {} here, {} there", "a.bias [64] float32, trained|a.bias [64] float32, frozen"),
+        (
+            Net,
+            turned,
+            "the same parameters in another order: parameter 0 is {} here, {} there",
+            "a.weight [64, 66]|b.bias [3]",
+        ),
+        (
+            Net,
+            frozen,
+            "parameter 1 is {} here, {} there",
+            "a.bias [64] float32, trained|a.bias [64] float32, frozen",
+        ),
     ]
 
     def run(topology: Any) -> None:
@@ -144,10 +196,16 @@ def test_the_first_parameter_that_differs_is_named(islands: Any) -> None:
                 fsdp_demo.attach(make(net), CONFIG, model=net, topology=topology)
             for part in form.format("|", "|").split("|"):
                 assert part.strip() in str(error.value), str(error.value)
-            assert str(error.value).index(sides[me]) < str(error.value).rindex(sides[1 - me]), str(error.value)
+            assert str(error.value).index(sides[me]) < str(error.value).rindex(sides[1 - me]), str(
+                error.value
+            )
         low = Net(topology).to(torch.bfloat16 if me else torch.float32)
         names = ["float32", "bfloat16"]
-        with pytest.raises(ValueError, match=rf"a.weight \[64, 66\] {names[me]}, trained here, a.weight \[64, 66\] {names[1 - me]}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"a.weight \[64, 66\] {names[me]}, trained here, a.weight \[64, 66\] "
+            rf"{names[1 - me]}",
+        ):
             fsdp_demo.attach(sgd()(low), CONFIG, model=low, topology=topology)
 
     islands(run)
@@ -169,9 +227,18 @@ def test_three_islands_each_hear_of_one_that_differs(islands: Any) -> None:
         return str(error.value)
 
     first, second, third = islands(run, 3)
-    assert "island 1" in first and "parameter 2 is b.weight [3, 64] float32, trained here, b.weight [9, 64]" in first
-    assert "island 0" in second and "parameter 2 is b.weight [9, 64] float32, trained here, b.weight [3, 64]" in second
-    assert "3 parameters here, 4 there; parameter 1 is b.weight [3, 64] float32, trained here, a.bias [64]" in third
+    assert (
+        "island 1" in first
+        and "parameter 2 is b.weight [3, 64] float32, trained here, b.weight [9, 64]" in first
+    )
+    assert (
+        "island 0" in second
+        and "parameter 2 is b.weight [9, 64] float32, trained here, b.weight [3, 64]" in second
+    )
+    assert (
+        "3 parameters here, 4 there; parameter 1 is b.weight [3, 64] float32, trained here, a.bias "
+        "[64]"
+    ) in third
 
 
 place = threading.local()  # whose island a thread is
@@ -188,13 +255,18 @@ def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any
     def run(topology: Any) -> None:
         place.island, thread, lines = topology.island, threading.get_ident(), []
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: lines.append(record.getMessage()) if record.thread == thread else None  # type: ignore[method-assign]
+        handler.emit = lambda record: (
+            lines.append(record.getMessage()) if record.thread == thread else None
+        )  # type: ignore[method-assign]
         logging.getLogger("fsdp_demo").addHandler(handler)
         net = Net(topology)
         exchange = fsdp_demo.attach(sgd()(net), CONFIG, model=net, topology=topology)
         me, you = topology.island, 1 - topology.island
         (line,) = lines
-        assert f"has processor kind {you}, here it is kind {me}" in line and f"has torch 2.{you}, here it is 2.{me}" in line
+        assert (
+            f"has processor kind {you}, here it is kind {me}" in line
+            and f"has torch 2.{you}, here it is 2.{me}" in line
+        )
         assert "last bit" in line and exchange._runtime.unlike is True
         exchange.detach()
 

@@ -1,4 +1,6 @@
-"""What a script without logging sees: a few lines at attach and at finish; and nothing of it where somebody listens already."""
+"""What a script without logging sees: a few lines at attach and at finish; and nothing of it where
+somebody listens already.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ROOT, LOG = logging.getLogger(), logging.getLogger("fsdp_demo")
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """No handler anywhere, as in a script of a few lines; pytest puts its own there for every test."""
+    """No handler anywhere, as in a script of a few lines; pytest puts its own there for every
+    test.
+    """
     before, level = [list(logger.handlers) for logger in (ROOT, LOG)], LOG.level
     ROOT.handlers.clear()
     LOG.handlers.clear()
@@ -65,9 +69,17 @@ def test_a_script_without_logging_sees_what_runs_and_how_it_ended(capfd) -> None
         first, *lines = said(capfd)
         assert first.startswith("[island0] WARNING: one replica: ISLAND_COUNT is not set")
         assert lines[0] == "[island0] preset diloco, one replica, nothing is sent, from step 0"
-        assert lines[1] == "    delta every 10 (fp32, mean over replicas)" and all(len(line) < 120 for line in lines)
-        assert lines[-1] == "[island0] finished at step 20: 2 exchanges, 0 B sent, 0.0 s waiting for the link; one replica"
-        assert repr(exchange) == "<Exchange 'diloco', one replica, step 20, 0 B sent by this rank, finished>"
+        assert lines[1] == "    delta every 10 (fp32, mean over replicas)" and all(
+            len(line) < 120 for line in lines
+        )
+        assert lines[-1] == (
+            "[island0] finished at step 20: 2 exchanges, 0 B sent, 0.0 s waiting for the "
+            "link; one replica"
+        )
+        assert (
+            repr(exchange)
+            == "<Exchange 'diloco', one replica, step 20, 0 B sent by this rank, finished>"
+        )
         snippet()  # the handler and the warning come once per process
         assert len(LOG.handlers) == 1 and said(capfd) == lines
 
@@ -112,14 +124,18 @@ def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
     sent = shown[0][1]
     assert sent > 2 * 4 * 72  # twice all parameters
     assert all(
-        text == f"<Exchange 'diloco', island {i} of 2, step 20, {sent} B sent by this rank, finished>" for i, (text, _) in enumerate(shown)
+        text
+        == f"<Exchange 'diloco', island {i} of 2, step 20, {sent} B sent by this rank, finished>"
+        for i, (text, _) in enumerate(shown)
     )
     ends = [m for m in caplog.messages if "finished" in m]
-    assert len(ends) == 2 and all(f"2 exchanges, {sent} B sent" in m and "islands agree, bit for bit" in m for m in ends)
+    assert len(ends) == 2 and all(
+        f"2 exchanges, {sent} B sent" in m and "islands agree, bit for bit" in m for m in ends
+    )
     assert sum("island 1 of 2, from step 0" in m for m in caplog.messages) == 1
 
 
-# -- steps that end inside a round ------------------------------------------------------------------------------------------
+# -- steps that end inside a round ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,7 +148,8 @@ def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
         (preset("diloco", period=10), 120, []),
         (preset("diloco", period=10, **{"schedule.offset": 3}), 123, []),
         (preset("local_sgd", period=10), 121, []),  # a mean is a mean
-        (preset("decoupled_momentum", rule="released", period=10), 121, []),  # ends by a mean of its own
+        # ends by a mean of its own
+        (preset("decoupled_momentum", rule="released", period=10), 121, []),
         (preset("streaming_diloco", period=10), 121, []),
         (preset("demo"), 121, []),
     ],
@@ -143,9 +160,26 @@ def test_steps_that_end_inside_a_round_are_said(config, steps, said) -> None:
 
 
 def test_the_warning_comes_at_attach_where_steps_are_known(caplog) -> None:
-    for agree, warned in (({"steps": 121}, 1), ({"max_steps": 121}, 1), ({"steps": 120}, 0), ({"lr": 121}, 0), (None, 0)):
+    for agree, warned in (
+        ({"steps": 121}, 1),
+        ({"max_steps": 121}, 1),
+        ({"steps": 120}, 0),
+        ({"lr": 121}, 0),
+        (None, 0),
+    ):
         caplog.clear()
         model = torch.nn.Linear(4, 4)
-        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model, period=10, must_match=agree).detach()
+        fsdp_demo.attach(
+            torch.optim.AdamW(model.parameters()),
+            "diloco",
+            model=model,
+            period=10,
+            must_match=agree,
+        ).detach()
         assert sum("inside a round" in m for m in caplog.messages) == warned
-    assert total_steps({"must_match.steps": True}) is total_steps({"must_match.max_steps": -1}) is total_steps({}) is None
+    assert (
+        total_steps({"must_match.steps": True})
+        is total_steps({"must_match.max_steps": -1})
+        is total_steps({})
+        is None
+    )

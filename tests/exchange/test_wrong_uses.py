@@ -1,4 +1,6 @@
-"""Wrong uses that would go on in silence: each is an error that names what is wrong and says the cure, or a line in the log."""
+"""Wrong uses that would go on in silence: each is an error that names what is wrong and says the
+cure, or a line in the log.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,25 @@ KINDS = {
     "decoupled_momentum": preset("decoupled_momentum", period=2, **AS_IS),
     "streaming_diloco": preset("streaming_diloco", period=4, delay=1, layers=0, **AS_IS),
 }
-CURE = r"parameters were changed since attach \(a.weight, .*\).*Load first, then attach, or attach\(state=...\)"
+CURE = (
+    r"parameters were changed since attach \(a.weight, .*\).*Load first, then attach, or "
+    r"attach\(state=...\)"
+)
 
 
 @pytest.fixture
 def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1)[0]
+    return lambda fn: run_ranks(
+        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
+    )[0]
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     caplog.set_level(logging.INFO, logger="fsdp_demo")
-    return lambda: " | ".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    return lambda: " | ".join(
+        r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
+    )
 
 
 def step(net: Net, optimizer: torch.optim.Optimizer, t: int = 0) -> None:
@@ -51,7 +60,7 @@ def alone() -> Net:
     return Net(fsdp_demo.Topology())
 
 
-# ---- weights that are loaded after attach ---------------------------------------------------------------------------------
+# ---- weights that are loaded after attach ------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +107,9 @@ def test_what_leaves_parameters_as_they_are(dtype: torch.dtype) -> None:
 
 
 def test_a_resumed_run_begins_with_what_is_under_way(islands: Any) -> None:
-    """Its parameters are loaded before attach, its state by attach; flush moves them before the first step."""
+    """Its parameters are loaded before attach, its state by attach; flush moves them before the
+    first step.
+    """
 
     def run(topology: Any) -> None:
         config = preset("diloco", period=2, **AS_IS).changed({"schedule.delay": 1})
@@ -111,7 +122,9 @@ def test_a_resumed_run_begins_with_what_is_under_way(islands: Any) -> None:
         assert state["in_flight"]
         exchange.detach()
         for flush in (True, False):
-            exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology, state=state)
+            exchange = fsdp_demo.attach(
+                optimizer, config, model=net, topology=topology, state=state
+            )
             before = net.copies()
             if flush:
                 exchange.flush()
@@ -137,7 +150,7 @@ def test_steps_taken_aside_before_the_first(islands: Any) -> None:
     islands(run)
 
 
-# ---- steps that would be lost ------------------------------------------------------------------------------------------------
+# ---- steps that would be lost ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,10 +163,15 @@ def test_a_step_inside_outer_parameters(kind: str) -> None:
     for _ in range(2):
         with exchange.outer_parameters(net):
             net.loss(0).backward()
-            with exchange.paused(), pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+            with (
+                exchange.paused(),
+                pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"),
+            ):
                 optimizer.step()
             for wrong in (optimizer.step, exchange.skip):
-                with pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"):
+                with pytest.raises(
+                    RuntimeError, match=r"inside outer_parameters\(\) would be lost"
+                ):
                     wrong()
         assert exchange.step == 1 and equal(before, net.copies())
     with exchange.paused():
@@ -162,7 +180,7 @@ def test_a_step_inside_outer_parameters(kind: str) -> None:
     assert exchange.step == 2
 
 
-# ---- what is trained ---------------------------------------------------------------------------------------------------------
+# ---- what is trained ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,10 +190,17 @@ def test_requires_grad_switched_after_attach(kind: str) -> None:
     optimizer = sgd(net.parameters())
     exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
     step(net, optimizer)
-    for p, name, on, word in ((net.b.bias, "b.bias", True, "on"), (net.a.weight, "a.weight", False, "off")):
+    for p, name, on, word in (
+        (net.b.bias, "b.bias", True, "on"),
+        (net.a.weight, "a.weight", False, "off"),
+    ):
         p.requires_grad_(on)
         before = net.copies()
-        with pytest.raises(RuntimeError, match=rf"requires_grad of {name} was switched {word} after attach.*detach\(\) and attach again"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"requires_grad of {name} was switched {word} after attach.*detach\(\) and "
+            rf"attach again",
+        ):
             step(net, optimizer)
         assert equal(before, net.copies())
         p.requires_grad_(not on)
@@ -187,7 +212,9 @@ def test_one_of_two_optimizers_is_switched_off_while_the_other_steps() -> None:
     """As GANs do it: what another optimizer steps is looked at when that one does."""
     net = alone()
     optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
-    exchange = fsdp_demo.attach(optimizers, preset("diloco", period=2, clip=None, **AS_IS), model=net)
+    exchange = fsdp_demo.attach(
+        optimizers, preset("diloco", period=2, clip=None, **AS_IS), model=net
+    )
     for optimizer, resting in zip(optimizers, (net.b, net.a), strict=True):
         resting.requires_grad_(False)
         net.loss(0).backward()
@@ -199,7 +226,10 @@ def test_one_of_two_optimizers_is_switched_off_while_the_other_steps() -> None:
 def test_parameters_that_no_optimizer_steps(said: Any) -> None:
     net = alone()
     exchange = fsdp_demo.attach(sgd(net.a.parameters()), "full", model=net)
-    assert "2 trainable parameters of the model are in no attached optimizer, and so not exchanged: b.weight, b.bias" in said()
+    assert (
+        "2 trainable parameters of the model are in no attached optimizer, and so not exchanged: "
+        "b.weight, b.bias"
+    ) in said()
     exchange.detach()
     net.b.requires_grad_(False)
     caught = said()
@@ -217,13 +247,17 @@ def test_an_optimizer_of_another_model_and_one_of_nothing() -> None:
         fsdp_demo.attach(sgd(net.parameters()), "full", model=net)
 
 
-# ---- numbers that cannot be exchanged -----------------------------------------------------------------------------------------
+# ---- numbers that cannot be exchanged ----------------------------------------------------------
 
 
 def test_dtypes_that_cannot_be_exchanged(said: Any) -> None:
     for dtype in (torch.complex64, torch.float64):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype))
-        with pytest.raises(ValueError, match=rf"cannot be exchanged: 1.weight \({str(dtype)[6:]}\), 1.bias .*dtype=torch.float32"):
+        with pytest.raises(
+            ValueError,
+            match=rf"cannot be exchanged: 1.weight \({str(dtype)[6:]}\), 1.bias "
+            rf".*dtype=torch.float32",
+        ):
             fsdp_demo.attach(sgd(model.parameters()), "diloco", model=model, clip=None, **AS_IS)
         model[1].requires_grad_(False)
         exchange = fsdp_demo.attach(sgd(model.parameters()), "diloco", model=model, **AS_IS)
@@ -246,7 +280,8 @@ def test_sparse_gradients() -> None:
     optimizer = torch.optim.SparseAdam([model[0].weight])
     with pytest.raises(ValueError, match="SparseAdam takes sparse gradients"):
         fsdp_demo.attach(optimizer, "full")
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=1, clip=None, **AS_IS))  # reads no gradient: works
+    # reads no gradient: works
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=1, clip=None, **AS_IS))
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
     exchange.finish()
@@ -281,7 +316,9 @@ def test_the_loss_scaler_of_accelerate() -> None:
     pytest.importorskip("accelerate").Accelerator(cpu=True)
     net = alone()
     for enabled in (True, False):
-        wrapped = optimizer_of(sgd(net.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+        wrapped = optimizer_of(
+            sgd(net.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=enabled)
+        )
         if enabled:
             with pytest.raises(ValueError, match="use bf16"):
                 fsdp_demo.attach(wrapped, "full", model=net)
@@ -289,11 +326,13 @@ def test_the_loss_scaler_of_accelerate() -> None:
             fsdp_demo.attach(wrapped, "full", model=net).detach()
 
 
-# ---- FSDP2 ---------------------------------------------------------------------------------------------------------------------
+# ---- FSDP2 -------------------------------------------------------------------------------------
 
 
 def test_under_fsdp2(run_ranks: Any) -> None:
-    """An evaluation before attach leaves the root unsharded; FSDP2 starts lazily; weights changed on one rank are refused by all."""
+    """An evaluation before attach leaves the root unsharded; FSDP2 starts lazily; weights changed
+    on one rank are refused by all.
+    """
 
     def run(me: Any) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -307,14 +346,30 @@ def test_under_fsdp2(run_ranks: Any) -> None:
                 net(torch.ones(2, 66))
             os.environ["ISLAND_RUN"] += "+"
             exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
-            assert [s.name for s in exchange.shards.params] == ["a.weight", "a.bias", "b.weight", "b.bias"]
-            assert exchange.shards.states() == ["momentum_buffer"] and not exchange.shards.outside(net)
-            assert all(torch.signbit(m).all() for m in exchange.shards.read("state:momentum_buffer") if m is not None)
+            assert [s.name for s in exchange.shards.params] == [
+                "a.weight",
+                "a.bias",
+                "b.weight",
+                "b.bias",
+            ]
+            assert exchange.shards.states() == ["momentum_buffer"] and not exchange.shards.outside(
+                net
+            )
+            assert all(
+                torch.signbit(m).all()
+                for m in exchange.shards.read("state:momentum_buffer")
+                if m is not None
+            )
             if late and me.proc == 0:
                 net.a.bias.to_local().data.add_(1.0)
             net(torch.ones(2, 66)).sum().backward()
             if late:
-                with pytest.raises(ValueError, match="changed since attach .a.bias." if me.proc == 0 else "those of another rank"):
+                with pytest.raises(
+                    ValueError,
+                    match="changed since attach .a.bias."
+                    if me.proc == 0
+                    else "those of another rank",
+                ):
                     optimizer.step()
                 exchange.detach()
                 continue

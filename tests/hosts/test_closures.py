@@ -1,4 +1,6 @@
-"""`step(closure)`: one backward per step with every kind of preset, gradients clipped and exchanged as without it."""
+"""`step(closure)`: one backward per step with every kind of preset, gradients clipped and exchanged
+as without it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PRESETS = {
 
 @pytest.fixture
 def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1)[0]
+    return lambda fn: run_ranks(
+        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
+    )[0]
 
 
 class Counted:
@@ -68,8 +72,14 @@ def test_one_backward_per_step_and_the_same_parameters(islands: Any) -> None:
                         optimizer.step(closure=None)
                         continue
                     with torch.set_grad_enabled(t != 1):
-                        loss = optimizer.step(closure=closure) if way == "keyword" else optimizer.step(closure)
-                    assert closure.calls == t + 1 == exchange.step and isinstance(loss, torch.Tensor), (name, way)
+                        loss = (
+                            optimizer.step(closure=closure)
+                            if way == "keyword"
+                            else optimizer.step(closure)
+                        )
+                    assert closure.calls == t + 1 == exchange.step and isinstance(
+                        loss, torch.Tensor
+                    ), (name, way)
                 exchange.finish()
                 ends.append(net.copies())
             assert equal(ends[0], ends[2]) and equal(ends[1], ends[2]), name
@@ -81,10 +91,15 @@ def test_a_clipped_closure_moves_as_little_as_clip_says(islands: Any) -> None:
     def run(topology: Any) -> None:
         net = Net(topology)
         optimizer = sgd(net.parameters(), 1.0)
-        exchange = fsdp_demo.attach(optimizer, preset("diloco", period=50, clip=0.01, **AS_IS), topology=topology)
+        exchange = fsdp_demo.attach(
+            optimizer, preset("diloco", period=50, clip=0.01, **AS_IS), topology=topology
+        )
         before = net.copies()
         optimizer.step(Counted(net, optimizer))
-        moved = sum(float((a - b).square().sum()) for a, b in zip(net.copies(), before, strict=True)) ** 0.5
+        moved = (
+            sum(float((a - b).square().sum()) for a, b in zip(net.copies(), before, strict=True))
+            ** 0.5
+        )
         assert moved == pytest.approx(0.01, rel=1e-3)
         exchange.detach()
 
@@ -142,10 +157,14 @@ class Twice(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_calls_twice() -> None:
-    """Where nothing needs gradients ahead of the step it is left alone; elsewhere the second call would find stale ones."""
+    """Where nothing needs gradients ahead of the step it is left alone; elsewhere the second call
+    would find stale ones.
+    """
     net = Net(fsdp_demo.Topology())
     optimizer = Twice(net.parameters(), lr=0.01)
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=2, clip=None, **AS_IS), model=net)
+    exchange = fsdp_demo.attach(
+        optimizer, preset("diloco", period=2, clip=None, **AS_IS), model=net
+    )
     closure = Counted(net, optimizer)
     optimizer.step(closure)
     assert (closure.calls, exchange.step) == (2, 1)
@@ -164,4 +183,10 @@ def test_several_optimizers_and_lbfgs() -> None:
         optimizers[0].step(Counted(net, optimizers[0]))
     exchange.detach()
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
-        fsdp_demo.attach(torch.optim.LBFGS(net.parameters()), "diloco", model=net, clip=None, inner_optimizers="as_is")
+        fsdp_demo.attach(
+            torch.optim.LBFGS(net.parameters()),
+            "diloco",
+            model=net,
+            clip=None,
+            inner_optimizers="as_is",
+        )

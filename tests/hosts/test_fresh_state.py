@@ -1,4 +1,6 @@
-"""State that is made at attach changes nothing: the steps after it give the same bits as without it, for every optimizer of torch."""
+"""State that is made at attach changes nothing: the steps after it give the same bits as without
+it, for every optimizer of torch.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "Adafactor": [{"weight_decay": 0.1}],
     "Muon": [{}, {"nesterov": False}],
 }
-OTHERS = {"LBFGS", "SparseAdam"}  # refused: it calls its closure several times; it takes sparse gradients alone
+# refused: it calls its closure several times; it takes sparse gradients alone
+OTHERS = {"LBFGS", "SparseAdam"}
 KERNELS: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
 
 
@@ -52,16 +55,28 @@ def cases() -> list[Any]:
         for options in settings:
             for kernel in KERNELS:
                 known = inspect.signature(getattr(torch.optim, name)).parameters
-                late = "foreach" in kernel and kernel["foreach"] and isinstance(options.get("lr"), torch.Tensor)  # torch has no such kernel
+                # torch has no such kernel
+                late = (
+                    "foreach" in kernel
+                    and kernel["foreach"]
+                    and isinstance(options.get("lr"), torch.Tensor)
+                )
                 if all(k in known for k in kernel) and not late:
-                    out.append(pytest.param(name, {**options, **kernel}, id=f"{name}-{options}-{kernel}"))
+                    out.append(
+                        pytest.param(name, {**options, **kernel}, id=f"{name}-{options}-{kernel}")
+                    )
     return out
 
 
 def net(name: str) -> torch.nn.ParameterDict:
-    """Matrices alone for Muon; `idle` never has a gradient, `late` from the third step on, and -0.0 is a weight, too."""
+    """Matrices alone for Muon; `idle` never has a gradient, `late` from the third step on, and -0.0
+    is a weight, too.
+    """
     g = torch.Generator().manual_seed(0)
-    made = {n: torch.nn.Parameter(torch.randn(6, 5, generator=g)) for n in ("one", "two", "late", "idle")}
+    made = {
+        n: torch.nn.Parameter(torch.randn(6, 5, generator=g))
+        for n in ("one", "two", "late", "idle")
+    }
     if name != "Muon":
         made["bias"] = torch.nn.Parameter(torch.randn(7, generator=g))
         made["signed"] = torch.nn.Parameter(torch.tensor([-0.0, 0.0, -0.0, 1.0]))
@@ -79,7 +94,9 @@ def gradients(model: torch.nn.ParameterDict, step: int, late: int = 2) -> None:
             p.grad[:2] = torch.tensor([0.0, -0.0])
 
 
-def build(name: str, options: dict[str, Any], model: torch.nn.ParameterDict) -> torch.optim.Optimizer:
+def build(
+    name: str, options: dict[str, Any], model: torch.nn.ParameterDict
+) -> torch.optim.Optimizer:
     tensors = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     return getattr(torch.optim, name)(list(model.values()), **tensors)
 
@@ -89,7 +106,11 @@ def bits(tensors: Any) -> list[bytes]:
 
 
 def test_every_optimizer_of_torch_is_known_here() -> None:
-    found = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    found = {
+        n
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
     assert found - {"Optimizer"} == set(OPTIMIZERS) | OTHERS
 
 
@@ -112,7 +133,9 @@ def test_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> No
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("name, options", [c for c in cases() if c.values[0] in ("SGD", "Adam", "AdamW", "Muon")])
+@pytest.mark.parametrize(
+    "name, options", [c for c in cases() if c.values[0] in ("SGD", "Adam", "AdamW", "Muon")]
+)
 def test_what_is_made_is_what_torch_would_make(name: str, options: dict[str, Any]) -> None:
     """Names, shapes, dtypes and devices; no hook of anybody sees a step."""
     model, twin = net(name), net(name)
@@ -139,9 +162,13 @@ def test_what_is_made_is_what_torch_would_make(name: str, options: dict[str, Any
     assert all(optimizer.state[p][k] is v for p, s in before.items() for k, v in s.items())
 
 
-@pytest.mark.parametrize("name, options", [(n, o) for n, settings in OPTIMIZERS.items() for o in settings])
+@pytest.mark.parametrize(
+    "name, options", [(n, o) for n, settings in OPTIMIZERS.items() for o in settings]
+)
 def test_a_replica_is_loaded_into_a_fresh_optimizer(name: str, options: dict[str, Any]) -> None:
-    """What an optimizer makes at its first step only has to be there all the same when a run goes on."""
+    """What an optimizer makes at its first step only has to be there all the same when a run goes
+    on.
+    """
     model = net(name)
     optimizer = build(name, options, model)
     for step in range(6):
@@ -149,7 +176,15 @@ def test_a_replica_is_loaded_into_a_fresh_optimizer(name: str, options: dict[str
             other_model = net(name)
             other = build(name, options, other_model)
             fill_replica([other], replica_tree([optimizer]), "a test")
-            held = [{v.data_ptr() for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)} for o in (optimizer, other)]
+            held = [
+                {
+                    v.data_ptr()
+                    for s in o.state.values()
+                    for v in s.values()
+                    if isinstance(v, torch.Tensor)
+                }
+                for o in (optimizer, other)
+            ]
             assert not held[0] & held[1]
         for m, o in [(model, optimizer)] + ([(other_model, other)] if step >= 3 else []):
             gradients(m, step)

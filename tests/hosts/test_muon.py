@@ -1,4 +1,6 @@
-"""Muon for matrices and AdamW for the rest: one combined optimizer is the two it is made of, under every trainer habit."""
+"""Muon for matrices and AdamW for the rest: one combined optimizer is the two it is made of, under
+every trainer habit.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def two(model: nn.Module) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     matrices = [(n, named.pop(n)) for n in MATRICES]
     muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=1e-4)
-    return [muon, torch.optim.AdamW(list(named.items()), lr=4e-4 * 0.02 / 0.0224, betas=(0.9, 0.95), weight_decay=1e-4)]
+    return [
+        muon,
+        torch.optim.AdamW(
+            list(named.items()), lr=4e-4 * 0.02 / 0.0224, betas=(0.9, 0.95), weight_decay=1e-4
+        ),
+    ]
 
 
 def loss(model: nn.Module, t: int, island: int = 0) -> torch.Tensor:
@@ -47,7 +54,10 @@ def loss(model: nn.Module, t: int, island: int = 0) -> torch.Tensor:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -67,9 +77,16 @@ def test_it_is_its_two_parts_and_schedulers_reach_both() -> None:
         for s in schedules:
             s.step()
     assert equal(whole(a), whole(b))
-    assert [g["lr"] for g in one.param_groups] == [g["lr"] for o in parts for g in o.param_groups] != [0.02]
+    assert (
+        [g["lr"] for g in one.param_groups]
+        == [g["lr"] for o in parts for g in o.param_groups]
+        != [0.02]
+    )
     kept = {n: set(one.state[p]) for n, p in a.named_parameters()}
-    assert all(kept[n] == ({"momentum_buffer"} if n in MATRICES else {"step", "exp_avg", "exp_avg_sq"}) for n in kept)
+    assert all(
+        kept[n] == ({"momentum_buffer"} if n in MATRICES else {"step", "exp_avg", "exp_avg_sq"})
+        for n in kept
+    )
 
 
 def test_its_state_dict_comes_back() -> None:
@@ -101,8 +118,15 @@ def test_what_it_is_given() -> None:
     patterns = MuonAdamW(Tiny().named_parameters(), adamw=("*",))
     assert [type(p).__name__ for p in patterns.parts] == ["AdamW"]
     optimizer = fsdp_demo.base_optimizer(preset("muloco"), Tiny().named_parameters())
-    assert isinstance(optimizer, MuonAdamW) and optimizer.param_groups[0]["lr"] == 0.0224 and optimizer.param_groups[1]["lr"] == 4e-4
-    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 1e-4
+    assert (
+        isinstance(optimizer, MuonAdamW)
+        and optimizer.param_groups[0]["lr"] == 0.0224
+        and optimizer.param_groups[1]["lr"] == 4e-4
+    )
+    assert (
+        optimizer.param_groups[0]["momentum"] == 0.9
+        and optimizer.param_groups[0]["weight_decay"] == 1e-4
+    )
 
 
 @pytest.mark.parametrize("islands, procs", [(2, 1), (2, 2)])
@@ -139,35 +163,60 @@ def test_two_optimizers_and_the_combined_one_are_one_method(run_ranks, islands, 
 
 
 def test_desloc_averages_the_named_states_of_each_part(run_ranks):
-    """momentum_buffer exists for matrices, the moments for the rest: each channel covers its own."""
+    """momentum_buffer exists for matrices, the moments for the rest: each channel covers its
+    own.
+    """
 
     def run(me):
         model = Tiny()
         optimizer = MuonAdamW(model.named_parameters(), lr=0.02)
-        config = preset("desloc", embeddings=True, period=2, states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4})
+        config = preset(
+            "desloc",
+            embeddings=True,
+            period=2,
+            states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4},
+        )
         exchange = fsdp_demo.attach(optimizer, config, model=model)
-        covered = {c.channel.name: [exchange.shards.params[i].name for i in c.covered] for c in exchange.channels}
+        covered = {
+            c.channel.name: [exchange.shards.params[i].name for i in c.covered]
+            for c in exchange.channels
+        }
         states = []
         for t in range(8):
             loss(model, t, me.island).backward()
             optimizer.step()
             optimizer.zero_grad()
-            states.append({n: {k: v.clone() for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()})
+            states.append(
+                {
+                    n: {k: v.clone() for k, v in optimizer.state[p].items()}
+                    for n, p in model.named_parameters()
+                }
+            )
         exchange.detach()
         return covered, states
 
     (covered, a), (_, b) = run_ranks(run, 2, 1)
-    assert covered["momentum_buffer"] == MATRICES and set(covered["exp_avg"]) == set(covered["parameter"]) - set(MATRICES)
+    assert covered["momentum_buffer"] == MATRICES and set(covered["exp_avg"]) == set(
+        covered["parameter"]
+    ) - set(MATRICES)
     for t in range(8):
         for name, every in (("momentum_buffer", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
             both = [n for n in a[t] if name in a[t][n]]
-            assert all(torch.equal(a[t][n][name], b[t][n][name]) == ((t + 1) % every == 0) for n in both), (t, name)
+            assert all(
+                torch.equal(a[t][n][name], b[t][n][name]) == ((t + 1) % every == 0) for n in both
+            ), (t, name)
 
 
 def test_a_state_that_no_parameter_has_is_refused(monkeypatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Tiny()
-    with pytest.raises(ValueError, match="'exp_avg', but no covered parameter has it .found: momentum_buffer"):
-        fsdp_demo.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "desloc", model=model)
+    with pytest.raises(
+        ValueError, match="'exp_avg', but no covered parameter has it .found: momentum_buffer"
+    ):
+        fsdp_demo.attach(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "desloc", model=model
+        )
     with pytest.raises(ValueError, match="found: none yet"):
-        fsdp_demo.attach(torch.optim.RMSprop(model.parameters()), "desloc", model=model, states={"square_avg": 3})
+        fsdp_demo.attach(
+            torch.optim.RMSprop(model.parameters()), "desloc", model=model, states={"square_avg": 3}
+        )

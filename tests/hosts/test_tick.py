@@ -1,4 +1,6 @@
-"""What counts as a step and what does not; delays; and the ends. Two islands as threads, messages counted."""
+"""What counts as a step and what does not; delays; and the ends. Two islands as threads, messages
+counted.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fsdp_demo
 from fsdp_demo import preset
@@ -24,10 +30,14 @@ DILOCO = preset("diloco", period=3, **AS_IS)
 
 @pytest.fixture
 def islands(run_ranks) -> Callable[..., list[Any]]:
-    """`islands(fn, count=2)`: fn(topology) on threads, in a process of their own; what must hold is asserted inside."""
+    """`islands(fn, count=2)`: fn(topology) on threads, in a process of their own; what must hold is
+    asserted inside.
+    """
 
     def call(fn: Callable[[Any], Any], count: int = 2) -> list[Any]:
-        return run_ranks(lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1)[0]
+        return run_ranks(
+            lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1
+        )[0]
 
     return call
 
@@ -73,7 +83,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def test_checkpoints_never_tick(islands) -> None:
-    """torch.distributed.checkpoint makes the state of an optimizer by a step of its own; accelerate and others go through it."""
+    """torch.distributed.checkpoint makes the state of an optimizer by a step of its own; accelerate
+    and others go through it.
+    """
 
     def run(topology: Any) -> None:
         for name, make in OPTIMIZERS.items():
@@ -83,15 +95,26 @@ def test_checkpoints_never_tick(islands) -> None:
                 exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
                 rates = [float(g["lr"]) for g in optimizer.param_groups]
 
-                def checkpoint(steps: int, net=net, optimizer=optimizer, exchange=exchange, rates=rates, name=name) -> None:
+                def checkpoint(
+                    steps: int,
+                    net=net,
+                    optimizer=optimizer,
+                    exchange=exchange,
+                    rates=rates,
+                    name=name,
+                ) -> None:
                     kept, messages = net.copies(), exchange.metrics()["messages"]
                     state = get_optimizer_state_dict(net, optimizer)
                     set_optimizer_state_dict(net, optimizer, state)
                     get_state_dict(net, optimizer)
                     optimizer.load_state_dict(optimizer.state_dict())
                     exchange.state_dict()
-                    assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages), name
-                    assert equal(kept, net.copies()) and rates == [float(g["lr"]) for g in optimizer.param_groups], name
+                    assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages), (
+                        name
+                    )
+                    assert equal(kept, net.copies()) and rates == [
+                        float(g["lr"]) for g in optimizer.param_groups
+                    ], name
 
                 checkpoint(0)
                 for t in range(4):
@@ -108,7 +131,9 @@ def test_checkpoints_never_tick(islands) -> None:
 
 
 def test_eager_state_is_that_of_a_fresh_optimizer(islands) -> None:
-    """Made at attach, it changes nothing: the first step is the one that an untouched optimizer takes."""
+    """Made at attach, it changes nothing: the first step is the one that an untouched optimizer
+    takes.
+    """
 
     def run(topology: Any) -> None:
         for name, make in OPTIMIZERS.items():
@@ -117,7 +142,9 @@ def test_eager_state_is_that_of_a_fresh_optimizer(islands) -> None:
                 net = Net(topology)
                 optimizer = make(net.parameters())
                 if attached:
-                    fsdp_demo.attach(optimizer, preset("diloco", period=50, **AS_IS), topology=topology)
+                    fsdp_demo.attach(
+                        optimizer, preset("diloco", period=50, **AS_IS), topology=topology
+                    )
                 for t in range(3):
                     net.loss(t).backward()
                     optimizer.step()
@@ -141,7 +168,11 @@ def test_a_warm_up_from_zero_ticks(islands) -> None:
                 (net.loss(t) * (topology.island if t == 0 else 1)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert exchange.step == 3 and exchange.metrics()["exchanges"] == 3 and exchange.digests_equal()
+            assert (
+                exchange.step == 3
+                and exchange.metrics()["exchanges"] == 3
+                and exchange.digests_equal()
+            )
             exchange.finish()
 
     islands(run)
@@ -158,10 +189,16 @@ def test_nothing_crosses_on_a_micro_batch(islands) -> None:
                 for micro in range(4):
                     (net.loss(10 * step + micro) / 4).backward()
                     now = exchange.metrics()
-                    assert (now["messages"], now["bytes_sent"], now["step"]) == (before["messages"], before["bytes_sent"], step)
+                    assert (now["messages"], now["bytes_sent"], now["step"]) == (
+                        before["messages"],
+                        before["bytes_sent"],
+                        step,
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
-                assert exchange.metrics()["messages"] - before["messages"] == legs * ((step + 1) % period == 0)
+                assert exchange.metrics()["messages"] - before["messages"] == legs * (
+                    (step + 1) % period == 0
+                )
             exchange.finish()
 
     islands(run)
@@ -182,7 +219,9 @@ def test_micro_batches_add_up_to_the_batch(islands) -> None:
         for other in both:
             for micro in range(3):
                 other.loss(micro).backward()
-        for p, s, x, y in zip(net.parameters(), start, both[0].parameters(), both[1].parameters(), strict=True):
+        for p, s, x, y in zip(
+            net.parameters(), start, both[0].parameters(), both[1].parameters(), strict=True
+        ):
             torch.testing.assert_close(p.detach(), s - (x.grad + y.grad) / 2)
         exchange.finish()
 
@@ -201,12 +240,15 @@ def test_two_optimizers_in_turns_are_one_tick(islands) -> None:
                 exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
                 for t in range(6):
                     net.loss(t).backward()
-                    for o in optimizers if t % 2 else reversed(optimizers):  # the order does not matter
+                    # the order does not matter
+                    for o in optimizers if t % 2 else reversed(optimizers):
                         assert exchange.step == t
                         o.step()
                     for o in optimizers:
                         o.zero_grad()
-                assert exchange.step == 6 and exchange.metrics()["exchanges"] == (6 if config is FULL else 2)
+                assert exchange.step == 6 and exchange.metrics()["exchanges"] == (
+                    6 if config is FULL else 2
+                )
                 ends.append(net.copies())
                 if net is split:
                     net.loss(6).backward()
@@ -234,12 +276,16 @@ def test_a_parameter_that_joins_later_is_noticed(islands) -> None:
     islands(run)
 
 
-# ---- ends --------------------------------------------------------------------------------------------------------------
+# ---- ends --------------------------------------------------------------------------------------
 
 
 def test_finish_twice_and_then(islands) -> None:
     def run(topology: Any) -> None:
-        for config in (FULL, DILOCO, preset("decoupled_momentum", rule="released", period=3, **AS_IS)):
+        for config in (
+            FULL,
+            DILOCO,
+            preset("decoupled_momentum", rule="released", period=3, **AS_IS),
+        ):
             net = Net(topology)
             optimizer = sgd(net.parameters())
             exchange = fsdp_demo.attach(optimizer, config, topology=topology)
@@ -251,7 +297,9 @@ def test_finish_twice_and_then(islands) -> None:
             exchange.finish()
             assert equal(kept, net.copies()) and metrics == exchange.metrics()
             assert exchange.digests_equal() is (True if config.equal_after_exchange else None)
-            assert (exchange.drift is None) == config.equal_after_exchange and (config.equal_after_exchange or exchange.drift > 0)
+            assert (exchange.drift is None) == config.equal_after_exchange and (
+                config.equal_after_exchange or exchange.drift > 0
+            )
             with pytest.raises(RuntimeError, match="finished.*detach"):
                 optimizer.step()
             for call in (exchange.flush, exchange.skip):
@@ -269,7 +317,9 @@ def test_finish_twice_and_then(islands) -> None:
 
 
 def test_detach_and_train_alone(islands) -> None:
-    """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent, nobody is waited for."""
+    """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent,
+    nobody is waited for.
+    """
 
     def run(topology: Any) -> None:
         for config in (DEMO, DILOCO, DEMO.changed({"schedule.delay": 2})):
@@ -288,13 +338,17 @@ def test_detach_and_train_alone(islands) -> None:
                     n.loss(t).backward()
                     o.step()
                     o.zero_grad()
-            assert equal(net.copies(), twin.copies()) and exchange.metrics()["messages"] == messages and exchange.step == 4
+            assert (
+                equal(net.copies(), twin.copies())
+                and exchange.metrics()["messages"] == messages
+                and exchange.step == 4
+            )
             exchange.finish()
 
     islands(run)
 
 
-# ---- delays ------------------------------------------------------------------------------------------------------------
+# ---- delays ------------------------------------------------------------------------------------
 
 
 def fixed_gradients(net: Net, t: int) -> None:
@@ -311,8 +365,11 @@ def test_a_delayed_gradient_acts_exactly_tau_steps_later(islands) -> None:
             for tau in (0, 1, 3):
                 net = Net(topology)
                 optimizer = sgd(net.parameters())
-                exchange = fsdp_demo.attach(optimizer, config.changed({"schedule.delay": tau}), topology=topology)
-                history = [net.copies()] * (tau + 1)  # before the first payload lands the parameters rest
+                exchange = fsdp_demo.attach(
+                    optimizer, config.changed({"schedule.delay": tau}), topology=topology
+                )
+                # before the first payload lands the parameters rest
+                history = [net.copies()] * (tau + 1)
                 for t in range(7):
                     fixed_gradients(net, t)
                     optimizer.step()
@@ -332,7 +389,9 @@ def test_a_delayed_gradient_acts_exactly_tau_steps_later(islands) -> None:
                 assert equal(end, net.copies())
             (now, end), *delayed = histories
             for history, same_end in delayed:
-                assert all(equal(a, b) for a, b in zip(history, now, strict=False)) and equal(end, same_end)
+                assert all(equal(a, b) for a, b in zip(history, now, strict=False)) and equal(
+                    end, same_end
+                )
 
     islands(run)
 
@@ -343,7 +402,9 @@ def test_a_clipped_mean_is_clipped_in_flush_as_well(islands) -> None:
         for tau in (0, 2):
             net = Net(topology)
             optimizer = sgd(net.parameters(), 1.0)
-            exchange = fsdp_demo.attach(optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology)
+            exchange = fsdp_demo.attach(
+                optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology
+            )
             for t in range(4):
                 fixed_gradients(net, t)
                 optimizer.step()
@@ -356,12 +417,16 @@ def test_a_clipped_mean_is_clipped_in_flush_as_well(islands) -> None:
 
 
 def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
-    """period 3, tau 2: sent after steps 3, 6, landed after steps 5, 8; flush brings what is left."""
+    """period 3, tau 2: sent after steps 3, 6, landed after steps 5, 8; flush brings what is
+    left.
+    """
 
     def run(topology: Any) -> None:
         net = Net(topology)
         optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology)
+        exchange = fsdp_demo.attach(
+            optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology
+        )
         (channel,) = exchange.channels
         moved = []
         for t in range(9):
@@ -380,7 +445,9 @@ def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
 
 
 def test_engines_are_told_from_optimizers_of_other_packages() -> None:
-    """What torch.optim.Optimizer is goes to torch, whatever package wrote it; odd objects end the search."""
+    """What torch.optim.Optimizer is goes to torch, whatever package wrote it; odd objects end the
+    search.
+    """
     from unittest.mock import MagicMock
 
     from fsdp_demo.hosts import registry
@@ -388,7 +455,9 @@ def test_engines_are_told_from_optimizers_of_other_packages() -> None:
     other = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
     engine = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})()
     wrapper = type("Wrapper", (), {"__module__": "accelerate.utils", "optimizer": engine})()
-    accelerated = type("DeepSpeedOptimizerWrapper", (torch.optim.SGD,), {"__module__": "accelerate.utils"})([torch.zeros(1)], lr=0.1)
+    accelerated = type(
+        "DeepSpeedOptimizerWrapper", (torch.optim.SGD,), {"__module__": "accelerate.utils"}
+    )([torch.zeros(1)], lr=0.1)
     accelerated.optimizer = type("ZeRO", (), {"__module__": "deepspeed.runtime.zero"})()  # type: ignore[attr-defined]
     round_and_round = type("Odd", (), {"__module__": "odd"})()
     round_and_round.optimizer = round_and_round  # type: ignore[attr-defined]

@@ -19,14 +19,33 @@ ROOT = Path(__file__).parents[2]
 
 
 def wrapped(me: Any) -> Any:
-    """For each wrapping: whether the model is found, and the names that a checkpoint and an exchange have for its tensors."""
+    """For each wrapping: whether the model is found, and the names that a checkpoint and an
+    exchange have for its tensors.
+    """
     out = []
-    for wrap in (lambda m: m, torch.compile, DistributedDataParallel, lambda m: torch.compile(DistributedDataParallel(m))):
+    for wrap in (
+        lambda m: m,
+        torch.compile,
+        DistributedDataParallel,
+        lambda m: torch.compile(DistributedDataParallel(m)),
+    ):
         model = nn.Linear(3, 2)
         outside = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", inner_optimizers="as_is", model=outside, topology=Topology.from_env({}))
-        out.append((unwrap_model(outside) is model, list(tensors_of(outside, [])), [s.name for s in exchange.shards.params]))
+        exchange = fsdp_demo.attach(
+            optimizer,
+            "diloco",
+            inner_optimizers="as_is",
+            model=outside,
+            topology=Topology.from_env({}),
+        )
+        out.append(
+            (
+                unwrap_model(outside) is model,
+                list(tensors_of(outside, [])),
+                [s.name for s in exchange.shards.params],
+            )
+        )
         exchange.detach()
     return out
 
@@ -39,5 +58,10 @@ def test_attach_and_checkpoints_see_the_same_model(run_ranks: Any) -> None:
 
 def test_one_module_knows_the_wrapper() -> None:
     files = [f for top in ("fsdp_demo", "deepspeed_ext") for f in (ROOT / top).rglob("*.py")]
-    names = {f.name: {getattr(n, "id", "") for n in ast.walk(ast.parse(f.read_text(encoding="utf-8")))} for f in files}
-    assert [name for name, used in names.items() if "DistributedDataParallel" in used] == ["torch_params.py"]
+    names = {
+        f.name: {getattr(n, "id", "") for n in ast.walk(ast.parse(f.read_text(encoding="utf-8")))}
+        for f in files
+    }
+    assert [name for name, used in names.items() if "DistributedDataParallel" in used] == [
+        "torch_params.py"
+    ]

@@ -18,7 +18,8 @@ from fsdp_demo.integrations import accelerate as integration  # noqa: E402
 
 from ..support.llama import llama  # noqa: E402
 
-ROWS = torch.randint(0, 64, (2, 2, 3, 16), generator=torch.Generator().manual_seed(1))  # [micro-batch, rank, row, token]
+# [micro-batch, rank, row, token]
+ROWS = torch.randint(0, 64, (2, 2, 3, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,12 @@ def expected_gradients(tied=False):
 
 
 def train(rank, shard, precision, tied):
-    """Two micro-batches through `accumulate`; gradients, what kind of tensors there are, and whether a step came early."""
-    accelerator = integration.accelerator(shard=shard, mixed_precision=precision, gradient_accumulation_steps=2)
+    """Two micro-batches through `accumulate`; gradients, what kind of tensors there are, and
+    whether a step came early.
+    """
+    accelerator = integration.accelerator(
+        shard=shard, mixed_precision=precision, gradient_accumulation_steps=2
+    )
     model = llama(tied)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     synced = []
@@ -46,9 +51,13 @@ def train(rank, shard, precision, tied):
             accelerator.backward(model(input_ids=micro[rank.proc], labels=micro[rank.proc]).loss)
             synced.append(accelerator.sync_gradients)
     named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
-    grads = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named}
+    grads = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
+    }
     kinds = {(isinstance(p, DTensor), p.dtype, p.grad.dtype) for _, p in named}
-    units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+    units = [
+        name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")
+    ]
     return {name: g.numpy() for name, g in grads.items()}, kinds, units, synced
 
 
@@ -64,13 +73,18 @@ def train(rank, shard, precision, tied):
 )
 def test_gradient_is_the_mean_over_the_island(run_ranks, shard, precision, tied, tolerance):
     expected = expected_gradients(tied)
-    for grads, kinds, units, synced in run_ranks(train, islands=1, procs=2, args=(shard, precision, tied), env={"ISLAND_COUNT": "1"}):
+    for grads, kinds, units, synced in run_ranks(
+        train, islands=1, procs=2, args=(shard, precision, tied), env={"ISLAND_COUNT": "1"}
+    ):
         assert kinds == {(shard, torch.float32, torch.float32)}
         assert synced == [False, True]
         assert ("model.layers.0" in units and "model.layers.1" in units) == shard
         assert set(grads) == set(expected)
         for name, grad in grads.items():
-            assert torch.dist(torch.from_numpy(grad), expected[name]) <= tolerance * expected[name].norm(), name
+            assert (
+                torch.dist(torch.from_numpy(grad), expected[name])
+                <= tolerance * expected[name].norm()
+            ), name
 
 
 def exchange_steps(rank):
@@ -87,12 +101,21 @@ def exchange_steps(rank):
             optimizer.zero_grad()
     sent, steps, equal = exchange.metrics()["messages"], exchange.step, exchange.digests_equal()
     exchange.finish()
-    return sent, steps, equal, {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+    return (
+        sent,
+        steps,
+        equal,
+        {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()},
+    )
 
 
-def test_two_islands_sharded_by_accelerate_follow_one_process_and_stay_silent_on_micro_batches(run_ranks):
+def test_two_islands_sharded_by_accelerate_follow_one_process_and_stay_silent_on_micro_batches(
+    run_ranks,
+):
     model = llama()
-    optimizer = fsdp_demo.base_optimizer(fsdp_demo.preset("full"), model.named_parameters(), lr=0.01)
+    optimizer = fsdp_demo.base_optimizer(
+        fsdp_demo.preset("full"), model.named_parameters(), lr=0.01
+    )
     for _ in range(2):
         for rows in ROWS.flatten(0, 1):
             (model(input_ids=rows, labels=rows).loss / 4).backward()
@@ -100,9 +123,12 @@ def test_two_islands_sharded_by_accelerate_follow_one_process_and_stay_silent_on
         optimizer.zero_grad()
     expected = dict(model.named_parameters())
     for messages, steps, equal, params in run_ranks(exchange_steps, islands=2, procs=2):
-        assert steps == 2 and equal and messages == 2 * 3  # per optimizer step: header, reduce-scatter, all-gather
+        # per optimizer step: header, reduce-scatter, all-gather
+        assert steps == 2 and equal and messages == 2 * 3
         for name, value in params.items():
-            torch.testing.assert_close(torch.from_numpy(value), expected[name].detach(), rtol=1e-3, atol=2e-5)
+            torch.testing.assert_close(
+                torch.from_numpy(value), expected[name].detach(), rtol=1e-3, atol=2e-5
+            )
 
 
 def test_one_process_needs_no_sharding():
@@ -118,7 +144,9 @@ def test_scheduler_advances_once_per_call_on_islands_of_any_size(run_ranks):
         accelerator = integration.accelerator()
         model = llama()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, scheduler = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        model, optimizer, scheduler = accelerator.prepare(
+            model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        )
         accelerator.backward(model(input_ids=ROWS[0, 0], labels=ROWS[0, 0]).loss)
         optimizer.step()
         scheduler.step()
@@ -132,7 +160,9 @@ def test_what_cannot_work_is_refused_with_the_cure(monkeypatch):
         integration.accelerator(mixed_precision="fp16")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="fsdp_version=1: allowed is 2"):
-        integration.accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+        integration.accelerator(
+            cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)
+        )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

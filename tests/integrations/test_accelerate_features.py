@@ -1,4 +1,5 @@
-"""What Accelerate offers beside sharding, with an exchange attached after `prepare`: each against a run without it, or by hand.
+"""What Accelerate offers beside sharding, with an exchange attached after `prepare`: each against a
+run without it, or by hand.
 
 Two islands of two ranks, FSDP2 on CPU, real gloo; compilation by dynamo alone (backend "eager").
 """
@@ -25,12 +26,16 @@ from fsdp_demo.integrations import accelerate as integration  # noqa: E402
 from ..support.llama import llama  # noqa: E402
 
 WINDOWS, MICRO = 3, 2
-ROWS = torch.randint(0, 64, (WINDOWS, MICRO, 2, 2, 3, 16), generator=torch.Generator().manual_seed(1))
+ROWS = torch.randint(
+    0, 64, (WINDOWS, MICRO, 2, 2, 3, 16), generator=torch.Generator().manual_seed(1)
+)
 """[window, micro-batch, island, rank, row, token]"""
 
 
 class Memory(GeneralTracker):
-    """A tracker that keeps what it is told; `requires_logging_directory` and `name` are what Accelerate asks of one."""
+    """A tracker that keeps what it is told; `requires_logging_directory` and `name` are what
+    Accelerate asks of one.
+    """
 
     name, requires_logging_directory = "memory", False
 
@@ -58,7 +63,9 @@ class Memory(GeneralTracker):
 
 
 def compiled(way, island):
-    """(what the Accelerator is given, what is done to the model before `prepare`) for a way to compile."""
+    """(what the Accelerator is given, what is done to the model before `prepare`) for a way to
+    compile.
+    """
     if way == "regional" or (way == "whole on island 0" and island == 0):
         plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=way == "regional")
         return {"dynamo_plugin": plugin}, lambda model: None
@@ -68,17 +75,32 @@ def compiled(way, island):
 
 
 def train(
-    rank, preset="diloco", changes=None, *, together=False, compile="", recompute="", precision="no", clip=None, schedule=(1.0,), log=False
+    rank,
+    preset="diloco",
+    changes=None,
+    *,
+    together=False,
+    compile="",
+    recompute="",
+    precision="no",
+    clip=None,
+    schedule=(1.0,),
+    log=False,
 ):
-    """Three optimizer steps of two micro-batches each; what came of them. `together`: both micro-batches at once, no accumulation.
+    """Three optimizer steps of two micro-batches each; what came of them. `together`: both
+    micro-batches at once, no accumulation.
 
     The loss is a mean over equally long rows, so both ways have the same gradient.
     """
     tracker = Memory()
-    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(recompute == "launcher").lower()  # `fsdp_activation_checkpointing` of a yaml
+    # `fsdp_activation_checkpointing` of a yaml
+    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(recompute == "launcher").lower()
     kwargs, compile_model = compiled(compile, rank.island)
     accelerator = integration.accelerator(
-        mixed_precision=precision, gradient_accumulation_steps=1 if together else MICRO, log_with=[tracker] if log else None, **kwargs
+        mixed_precision=precision,
+        gradient_accumulation_steps=1 if together else MICRO,
+        log_with=[tracker] if log else None,
+        **kwargs,
     )
     model = llama()
     if recompute == "model":
@@ -86,25 +108,37 @@ def train(
     compile_model(model)
     config = fsdp_demo.preset(preset, **(changes or {}))
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule[min(step, len(schedule) - 1)])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: schedule[min(step, len(schedule) - 1)]
+    )
     forwards = []
-    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    model.model.layers[1].mlp.register_forward_pre_hook(
+        lambda *_: forwards.append(torch.is_grad_enabled())
+    )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     if log:
         accelerator.init_trackers("run", {"preset": config.preset})
     out: dict[str, Any] = {"steps": [], "rates": [], "norms": [], "kinds": set()}
     out["scheduler"] = type(scheduler) is AcceleratedScheduler
-    handle = optimizer.optimizer.register_step_pre_hook(lambda *_: out["rates"].append(optimizer.param_groups[0]["lr"]))
+    handle = optimizer.optimizer.register_step_pre_hook(
+        lambda *_: out["rates"].append(optimizer.param_groups[0]["lr"])
+    )
     for window in ROWS[:, :, rank.island, rank.proc]:
         for rows in [window.flatten(0, 1)] if together else window:
             with accelerator.accumulate(model):
                 loss = model(input_ids=rows, labels=rows).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    out["kinds"] |= {(isinstance(p, DTensor), p.dtype, p.grad.dtype) for g in optimizer.param_groups for p in g["params"]}
+                    out["kinds"] |= {
+                        (isinstance(p, DTensor), p.dtype, p.grad.dtype)
+                        for g in optimizer.param_groups
+                        for p in g["params"]
+                    }
                     if clip:
-                        out["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                        out["norms"].append(
+                            float(accelerator.clip_grad_norm_(model.parameters(), clip))
+                        )
                 exchange.report(tokens=rows.numel(), loss=loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -112,7 +146,9 @@ def train(
                 if accelerator.sync_gradients:
                     scheduler.step()
                     if log:
-                        accelerator.log({"own loss": loss.item(), **exchange.metrics()}, step=exchange.step)
+                        accelerator.log(
+                            {"own loss": loss.item(), **exchange.metrics()}, step=exchange.step
+                        )
     handle.remove()
     out["exchanges"], out["forwards"], out["names"] = (
         exchange.metrics()["exchanges"],
@@ -122,7 +158,11 @@ def train(
     exchange.finish()
     out["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]
     out["equal"] = exchange.digests_equal()
-    parameters = [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for g in optimizer.param_groups for p in g["params"]]
+    parameters = [
+        (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for g in optimizer.param_groups
+        for p in g["params"]
+    ]
     out["params"] = torch.cat([p.flatten() for p in parameters]).numpy()
     accelerator.end_training()
     out["tracker"] = (tracker.stored, tracker.logged, tracker.ended)
@@ -142,13 +182,17 @@ def compiler():
 
 @pytest.fixture
 def islands(run_ranks, compiler):
-    """`islands(...)`: `train(...)` on two islands of two ranks; what all ranks gave, whose parameters must be equal bit for bit."""
+    """`islands(...)`: `train(...)` on two islands of two ranks; what all ranks gave, whose
+    parameters must be equal bit for bit.
+    """
 
     def call(*args, **kwargs):
         key = repr((args, kwargs))
         if key in DONE:
             return DONE[key]
-        results = run_ranks(lambda rank: train(rank, *args, **kwargs), islands=2, procs=2, timeout=100)
+        results = run_ranks(
+            lambda rank: train(rank, *args, **kwargs), islands=2, procs=2, timeout=100
+        )
         for result in results:
             assert result["equal"] is True and (result["params"] == results[0]["params"]).all()
         DONE[key] = results
@@ -164,9 +208,13 @@ def differ(a, b):
 
 
 def by_hand(clip=None, schedule=(1.0,) * WINDOWS):
-    """`full` in one process that sees the rows of all: parameters, and each island's gradient norms."""
+    """`full` in one process that sees the rows of all: parameters, and each island's gradient
+    norms.
+    """
     model, norms = llama(), ([], [])
-    optimizer = fsdp_demo.base_optimizer(fsdp_demo.preset("full"), model.named_parameters(), lr=0.01)
+    optimizer = fsdp_demo.base_optimizer(
+        fsdp_demo.preset("full"), model.named_parameters(), lr=0.01
+    )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for step, window in enumerate(ROWS):
         total = [torch.zeros_like(p) for p in parameters]
@@ -187,9 +235,13 @@ def by_hand(clip=None, schedule=(1.0,) * WINDOWS):
 
 
 def test_accumulated_micro_batches_are_one_step_of_the_exchange(islands):
-    accumulated, at_once = islands("diloco", {"period": 2}), islands("diloco", {"period": 2}, together=True)
+    accumulated, at_once = (
+        islands("diloco", {"period": 2}),
+        islands("diloco", {"period": 2}, together=True),
+    )
     for result in accumulated:
-        assert result["steps"] == [0, 1, 1, 2, 2, 3] and result["exchanges"] == 1  # a step per window, one exchange in two of them
+        # a step per window, one exchange in two of them
+        assert result["steps"] == [0, 1, 1, 2, 2, 3] and result["exchanges"] == 1
         assert result["kinds"] == {(True, torch.float32, torch.float32)}
     assert at_once[0]["steps"] == [1, 2, 3] and at_once[0]["exchanges"] == 1
     assert differ(accumulated, at_once) < 1e-4
@@ -202,13 +254,19 @@ def test_clip_grad_norm_clips_each_islands_own_gradient(islands):
     assert min(norms[0] + norms[1]) > 2 * clip and norms[0] != norms[1]
     for rank, result in enumerate(clipped):
         assert result["norms"] == pytest.approx(norms[rank // 2], rel=1e-4)
-    torch.testing.assert_close(torch.from_numpy(clipped[0]["params"]), expected, rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(clipped[0]["params"]), expected, rtol=1e-3, atol=2e-5
+    )
 
 
 def test_clipping_before_an_sgd_step_reaches_the_parameters(islands):
-    """AdamW forgets the scale of a gradient, SGD does not: a run that clips moves less, one with a far limit as if there were none."""
+    """AdamW forgets the scale of a gradient, SGD does not: a run that clips moves less, one with a
+    far limit as if there were none.
+    """
     start = torch.cat([p.detach().flatten() for p in llama().parameters()])
-    free, far, near = (islands("demo", {"clip": None, "sign": False}, clip=clip) for clip in (None, 1e6, 1e-3))
+    free, far, near = (
+        islands("demo", {"clip": None, "sign": False}, clip=clip) for clip in (None, 1e6, 1e-3)
+    )
     moved = [float((torch.from_numpy(run[0]["params"]) - start).norm()) for run in (free, near)]
     assert (far[0]["params"] == free[0]["params"]).all() and moved[1] < 0.1 * moved[0]
 
@@ -219,7 +277,9 @@ def test_prepared_scheduler_sets_the_rate_of_every_step(islands):
     for result in scheduled:
         assert result["scheduler"] and result["rates"] == pytest.approx([0.01, 0.005, 0.001])
     expected, _ = by_hand(schedule=schedule)
-    torch.testing.assert_close(torch.from_numpy(scheduled[0]["params"]), expected, rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(scheduled[0]["params"]), expected, rtol=1e-3, atol=2e-5
+    )
     assert differ(scheduled, islands("full", {"clip": None})) > 1e-2
 
 
@@ -232,19 +292,27 @@ def test_tracker_is_told_the_metrics_on_the_main_process_and_changes_nothing(isl
             assert (stored, logged, ended) == ({}, [], False)
             continue
         assert stored == {"preset": "demo"} and ended and [step for step, _ in logged] == [1, 2, 3]
-        assert [values["step"] for _, values in logged] == [1, 2, 3] and logged[0][1]["bytes_sent"] > 0
+        assert [values["step"] for _, values in logged] == [1, 2, 3] and logged[0][1][
+            "bytes_sent"
+        ] > 0
         sent = [values["bytes_sent"] for _, values in logged]
         assert sent[1] == 2 * sent[0] and sent[2] == 3 * sent[0]
         assert all(
-            values["loss"] == pytest.approx(tracked[0]["tracker"][1][i][1]["loss"], abs=1e-6) for i, (_, values) in enumerate(logged)
+            values["loss"] == pytest.approx(tracked[0]["tracker"][1][i][1]["loss"], abs=1e-6)
+            for i, (_, values) in enumerate(logged)
         )
 
 
 @pytest.mark.parametrize("way", ["layers", "regional", "whole on island 0"])
 def test_compiled_model_trains_as_the_eager_one(islands, way):
-    eager, compiled_runs = islands("diloco", {"period": 2}), islands("diloco", {"period": 2}, compile=way)
+    eager, compiled_runs = (
+        islands("diloco", {"period": 2}),
+        islands("diloco", {"period": 2}, compile=way),
+    )
     for rank, (plain, result) in enumerate(zip(eager, compiled_runs, strict=True)):
-        assert plain["compiled"] == 0 and (result["compiled"] > 0) == (way != "whole on island 0" or rank < 2)
+        assert plain["compiled"] == 0 and (result["compiled"] > 0) == (
+            way != "whole on island 0" or rank < 2
+        )
         assert result["steps"] == plain["steps"] and result["exchanges"] == plain["exchanges"] == 1
         assert result["names"] == plain["names"]
     assert differ(compiled_runs, eager) < 1e-4
@@ -267,7 +335,14 @@ def test_checkpointing_compilation_and_bf16_together(islands):
         islands("diloco", {"period": 2}),
     )
     for result in all_of_it:
-        assert result["kinds"] == {(True, torch.float32, torch.float32)} and result["steps"] == [0, 1, 1, 2, 2, 3]
+        assert result["kinds"] == {(True, torch.float32, torch.float32)} and result["steps"] == [
+            0,
+            1,
+            1,
+            2,
+            2,
+            3,
+        ]
     assert 1e-6 < differ(bf16, fp32) < 0.05 and differ(all_of_it, bf16) < 0.05
 
 

@@ -1,4 +1,6 @@
-"""`fsdp-demo export`: what a run of two islands showed in its evaluation is what `from_pretrained` loads from the folder."""
+"""`fsdp-demo export`: what a run of two islands showed in its evaluation is what `from_pretrained`
+loads from the folder.
+"""
 
 import json
 import os
@@ -25,8 +27,19 @@ from ..support import trainer_script as script  # noqa: E402
 
 def small(tied=False, wide=False):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 80 if wide else 16, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=67, num_hidden_layers=2, tie_word_embeddings=tied, max_position_embeddings=64, **sizes)
+    sizes = {
+        "hidden_size": 80 if wide else 16,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = LlamaConfig(
+        vocab_size=67,
+        num_hidden_layers=2,
+        tie_word_embeddings=tied,
+        max_position_embeddings=64,
+        **sizes,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -45,15 +58,24 @@ def held_out_loss(model):
 
 
 def save(rank, folder, model, exchange, sharded):
-    """A checkpoint as loops write it: the model (whole, or in one of two sharded forms), its config, the exchange's part."""
+    """A checkpoint as loops write it: the model (whole, or in one of two sharded forms), its
+    config, the exchange's part.
+    """
     if sharded:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         whole = get_model_state_dict(model)
         if sharded == "safetensors":
-            named = {f"model.{k}": v for k, v in whole.items()} | {"optimizer.model.norm.weight.step": torch.ones(())}
-            dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True))
+            named = {f"model.{k}": v for k, v in whole.items()} | {
+                "optimizer.model.norm.weight.step": torch.ones(())
+            }
+            dcp.save(
+                named,
+                storage_writer=dcp.HuggingFaceStorageWriter(
+                    str(folder / "model"), save_distributed=True
+                ),
+            )
         else:
             dcp.save({"model": whole}, checkpoint_id=folder / "pytorch_model_fsdp_0")
         model.config.save_pretrained(folder)
@@ -63,7 +85,9 @@ def save(rank, folder, model, exchange, sharded):
 
 
 def trained(rank, preset, steps, at=(), sharded=False, finish=False, make=small, **changes):
-    """Two islands on rows of their own. Checkpoints after the steps `at`; returns the outer parameters' loss there."""
+    """Two islands on rows of their own. Checkpoints after the steps `at`; returns the outer
+    parameters' loss there.
+    """
     model, losses = make(), []
     if sharded:
         from torch.distributed.fsdp import fully_shard
@@ -75,7 +99,8 @@ def trained(rank, preset, steps, at=(), sharded=False, finish=False, make=small,
     optimizer = own(model.parameters(), lr=1e-2)
     exchange = attach(optimizer, preset, model=model, **changes)
     for step in range(steps):
-        ids = rows(100 * rank.island + 10 * step + rank.proc * bool(sharded))  # copies of a whole model see the same
+        # copies of a whole model see the same
+        ids = rows(100 * rank.island + 10 * step + rank.proc * bool(sharded))
         model(input_ids=ids, labels=ids).loss.backward()
         exchange.report(tokens=ids.numel())
         optimizer.step()
@@ -85,7 +110,13 @@ def trained(rank, preset, steps, at=(), sharded=False, finish=False, make=small,
         if step + 1 in at:
             with exchange.outer_parameters(model):
                 losses.append(held_out_loss(model))
-            save(rank, rank.folder / "run" / f"island{rank.island}" / f"checkpoint-{step + 1}", model, exchange, sharded)
+            save(
+                rank,
+                rank.folder / "run" / f"island{rank.island}" / f"checkpoint-{step + 1}",
+                model,
+                exchange,
+                sharded,
+            )
     exchange.finish()
     return losses, str(rank.folder / "run")
 
@@ -110,7 +141,12 @@ PRESETS = {
 def test_the_folder_has_the_loss_that_the_run_evaluated(run_ranks, tmp_path, case, sharded):
     """In the middle of a run, between exchanges."""
     preset, changes, kind = PRESETS[case]
-    out = run_ranks(lambda r: trained(r, preset, 6, [2, 6], sharded, **changes), islands=2, procs=2 if sharded else 1, timeout=120)
+    out = run_ranks(
+        lambda r: trained(r, preset, 6, [2, 6], sharded, **changes),
+        islands=2,
+        procs=2 if sharded else 1,
+        timeout=120,
+    )
     run = out[0][1]
     for step, loss in zip((2, 6), out[0][0], strict=True):
         chosen = export(run, tmp_path / str(step), step=step)
@@ -118,18 +154,27 @@ def test_the_folder_has_the_loss_that_the_run_evaluated(run_ranks, tmp_path, cas
         assert abs(held_out_loss(loaded(tmp_path / str(step))) - loss) < 1e-6
         assert all(abs(o[0][(2, 6).index(step)] - loss) < 1e-6 for o in out)
     if kind != "parameters":  # it would not do to take an island's own parameters
-        own, ours = read_model(Path(run) / "island0" / "checkpoint-2"), loaded(tmp_path / "2").state_dict()
+        own, ours = (
+            read_model(Path(run) / "island0" / "checkpoint-2"),
+            loaded(tmp_path / "2").state_dict(),
+        )
         assert any(not torch.equal(own[name], ours[name]) for name in own)
 
 
 def test_model_in_safetensors_shards(run_ranks, tmp_path):
-    out = run_ranks(lambda r: trained(r, "local_sgd", 3, [3], "safetensors", period=2), islands=2, procs=2)
+    out = run_ranks(
+        lambda r: trained(r, "local_sgd", 3, [3], "safetensors", period=2), islands=2, procs=2
+    )
     export(out[0][1], tmp_path / "out")
     assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0][0]) < 1e-6
 
 
 def test_copies_of_a_model_hold_the_anchors_together(run_ranks, tmp_path):
-    out = run_ranks(lambda r: trained(r, "diloco", 3, [3], make=lambda: small(wide=True), period=2), islands=2, procs=2)
+    out = run_ranks(
+        lambda r: trained(r, "diloco", 3, [3], make=lambda: small(wide=True), period=2),
+        islands=2,
+        procs=2,
+    )
     export(out[0][1], tmp_path / "out")
     assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0][0]) < 1e-6
 
@@ -141,18 +186,32 @@ def test_tied_and_frozen_and_low_precision(run_ranks, tmp_path):
         return model
 
     for sharded in (False, True):
-        out = run_ranks(lambda r, s=sharded: trained(r, "diloco", 3, [3], s, make=make, period=2), islands=2, procs=1 + sharded)
+        out = run_ranks(
+            lambda r, s=sharded: trained(r, "diloco", 3, [3], s, make=make, period=2),
+            islands=2,
+            procs=1 + sharded,
+        )
         export(out[0][1], tmp_path / str(sharded))
         model = loaded(tmp_path / str(sharded))
-        assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
-        assert abs(held_out_loss(model) - out[0][0][0]) < 2e-5  # the run's rotary frequencies are bf16, those of a loaded model fp32
-        assert torch.equal(model.model.layers[0].mlp.up_proj.weight, make().model.layers[0].mlp.up_proj.weight)
+        assert (
+            model.dtype == torch.bfloat16
+            and model.lm_head.weight is model.model.embed_tokens.weight
+        )
+        # the run's rotary frequencies are bf16, those of a loaded model fp32
+        assert abs(held_out_loss(model) - out[0][0][0]) < 2e-5
+        assert torch.equal(
+            model.model.layers[0].mlp.up_proj.weight, make().model.layers[0].mlp.up_proj.weight
+        )
 
 
 def test_after_the_end_all_islands_hold_the_model(run_ranks, tmp_path):
     for case in ("averages", "released"):
         preset, changes, _ = PRESETS[case]
-        out = run_ranks(lambda r, p=preset, c=changes: trained(r, p, 5, [5], finish=True, **c), islands=2, procs=1)
+        out = run_ranks(
+            lambda r, p=preset, c=changes: trained(r, p, 5, [5], finish=True, **c),
+            islands=2,
+            procs=1,
+        )
         run = Path(out[0][1])
         export(run, tmp_path / case)
         export(run, tmp_path / f"{case}1", island=1)
@@ -172,21 +231,36 @@ def test_a_mean_needs_all_islands(run_ranks, tmp_path, caplog):
     out = run_ranks(lambda r: trained(r, "local_sgd", 4, [2, 4], period=4), islands=2, procs=1)
     run = Path(out[0][1])
     (run / "island1" / "checkpoint-4").rename(tmp_path / "lost")
-    assert export(run, tmp_path / "older").step == 2 and "step 4 is not whole on all islands" in caplog.text
+    assert (
+        export(run, tmp_path / "older").step == 2
+        and "step 4 is not whole on all islands" in caplog.text
+    )
     text = refused(run, tmp_path / "no", step=4)
     assert "not there (or not whole): island 1" in text and "--island 0" in text
     assert "of step 3: there are 2 and 4" in refused(run, tmp_path / "no", step=3)
-    assert "nothing of island 5 at step 4, there are islands 0" in refused(run, tmp_path / "no", step=4, island=5)
+    assert "nothing of island 5 at step 4, there are islands 0" in refused(
+        run, tmp_path / "no", step=4, island=5
+    )
     chosen = export(run, tmp_path / "one", step=4, island=0)
-    own, card = read_model(run / "island0" / "checkpoint-4"), (tmp_path / "one" / "README.md").read_text()
-    assert chosen.kind == "replica" and all(torch.equal(t, own[n]) for n, t in loaded(tmp_path / "one").state_dict().items())
+    own, card = (
+        read_model(run / "island0" / "checkpoint-4"),
+        (tmp_path / "one" / "README.md").read_text(),
+    )
+    assert chosen.kind == "replica" and all(
+        torch.equal(t, own[n]) for n, t in loaded(tmp_path / "one").state_dict().items()
+    )
     assert "those of island 0 alone, **not** the mean" in card
     one_checkpoint = export(run / "island0" / "checkpoint-4", tmp_path / "two", island=0)
     assert (one_checkpoint.kind, one_checkpoint.step) == ("replica", 4)
 
 
 def test_one_run_at_a_time(run_ranks, tmp_path):
-    runs = [run_ranks(lambda r, k=k: trained(r, "local_sgd", 2, [2], period=k), islands=1, procs=1)[0][1] for k in (1, 2)]
+    runs = [
+        run_ranks(lambda r, k=k: trained(r, "local_sgd", 2, [2], period=k), islands=1, procs=1)[0][
+            1
+        ]
+        for k in (1, 2)
+    ]
     export(runs[0], tmp_path / "alone")
     both = tmp_path / "both"
     both.mkdir()
@@ -197,7 +271,10 @@ def test_one_run_at_a_time(run_ranks, tmp_path):
     for file in exchange.iterdir():
         file.unlink()
     (exchange / "rank0.pt").touch()
-    text = "rank0.pt has format 0 (rank<r>.pt, of the first Trainer callback), which is not read any more"
+    text = (
+        "rank0.pt has format 0 (rank<r>.pt, of the first Trainer callback), which is not read any "
+        "more"
+    )
     assert text in refused(both / "run0", tmp_path / "no")
     assert export(both, tmp_path / "other").step == 2
 
@@ -208,7 +285,9 @@ def test_an_upload_that_fails_leaves_the_folder(run_ranks, tmp_path, monkeypatch
 
     monkeypatch.setattr("huggingface_hub.create_repo", offline)
     run = run_ranks(lambda r: trained(r, "demo", 1, [1]), islands=1, procs=1)[0][1]
-    with pytest.raises(ValueError, match=r"is written, its upload failed \(no route\): try `hf upload me/it "):
+    with pytest.raises(
+        ValueError, match=r"is written, its upload failed \(no route\): try `hf upload me/it "
+    ):
         export(run, tmp_path / "out", push_to_hub="me/it")
     loaded(tmp_path / "out")
 
@@ -222,13 +301,21 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run_ranks, tmp_path):
     assert "holds no checkpoint" in refused(tmp_path / "empty", tmp_path / "no")
     assert "not an empty folder" in refused(run, run)
     other = tmp_path / "other"
-    LlamaConfig(vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2).save_pretrained(other)
+    LlamaConfig(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    ).save_pretrained(other)
     assert "--model names another size" in refused(run, tmp_path / "no", model=str(other))
     (here / "config.json").unlink()
     assert "holds no config.json: say with --model" in refused(run, tmp_path / "no")
     small().config.save_pretrained(tmp_path / "config")
     export(run, tmp_path / "given", model=str(tmp_path / "config"))
-    assert "--tokenizer" in refused(run, tmp_path / "no", model=str(tmp_path / "config"), tokenizer=str(tmp_path / "empty"))
+    assert "--tokenizer" in refused(
+        run, tmp_path / "no", model=str(tmp_path / "config"), tokenizer=str(tmp_path / "empty")
+    )
     small().config.save_pretrained(here)
     part = here / "exchange" / "rank1.safetensors"
     data = bytearray(part.read_bytes())
@@ -240,30 +327,61 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run_ranks, tmp_path):
 
 
 def test_of_a_trainer_run_with_its_tokenizer_and_a_card(run_ranks, tmp_path, monkeypatch):
-    """The evaluation loss of step 4, between exchanges, as the Trainer logged it; then again by a Trainer without islands."""
+    """The evaluation loss of step 4, between exchanges, as the Trainer logged it; then again by a
+    Trainer without islands.
+    """
 
     def run(rank, fsdp):
         line = {"callbacks": [ExchangeCallback("diloco", period=3)]}
         own = script.trainer(rank.folder / "out", line, fsdp=fsdp, max_steps=6)
         own.train()
-        return [row["eval_loss"] for row in own.state.log_history if "eval_loss" in row], str(rank.folder / "out")
+        return [row["eval_loss"] for row in own.state.log_history if "eval_loss" in row], str(
+            rank.folder / "out"
+        )
 
     sent = []
-    monkeypatch.setattr("huggingface_hub.create_repo", lambda repo, **k: sent.append(("made", repo, k)))
-    monkeypatch.setattr("huggingface_hub.upload_folder", lambda **k: sent.append(("sent", k["repo_id"], k)))
+    monkeypatch.setattr(
+        "huggingface_hub.create_repo", lambda repo, **k: sent.append(("made", repo, k))
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.upload_folder", lambda **k: sent.append(("sent", k["repo_id"], k))
+    )
     for fsdp in (False, True):
         sent.clear()
         out = run_ranks(lambda r, f=fsdp: run(r, f), islands=2, procs=1 + fsdp, timeout=120)
         folder = tmp_path / f"out{fsdp}"
         words = () if not fsdp else ("--tokenizer", str(tmp_path / "outFalse"))
-        assert cli.main(["export", out[0][1], str(folder), "--step", "4", "--push-to-hub", "someone/tiny", *words]) == 0
+        assert (
+            cli.main(
+                [
+                    "export",
+                    out[0][1],
+                    str(folder),
+                    "--step",
+                    "4",
+                    "--push-to-hub",
+                    "someone/tiny",
+                    *words,
+                ]
+            )
+            == 0
+        )
         assert [s[:2] for s in sent] == [("made", "someone/tiny"), ("sent", "someone/tiny")]
         assert sent[0][2] == {"exist_ok": True} and sent[1][2]["folder_path"] == str(folder)
-        assert {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json"} <= set(os.listdir(folder))
+        assert {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "README.md",
+            "tokenizer.json",
+        } <= set(os.listdir(folder))
         again = script.trainer(tmp_path / "again", {}, split=False)
         again.model = again.model_wrapped = loaded(folder)
         assert abs(again.evaluate()["eval_loss"] - out[0][0][0]) < 1e-6
-        assert AutoTokenizer.from_pretrained(folder)("the of")["input_ids"] == script.tokenizer()("the of")["input_ids"]
+        assert (
+            AutoTokenizer.from_pretrained(folder)("the of")["input_ids"]
+            == script.tokenizer()("the of")["input_ids"]
+        )
         card = (folder / "README.md").read_text()
         wanted = [
             "preset diloco: delta every 3",
@@ -287,18 +405,32 @@ def test_of_a_trainer_run_with_its_tokenizer_and_a_card(run_ranks, tmp_path, mon
 
 @pytest.mark.parametrize("case", ["diloco", "released", "demo"])
 def test_of_a_trainer_in_a_mesh(run_ranks, tmp_path, case):
-    """One world of four ranks: the model file of a checkpoint mixes replicas, which differ at step 4."""
+    """One world of four ranks: the model file of a checkpoint mixes replicas, which differ at step
+    4.
+    """
     preset, changes, kind = PRESETS[case]
     changes = changes | ({"period": 3} if kind != "parameters" else {})
 
     def run(rank):
-        os.environ |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+        os.environ |= {
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        }
         line = {"callbacks": [ExchangeCallback(preset, **changes)]}
         if preset == "demo":
             line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
-        own = script.trainer(rank.folder / "out", line, fsdp=True, axes=ExchangeParallelismConfig(), split=False, max_steps=6)
+        own = script.trainer(
+            rank.folder / "out",
+            line,
+            fsdp=True,
+            axes=ExchangeParallelismConfig(),
+            split=False,
+            max_steps=6,
+        )
         own.train()
-        return [row["eval_loss"] for row in own.state.log_history if "eval_loss" in row], str(rank.folder / "out")
+        return [row["eval_loss"] for row in own.state.log_history if "eval_loss" in row], str(
+            rank.folder / "out"
+        )
 
     out = run_ranks(run, islands=1, procs=4, timeout=120, env={"ISLAND_COUNT": ""})
     chosen = export(out[0][1], tmp_path / "out", step=4)
@@ -315,24 +447,44 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
 
 
 def test_the_card_takes_the_numbers_of_its_step(tmp_path):
-    """What recipes/pretrain.py logs: the evaluation after the end is that of the last checkpoint only if that came after the end, too."""
+    """What recipes/pretrain.py logs: the evaluation after the end is that of the last checkpoint
+    only if that came after the end, too.
+    """
     island = tmp_path / "island0"
     (island / "checkpoint-4").mkdir(parents=True)
-    lines = [{"step": s, "loss": 10.0 - s, "global_loss": 9.5 - s, "bytes_sent": 1000 * s} for s in (2, 4, 6)]
+    lines = [
+        {"step": s, "loss": 10.0 - s, "global_loss": 9.5 - s, "bytes_sent": 1000 * s}
+        for s in (2, 4, 6)
+    ]
     (island / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     validation = [[0, 11.0, 0], [4, 6.25, 4000], [6, 4.25, 7000]]
     (tmp_path / "summary.json").write_text("{}")
-    (island / "summary.json").write_text(json.dumps({"steps": 6, "validation": validation, "bytes_sent_per_island": 7000, "exchanges": 3}))
-    at = [numbers(island / f"checkpoint-{s}", tmp_path, s, ended) for s, ended in ((4, False), (6, True), (6, False))]
+    (island / "summary.json").write_text(
+        json.dumps(
+            {"steps": 6, "validation": validation, "bytes_sent_per_island": 7000, "exchanges": 3}
+        )
+    )
+    at = [
+        numbers(island / f"checkpoint-{s}", tmp_path, s, ended)
+        for s, ended in ((4, False), (6, True), (6, False))
+    ]
     both = {"training loss, all islands": "5.5000", "training loss, one island": "6.0000"}
     assert at[0] == both | {"evaluation loss": "6.2500", "bytes sent by an island": "4 kB"}
-    assert (at[1]["evaluation loss"], at[1]["bytes sent by an island"]) == ("4.2500", "7 kB in 3 exchanges")
+    assert (at[1]["evaluation loss"], at[1]["bytes sent by an island"]) == (
+        "4.2500",
+        "7 kB in 3 exchanges",
+    )
     assert "evaluation loss" not in at[2]
-    assert numbers(island / "checkpoint-4", island / "checkpoint-4", 4, True)["evaluation loss"] == "6.2500"
+    assert (
+        numbers(island / "checkpoint-4", island / "checkpoint-4", 4, True)["evaluation loss"]
+        == "6.2500"
+    )
 
 
 def test_metadata_that_names_code_is_not_executed(tmp_path):
-    """`.metadata` of torch's distributed checkpoints is a pickle: only names that a checkpoint of tensors needs are looked up."""
+    """`.metadata` of torch's distributed checkpoints is a pickle: only names that a checkpoint of
+    tensors needs are looked up.
+    """
     import pickle
 
     from fsdp_demo.integrations.export.weights import _PlainReader
@@ -342,6 +494,8 @@ def test_metadata_that_names_code_is_not_executed(tmp_path):
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match=r"it names posix.system, which no checkpoint of tensors needs"):
+    with pytest.raises(
+        ValueError, match=r"it names posix.system, which no checkpoint of tensors needs"
+    ):
         _PlainReader(str(tmp_path)).read_metadata()
     assert not (tmp_path / "executed").exists()

@@ -1,4 +1,6 @@
-"""Checkpoints of unknown origin: what an index names, what is nested too deep, what is no whole model."""
+"""Checkpoints of unknown origin: what an index names, what is nested too deep, what is no whole
+model.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from fsdp_demo.integrations.export.weights import read_model  # noqa: E402
 
 
 def indexed(folder, *files):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {f"w{i}": f for i, f in enumerate(files)}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{i}": f for i, f in enumerate(files)}})
+    )
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "a/../../secret.safetensors", "/etc/passwd"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "a/../../secret.safetensors", "/etc/passwd"]
+)
 def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     save_file({"w1": torch.ones(2)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "checkpoint"
@@ -33,7 +39,9 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     assert sorted(read_model(folder)) == ["w0", "w1"]
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}']
+)
 def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="index.json is damaged"):
@@ -43,10 +51,16 @@ def test_a_damaged_index_is_named(tmp_path, text):
 def test_a_nested_manifest_is_damage(tmp_path):
     (tmp_path / "manifest.json").write_text("[" * 200_000)
     problems = []
-    assert _manifest(tmp_path, problems) == {} and "is damaged" in problems[0] and list(_damage({})) == []
+    assert (
+        _manifest(tmp_path, problems) == {}
+        and "is damaged" in problems[0]
+        and list(_damage({})) == []
+    )
 
 
 def test_an_adapter_is_not_a_whole_model(tmp_path):
     save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"holds an adapter of peft.*PeftModel.from_pretrained\(BASE, "):
+    with pytest.raises(
+        ValueError, match=r"holds an adapter of peft.*PeftModel.from_pretrained\(BASE, "
+    ):
         read_model(tmp_path)

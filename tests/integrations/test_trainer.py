@@ -1,4 +1,6 @@
-"""`ExchangeCallback` in a Trainer script as users write them: with and without the one line, alone, two islands, 2 x 2 with FSDP2."""
+"""`ExchangeCallback` in a Trainer script as users write them: with and without the one line, alone,
+two islands, 2 x 2 with FSDP2.
+"""
 
 import logging
 import os
@@ -34,7 +36,11 @@ def test_alone_it_is_as_if_the_line_were_not_there(tmp_path, run_ranks):
     def run(rank, where, extra):
         trained = script.trainer(rank.folder / where, extra)
         trained.train()
-        files = sorted(str(p.relative_to(rank.folder / where)) for p in (rank.folder / where).rglob("*") if p.is_file())
+        files = sorted(
+            str(p.relative_to(rank.folder / where))
+            for p in (rank.folder / where).rglob("*")
+            if p.is_file()
+        )
         return script.parameters(trained), trained.state.log_history, files, trained.args.output_dir
 
     def both(rank):
@@ -44,13 +50,17 @@ def test_alone_it_is_as_if_the_line_were_not_there(tmp_path, run_ranks):
     assert torch.equal(plain[0], line[0]) and plain[2] == line[2]
     timed = ("runtime", "per_second", "train_loss")
     for a, b in zip(plain[1], line[1], strict=True):
-        assert {k: v for k, v in a.items() if not k.endswith(timed)} == {k: v for k, v in b.items() if not k.endswith(timed)}
+        assert {k: v for k, v in a.items() if not k.endswith(timed)} == {
+            k: v for k, v in b.items() if not k.endswith(timed)
+        }
     assert line[3].endswith("/line")
 
 
 def two_islands(rank, preset, fsdp=False, **changes):
     settings = changes.pop("settings", {})
-    trained = script.trainer(rank.folder / "out", one_line(preset, **changes), fsdp=fsdp, **settings)
+    trained = script.trainer(
+        rank.folder / "out", one_line(preset, **changes), fsdp=fsdp, **settings
+    )
     trained.train()
     exchange = trained.callback_handler.callbacks[-1].exchange
     return {
@@ -62,37 +72,68 @@ def two_islands(rank, preset, fsdp=False, **changes):
         "exchanges": exchange.metrics()["exchanges"],
         "equal": exchange.digests_equal(),
         "folder": trained.args.output_dir,
-        "saved": sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*/exchange/*")),
+        "saved": sorted(
+            p.name for p in Path(trained.args.output_dir).glob("checkpoint-*/exchange/*")
+        ),
         "run_name": trained.args.run_name,
-        "sharded": any(hasattr(p, "to_local") for g in trained.optimizer.param_groups for p in g["params"]),
+        "sharded": any(
+            hasattr(p, "to_local") for g in trained.optimizer.param_groups for p in g["params"]
+        ),
     }
 
 
-@pytest.mark.parametrize("procs, fsdp", [(1, False), (2, False), (2, True)], ids=["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "procs, fsdp", [(1, False), (2, False), (2, True)], ids=["single", "ddp", "fsdp2"]
+)
 def test_islands_train_one_model(run_ranks, procs, fsdp):
-    out = run_ranks(lambda rank: two_islands(rank, "diloco", fsdp, period=4), islands=2, procs=procs, timeout=120)
+    out = run_ranks(
+        lambda rank: two_islands(rank, "diloco", fsdp, period=4),
+        islands=2,
+        procs=procs,
+        timeout=120,
+    )
     for o in out:
         assert torch.equal(o["whole"], out[0]["whole"]) and o["equal"] is True
         assert (o["step"], o["sharded"]) == (8, fsdp) and o["exchanges"] == 2
-        assert o["eval"] == out[0]["eval"] and len(o["eval"]) == 2  # steps 4 and 8: the same outer parameters, the same rows
+        # steps 4 and 8: the same outer parameters, the same rows
+        assert o["eval"] == out[0]["eval"] and len(o["eval"]) == 2
         assert o["eval"][-1] < o["eval"][0] < 3.3
-        assert {"exchange/bytes_sent", "exchange/loss", "exchange/seconds_waiting", "eval_outer_parameters"} <= o["logs"]
+        assert {
+            "exchange/bytes_sent",
+            "exchange/loss",
+            "exchange/seconds_waiting",
+            "eval_outer_parameters",
+        } <= o["logs"]
     assert [Path(o["folder"]).name for o in out] == ["island0"] * procs + ["island1"] * procs
-    assert out[0]["saved"] == sorted(f"rank{r}.{kind}" for r in range(procs) for _ in (4, 8) for kind in ("json", "safetensors"))
-    assert out[0]["run_name"].endswith("-island0") and out[0]["loss"] != out[-1]["loss"]  # rows of their own
+    assert out[0]["saved"] == sorted(
+        f"rank{r}.{kind}" for r in range(procs) for _ in (4, 8) for kind in ("json", "safetensors")
+    )
+    # rows of their own
+    assert out[0]["run_name"].endswith("-island0") and out[0]["loss"] != out[-1]["loss"]
 
 
 @pytest.mark.parametrize("preset", ["demo", "stride", "muloco"])
 def test_presets_with_an_optimizer_of_their_own(run_ranks, preset):
     def run(rank):
         changes = {"period": 4} if preset == "muloco" else {}
-        with pytest.raises(ValueError, match=rf'pass Trainer\(..., optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", lr=0.005\)\)'):
+        with pytest.raises(
+            ValueError,
+            match=rf'pass Trainer\(..., optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", '
+            rf"lr=0.005\)\)",
+        ):
             script.trainer(rank.folder / "refused", one_line(preset))
-        extra = one_line(preset, **changes) | {"optimizer_cls_and_kwargs": exchange_optimizer(preset, lr=4e-3)}
+        extra = one_line(preset, **changes) | {
+            "optimizer_cls_and_kwargs": exchange_optimizer(preset, lr=4e-3)
+        }
         trained = script.trainer(rank.folder / "out", extra, fsdp=True)
         trained.train()
         exchange = trained.callback_handler.callbacks[-1].exchange
-        return script.shards(trained), type(exchange.optimizers[0]).__name__, exchange.metrics()["exchanges"], history(trained, "eval_loss")
+        return (
+            script.shards(trained),
+            type(exchange.optimizers[0]).__name__,
+            exchange.metrics()["exchanges"],
+            history(trained, "eval_loss"),
+        )
 
     out = run_ranks(run, islands=2, procs=2, timeout=120)
     assert torch.equal(out[0][0], out[2][0]) and torch.equal(out[1][0], out[3][0])
@@ -120,7 +161,9 @@ class StopAt(TrainerCallback):
         self._ask("log", state, control)
 
 
-@pytest.mark.parametrize("event, preset, stops", [("step", "demo", 5), ("evaluate", "demo", 5), ("log", "diloco", 6)])
+@pytest.mark.parametrize(
+    "event, preset, stops", [("step", "demo", 5), ("evaluate", "demo", 5), ("log", "diloco", 6)]
+)
 def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, stops):
     def run(rank):
         extra = one_line(preset, **({"period": 3} if preset == "diloco" else {}))
@@ -131,7 +174,12 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
         trained.train()
         checkpoints = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
         exchange = trained.callback_handler.callbacks[-1].exchange
-        return trained.state.global_step, script.parameters(trained), checkpoints, exchange.digests_equal()
+        return (
+            trained.state.global_step,
+            script.parameters(trained),
+            checkpoints,
+            exchange.digests_equal(),
+        )
 
     out = run_ranks(run, islands=2, procs=1)
     assert [o[0] for o in out] == [stops, stops] and torch.equal(out[0][1], out[1][1])
@@ -141,16 +189,22 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
 @pytest.mark.parametrize(
     "preset, changes, fsdp, slow",
     [
-        ("diloco", {"period": 4}, False, False),  # island 1 stands in the exchange of step 8 when it hears
+        # island 1 stands in the exchange of step 8 when it hears
+        ("diloco", {"period": 4}, False, False),
         ("diloco", {"period": 50}, False, True),  # no exchange near: it hears in the store
         ("demo", {}, True, False),
         ("decoupled_momentum", {"period": 4}, True, False),
-        ("streaming_diloco", {"period": 4, "delay": 2}, False, False),  # stops with fragments under way
+        # stops with fragments under way
+        ("streaming_diloco", {"period": 4, "delay": 2}, False, False),
     ],
 )
 @pytest.mark.gloo
-def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, preset, changes, fsdp, slow):
-    """Each island saves after its own step, ends with status 75, and what was cut off in between is made up for."""
+def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
+    run_ranks, preset, changes, fsdp, slow
+):
+    """Each island saves after its own step, ends with status 75, and what was cut off in between is
+    made up for.
+    """
 
     class Term(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -175,11 +229,24 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, pres
             how = None
             try:
                 trained.train(resume_from_checkpoint=resume)
-            except (SystemExit, fsdp_demo.PeerLost) as error:  # the second: it stood in an exchange to which the other did not come
-                how = error.code if isinstance(error, SystemExit) else "stops after step" in str(error)
-            losses = {row["step"]: row["loss"] for row in trained.state.log_history if "loss" in row}
+            except (SystemExit, fsdp_demo.PeerLost) as error:
+                # the second: it stood in an exchange to which the other did not come
+                how = (
+                    error.code
+                    if isinstance(error, SystemExit)
+                    else "stops after step" in str(error)
+                )
+            losses = {
+                row["step"]: row["loss"] for row in trained.state.log_history if "loss" in row
+            }
             saved = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
-            out[name, resume] = how, trained.state.global_step, saved, losses, script.shards(trained)
+            out[name, resume] = (
+                how,
+                trained.state.global_step,
+                saved,
+                losses,
+                script.shards(trained),
+            )
         return out
 
     out = run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120)
@@ -190,9 +257,12 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(run_ranks, pres
         assert (whole[:2], resumed[:2]) == ((None, 12), (None, 12)) and cut[0] in (75, True)
         assert first[1] <= cut[1] < 12 and cut[2] == [f"checkpoint-{cut[1]}"]
         assert torch.equal(resumed[4], whole[4])
-        assert resumed[3].items() <= whole[3].items() and len(resumed[3]) >= 11  # a step whose exchange was cut off is not logged
+        # a step whose exchange was cut off is not logged
+        assert resumed[3].items() <= whole[3].items() and len(resumed[3]) >= 11
     if preset == "diloco":
-        assert out[1]["cut", None][0] == (75 if slow else True) and (slow or out[1]["cut", None][1] == 8)
+        assert out[1]["cut", None][0] == (75 if slow else True) and (
+            slow or out[1]["cut", None][1] == 8
+        )
 
 
 def test_resume_needs_the_exchanges_state(run_ranks):
@@ -201,7 +271,9 @@ def test_resume_needs_the_exchanges_state(run_ranks):
         checkpoint = rank.folder / "out" / f"island{rank.island}" / "checkpoint-4"
         shutil.rmtree(checkpoint / "exchange")
         with pytest.raises(ValueError, match=r"was saved without the exchange.*fresh=True"):
-            script.trainer(rank.folder / "out", one_line("diloco", period=4)).train(resume_from_checkpoint=str(checkpoint))
+            script.trainer(rank.folder / "out", one_line("diloco", period=4)).train(
+                resume_from_checkpoint=str(checkpoint)
+            )
         trained = script.trainer(rank.folder / "out", one_line("diloco", period=4, fresh=True))
         trained.train(resume_from_checkpoint=str(checkpoint))
         return trained.state.global_step, script.parameters(trained)
@@ -214,40 +286,78 @@ def test_islands_evaluate_log_and_save_at_different_times(run_ranks):
     """Where the evaluated mean costs a round of communication, too."""
 
     def run(rank, preset, changes):
-        settings = {"eval_steps": 3 + rank.island, "logging_steps": 1 + rank.island, "save_steps": 2 + 3 * rank.island, "max_steps": 9}
+        settings = {
+            "eval_steps": 3 + rank.island,
+            "logging_steps": 1 + rank.island,
+            "save_steps": 2 + 3 * rank.island,
+            "max_steps": 9,
+        }
         trained = script.trainer(rank.folder / preset, one_line(preset, **changes), **settings)
         trained.train()
         return script.parameters(trained), history(trained, "eval_outer_parameters")
 
-    for preset, changes, shown in (("local_sgd", {"period": 4}, 0.0), ("diloco", {"period": 4}, 1.0)):
+    for preset, changes, shown in (
+        ("local_sgd", {"period": 4}, 0.0),
+        ("diloco", {"period": 4}, 1.0),
+    ):
         out = run_ranks(run, islands=2, procs=1, args=(preset, changes))
         assert torch.equal(out[0][0], out[1][0])
-        assert out[0][1] == [shown, shown, 1.0][: len(out[0][1])] and len(out[0][1]) == 3 and shown in out[1][1]
+        assert (
+            out[0][1] == [shown, shown, 1.0][: len(out[0][1])]
+            and len(out[0][1]) == 3
+            and shown in out[1][1]
+        )
 
 
 def test_a_mean_is_shown_where_all_islands_evaluate(run_ranks):
     def run(rank):
         trained = script.trainer(rank.folder / "out", one_line("local_sgd", period=3))
         trained.train()
-        return history(trained, "eval_loss"), history(trained, "eval_outer_parameters"), trained.evaluate()["eval_loss"]
+        return (
+            history(trained, "eval_loss"),
+            history(trained, "eval_outer_parameters"),
+            trained.evaluate()["eval_loss"],
+        )
 
     out = run_ranks(run, islands=2, procs=1)
     assert out[0] == out[1] and out[0][1] == [1.0, 1.0] and out[0][2] == out[0][0][-1]
 
 
 def test_best_model_is_chosen_together(run_ranks):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+    }
 
     def run(rank):
         refused = script.trainer(rank.folder / "refused", one_line("diloco", period=3), **best)
-        with pytest.raises(ValueError, match=r"after step 4 a checkpoint holds this island's own.*multiples of its period \(3\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"after step 4 a checkpoint holds this island's own.*multiples of its period "
+            r"\(3\)",
+        ):
             refused.train()
-        # No improvement is large enough after step 4: asked for at 8, heard at 10. Islands evaluate different rows.
+        # No improvement is large enough after step 4: asked for at 8, heard at 10. Islands evaluate
+        # different rows.
         stop = EarlyStoppingCallback(1, early_stopping_threshold=9.0)
-        trained = script.trainer(rank.folder / "out", one_line("diloco", period=2), callbacks=[stop], max_steps=16, **best)
-        trained.eval_dataset = trained.eval_dataset.select(range(rank.island * 8, rank.island * 8 + 8))
+        trained = script.trainer(
+            rank.folder / "out",
+            one_line("diloco", period=2),
+            callbacks=[stop],
+            max_steps=16,
+            **best,
+        )
+        trained.eval_dataset = trained.eval_dataset.select(
+            range(rank.island * 8, rank.island * 8 + 8)
+        )
         trained.train()
-        return trained.state.best_global_step, trained.state.best_metric, trained.state.global_step, script.parameters(trained)
+        return (
+            trained.state.best_global_step,
+            trained.state.best_metric,
+            trained.state.global_step,
+            script.parameters(trained),
+        )
 
     out = run_ranks(run, islands=2, procs=1)
     assert out[0][:3] == out[1][:3] and torch.equal(out[0][3], out[1][3])
@@ -260,10 +370,16 @@ def test_forgotten_split_is_noticed(run_ranks):
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
         logging.getLogger("fsdp_demo").addHandler(handler)
-        settings = {"max_steps": 1, "eval_strategy": "no", "train_sampling_strategy": "sequential" if seed else "random"}
+        settings = {
+            "max_steps": 1,
+            "eval_strategy": "no",
+            "train_sampling_strategy": "sequential" if seed else "random",
+        }
         trained = script.trainer(rank.folder / "out", one_line("diloco"), split=split, **settings)
         trained.train()
-        return [text for text in records if "split_dataset_by_island" in text], trained.args.data_seed
+        return [
+            text for text in records if "split_dataset_by_island" in text
+        ], trained.args.data_seed
 
     same = run_ranks(run, islands=2, procs=1, args=(False, True))
     assert all("same first batch" in o[0][0] for o in same) and [o[1] for o in same] == [42, 43]
@@ -277,19 +393,36 @@ def test_what_cannot_work_is_refused_in_one_sentence(run_ranks, tmp_path):
         def build(extra, **settings):
             return script.trainer(rank.folder / f"island{rank.island}", extra, **settings)
 
-        with pytest.raises(ValueError, match="clip=0.1 beside max_grad_norm=1.0: set max_grad_norm alone"):
+        with pytest.raises(
+            ValueError, match="clip=0.1 beside max_grad_norm=1.0: set max_grad_norm alone"
+        ):
             build({"callbacks": [ExchangeCallback(fsdp_demo.preset("diloco", clip=0.1))]})
-        for side, wrong in (("learning_rate", 1e-3), ("adam_beta1", 0.5), ("lr_scheduler_kwargs", {"num_cycles": 0.25})):
+        for side, wrong in (
+            ("learning_rate", 1e-3),
+            ("adam_beta1", 0.5),
+            ("lr_scheduler_kwargs", {"num_cycles": 0.25}),
+        ):
             with pytest.raises(ValueError, match="runs something else"):
-                build(one_line("diloco"), lr_scheduler_type="cosine", **({side: wrong} if rank.island else {})).train()
-        with pytest.raises(ValueError, match="auto_find_batch_size=True: islands would take different steps"):
+                build(
+                    one_line("diloco"),
+                    lr_scheduler_type="cosine",
+                    **({side: wrong} if rank.island else {}),
+                ).train()
+        with pytest.raises(
+            ValueError, match="auto_find_batch_size=True: islands would take different steps"
+        ):
             build(one_line("diloco"), auto_find_batch_size=True)
-        with pytest.raises(ValueError, match=r"exchanges the optimizer state .exp_avg., but no covered parameter has it"):
+        with pytest.raises(
+            ValueError,
+            match=r"exchanges the optimizer state .exp_avg., but no covered parameter has it",
+        ):
             build(one_line("desloc", period=2), optim="adafactor").train()
         with pytest.raises(ValueError, match=r"max_steps: \d+ here, \d+ there"):
             build(one_line("diloco"), max_steps=4 + rank.island).train()
         trained, late = build({}), ExchangeCallback("diloco")
-        trained.model = type("Native", (torch.nn.Module,), {"is_distributed_loading_by_transformers": True})()
+        trained.model = type(
+            "Native", (torch.nn.Module,), {"is_distributed_loading_by_transformers": True}
+        )()
         trained.add_callback(late)
         with pytest.raises(ValueError, match="sharded at load time"):
             late.set_trainer(trained)
@@ -308,12 +441,23 @@ def test_islands_of_one_name_are_refused(run_ranks):
 
 
 def test_stop_inside_an_epoch_that_saves_at_its_end(run_ranks):
-    """The checkpoint of the stop holds the state before the last exchange, with fragments under way, and is not written over."""
+    """The checkpoint of the stop holds the state before the last exchange, with fragments under
+    way, and is not written over.
+    """
 
     def run(rank):
-        settings = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "eval_strategy": "epoch"}
+        settings = {
+            "max_steps": -1,
+            "num_train_epochs": 3,
+            "save_strategy": "epoch",
+            "eval_strategy": "epoch",
+        }
         out = []
-        for where, wish, resume in (("whole", False, None), ("cut", rank.island == 1, None), ("cut", False, True)):
+        for where, wish, resume in (
+            ("whole", False, None),
+            ("cut", rank.island == 1, None),
+            ("cut", False, True),
+        ):
             stop = StopAt(4, "step", wish)
             extra = one_line("streaming_diloco", period=4, delay=2)
             trained = script.trainer(rank.folder / where, extra, callbacks=[stop], **settings)
@@ -322,7 +466,9 @@ def test_stop_inside_an_epoch_that_saves_at_its_end(run_ranks):
         return out
 
     for whole, cut, resumed in run_ranks(run, islands=2, procs=1, timeout=120):
-        assert 4 < cut[0] < 24 and whole[0] == resumed[0] == 24 and torch.equal(whole[1], resumed[1])
+        assert (
+            4 < cut[0] < 24 and whole[0] == resumed[0] == 24 and torch.equal(whole[1], resumed[1])
+        )
 
 
 class EpochStop(TrainerCallback):
@@ -334,8 +480,15 @@ class EpochStop(TrainerCallback):
 
 def test_islands_whose_data_end_early_part_with_one_model(run_ranks):
     def run(rank):
-        settings = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "no", "save_strategy": "no"}
-        trained = script.trainer(rank.folder / "out", one_line("diloco", period=5), callbacks=[EpochStop()], **settings)
+        settings = {
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "eval_strategy": "no",
+            "save_strategy": "no",
+        }
+        trained = script.trainer(
+            rank.folder / "out", one_line("diloco", period=5), callbacks=[EpochStop()], **settings
+        )
         trained.train()
         return trained.state.global_step, trained.state.max_steps, script.parameters(trained)
 
@@ -358,8 +511,18 @@ def test_one_trainer_trains_twice_and_two_share_their_arguments(run_ranks):
         late.add_callback(ExchangeCallback("diloco"))
         with pytest.raises(RuntimeError, match=r"call callback.set_trainer\(trainer\)"):
             late.train()
-        second = type(late)(late.model, trained.args, eval_dataset=late.eval_dataset, callbacks=one_line("diloco")["callbacks"])
-        return trained.state.global_step, script.parameters(trained), second.args.output_dir, second.push_to_hub()
+        second = type(late)(
+            late.model,
+            trained.args,
+            eval_dataset=late.eval_dataset,
+            callbacks=one_line("diloco")["callbacks"],
+        )
+        return (
+            trained.state.global_step,
+            script.parameters(trained),
+            second.args.output_dir,
+            second.push_to_hub(),
+        )
 
     first, second = run_ranks(run, islands=2, procs=1)
     assert first[0] == 5 and torch.equal(first[1], second[1])
@@ -383,7 +546,9 @@ def _wait_for_nobody(rank):
 
 @pytest.mark.gloo
 def test_sigterm_twice_ends_the_process(run_ranks):
-    """Told once more it ends as any process does; within seconds of the first that is only the launcher's repetition."""
+    """Told once more it ends as any process does; within seconds of the first that is only the
+    launcher's repetition.
+    """
 
     class Term(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -395,7 +560,9 @@ def test_sigterm_twice_ends_the_process(run_ranks):
 
     def run(rank):
         callbacks = [Term()] if rank.island else []
-        trained = script.trainer(rank.folder / "out", one_line("diloco", period=10), callbacks=callbacks, max_steps=20)
+        trained = script.trainer(
+            rank.folder / "out", one_line("diloco", period=10), callbacks=callbacks, max_steps=20
+        )
         with pytest.raises(fsdp_demo.PeerLost):
             trained.train()
         return trained.state.global_step

@@ -1,4 +1,6 @@
-"""The parts of the Hugging Face doors: flags, data split, questions between islands, what a Trainer may switch on."""
+"""The parts of the Hugging Face doors: flags, data split, questions between islands, what a Trainer
+may switch on.
+"""
 
 import logging
 from pathlib import Path
@@ -27,11 +29,18 @@ ISLANDS = [Topology("islands", island=i, islands=3) for i in range(3)]
 def test_flags(tmp_path):
     parser = HfArgumentParser((ExchangeArguments, TrainingArguments))
     common = ["--output_dir", str(tmp_path), "--use_cpu"]
-    exchange, args = parser.parse_args_into_dataclasses([*common, "--exchange", "demo", "--set", "codec.topk=16", "seed=3"])
+    exchange, args = parser.parse_args_into_dataclasses(
+        [*common, "--exchange", "demo", "--set", "codec.topk=16", "seed=3"]
+    )
     keywords = exchange.trainer(lr=args.learning_rate)
-    assert keywords["callbacks"][0].config == fsdp_demo.load_config("demo", ["codec.topk=16", "seed=3"])
+    assert keywords["callbacks"][0].config == fsdp_demo.load_config(
+        "demo", ["codec.topk=16", "seed=3"]
+    )
     assert keywords["optimizer_cls_and_kwargs"][1]["lr"] == 5e-5
-    assert set(ExchangeArguments("diloco").trainer()) == {"callbacks"} and ExchangeArguments().trainer() == {}
+    assert (
+        set(ExchangeArguments("diloco").trainer()) == {"callbacks"}
+        and ExchangeArguments().trainer() == {}
+    )
     with pytest.raises(ValueError, match="--set seed=3 changes an exchange, but there is none"):
         ExchangeArguments(set=["seed=3"]).config()
     path = tmp_path / "mine.yaml"
@@ -79,7 +88,9 @@ def test_streams_are_dealt(tmp_path):
 
     streams = [split_dataset_by_island(IterableDataset.from_generator(rows), t) for t in ISLANDS]
     assert sorted(row["row"] for s in streams for row in s) == list(range(9))
-    with pytest.raises(ValueError, match=r"dictionary of splits \(train, test\): give the training split"):
+    with pytest.raises(
+        ValueError, match=r"dictionary of splits \(train, test\): give the training split"
+    ):
         split_dataset_by_island({"train": [1], "test": [2]}, ISLANDS[0])
     with pytest.raises(ValueError, match="2 rows are too few for 3 islands"):
         split_dataset_by_island([1, 2], ISLANDS[0])
@@ -91,7 +102,10 @@ def test_council(run_ranks, procs):
         model = torch.nn.Linear(2, 2)
         exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
         across_islands, i = exchange.across_islands, rank.island
-        out = [across_islands.mean([i, 10.0 * i]), across_islands.mean([float("nan") if i == 1 else 1.0, 2.0])]
+        out = [
+            across_islands.mean([i, 10.0 * i]),
+            across_islands.mean([float("nan") if i == 1 else 1.0, 2.0]),
+        ]
         out += [
             across_islands.all_equal({"a": 1}),
             across_islands.all_equal(i),
@@ -101,7 +115,9 @@ def test_council(run_ranks, procs):
         with pytest.raises(ValueError, match="all must bring the same ones"):
             across_islands.mean([1.0] * (1 + i))
         exchange.finish(close=False)
-        out.append(exchange.finished and not exchange.closed and exchange.across_islands.all_equal("end"))
+        out.append(
+            exchange.finished and not exchange.closed and exchange.across_islands.all_equal("end")
+        )
         exchange.finish()
         with pytest.raises(RuntimeError, match="connected no more"):
             _ = exchange.across_islands
@@ -127,21 +143,46 @@ class Epochs(TrainerCallback):
 @pytest.mark.parametrize(
     "preset, settings",
     [
-        ("full", {"max_grad_norm": 0.3, "max_steps": -1, "num_train_epochs": 1, "eval_strategy": "epoch"}),
+        (
+            "full",
+            {
+                "max_grad_norm": 0.3,
+                "max_steps": -1,
+                "num_train_epochs": 1,
+                "eval_strategy": "epoch",
+            },
+        ),
         ("muloco", {"bf16": True}),
-        ("decoupled_momentum", {"gradient_accumulation_steps": 2, "activation_checkpointing": True, "eval_on_start": True}),
+        (
+            "decoupled_momentum",
+            {
+                "gradient_accumulation_steps": 2,
+                "activation_checkpointing": True,
+                "eval_on_start": True,
+            },
+        ),
         ("streaming_diloco", {"torch_compile": True, "torch_compile_backend": "eager"}),
         ("desloc", {"eval_strategy": "epoch", "save_strategy": "epoch"}),
     ],
 )
 def test_what_a_trainer_may_switch_on(run_ranks, preset, settings):
     def run(rank):
-        changes = {"streaming_diloco": {"period": 4, "delay": 1}, "desloc": {"period": 2}, "full": {}}.get(preset, {"period": 2})
+        changes = {
+            "streaming_diloco": {"period": 4, "delay": 1},
+            "desloc": {"period": 2},
+            "full": {},
+        }.get(preset, {"period": 2})
         extra = one_line(preset, **changes)
         if preset == "muloco":
             extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=5e-3, **changes)
         seen = Epochs()
-        trained = script.trainer(rank.folder / "out", extra, fsdp=preset != "streaming_diloco", callbacks=[seen], **settings)
+        trained = script.trainer(
+            rank.folder / "out",
+            extra,
+            fsdp=preset != "streaming_diloco",
+            callbacks=[seen],
+            **settings,
+        )
         trained.train()
         exchange = trained.callback_handler.callbacks[-1].exchange
         args = trained.args
@@ -174,7 +215,11 @@ def test_only_island_0_pushes(run_ranks):
             patch.setattr("transformers.Trainer.init_hf_repo", lambda self, token=None: None)
             patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: "pushed")
             trained = script.trainer(rank.folder / "out", one_line("diloco"), push_to_hub=True)
-            return trained.args.push_to_hub, trained.push_to_hub(), [text for text in records if "does not push" in text]
+            return (
+                trained.args.push_to_hub,
+                trained.push_to_hub(),
+                [text for text in records if "does not push" in text],
+            )
 
     first, second = run_ranks(run, islands=2, procs=1)
     assert first == (True, "pushed", []) and second[:2] == (False, None)
@@ -189,10 +234,18 @@ def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
                 raise ZeroDivisionError("a bug on one island")
 
     def run(rank):
-        trained = script.trainer(rank.folder / "out", one_line("diloco", period=2), callbacks=[Dies()] if rank.island else [])
+        trained = script.trainer(
+            rank.folder / "out",
+            one_line("diloco", period=2),
+            callbacks=[Dies()] if rank.island else [],
+        )
         with pytest.raises(ZeroDivisionError if rank.island else fsdp_demo.PeerLost) as caught:
             trained.train()
-        return str(caught.value), trained.state.global_step, trained.callback_handler.callbacks[-1].exchange.closed
+        return (
+            str(caught.value),
+            trained.state.global_step,
+            trained.callback_handler.callbacks[-1].exchange.closed,
+        )
 
     alive, dead = run_ranks(run, islands=2, procs=1)
     assert alive[1] == 4 and "island 1 (island1) is gone" in alive[0] and alive[2] and dead[2]
@@ -200,7 +253,9 @@ def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
 
 def test_streams_epochs_and_logs_by_epoch(run_ranks):
     def run(rank):
-        trained = script.trainer(rank.folder / "stream", one_line("diloco", period=2), split=False, logging_steps=1)
+        trained = script.trainer(
+            rank.folder / "stream", one_line("diloco", period=2), split=False, logging_steps=1
+        )
         trained.train_dataset = split_dataset_by_island(trained.train_dataset.to_iterable_dataset())
         trained.train()
         whole = script.parameters(trained)
@@ -216,8 +271,12 @@ def test_streams_epochs_and_logs_by_epoch(run_ranks):
 
 def test_islands_with_other_rates_are_refused(run_ranks):
     def run(rank):
-        extra = one_line("demo") | {"optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + rank.island))}
-        with pytest.raises(ValueError, match=r"optimizer0.group0.initial_lr: 0\.00[12] here, 0\.00[12] there"):
+        extra = one_line("demo") | {
+            "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + rank.island))
+        }
+        with pytest.raises(
+            ValueError, match=r"optimizer0.group0.initial_lr: 0\.00[12] here, 0\.00[12] there"
+        ):
             script.trainer(rank.folder / "out", extra).train()
 
     run_ranks(run, islands=2, procs=1)
@@ -226,12 +285,17 @@ def test_islands_with_other_rates_are_refused(run_ranks):
 def test_one_flag_resumes_all_islands(run_ranks):
     def run(rank):
         def train(where, resume=None, **settings):
-            trained = script.trainer(rank.folder / where, one_line("diloco", period=2), save_steps=2, **settings)
+            trained = script.trainer(
+                rank.folder / where, one_line("diloco", period=2), save_steps=2, **settings
+            )
             trained.train(resume_from_checkpoint=resume)
             return script.parameters(trained)
 
         whole = train("out")
-        out = [train("out", resume=value) for value in ("auto", str(rank.folder / "out" / "checkpoint-4"))]
+        out = [
+            train("out", resume=value)
+            for value in ("auto", str(rank.folder / "out" / "checkpoint-4"))
+        ]
         out.append(train("out", resume=str(rank.folder / "out" / "island0" / "checkpoint-6")))
         foreign = rank.folder / "elsewhere" / "checkpoint-6"
         if rank.island == 0:
@@ -248,13 +312,18 @@ def test_one_flag_resumes_all_islands(run_ranks):
 
 
 def test_the_last_exchange_is_seen_after_an_evaluation(run_ranks):
-    """A forward without a backward leaves FSDP2's root unsharded, and what is written into the shards then would not be seen."""
+    """A forward without a backward leaves FSDP2's root unsharded, and what is written into the
+    shards then would not be seen.
+    """
     from torch.distributed.fsdp import fully_shard
 
     from fsdp_demo.hosts.torch_params import reshard
 
     def run(rank):
-        model, rows = script.model(), torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(rank.rank))
+        model, rows = (
+            script.model(),
+            torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(rank.rank)),
+        )
         for layer in model.model.layers:
             fully_shard(layer, mesh=rank.mesh())
         fully_shard(model, mesh=rank.mesh())
@@ -290,7 +359,10 @@ def test_one_exchange_per_optimizer(run_ranks):
 
     def run(rank):
         with pytest.raises(ValueError, match="two ExchangeCallbacks"):
-            script.trainer(rank.folder / "out", {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]})
+            script.trainer(
+                rank.folder / "out",
+                {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]},
+            )
         with pytest.raises(ValueError, match=r"ISLAND_NAME='../up' names folders"):
             Topology.from_env({"ISLAND_NAME": "../up"})
 
@@ -299,19 +371,33 @@ def test_one_exchange_per_optimizer(run_ranks):
 
 @pytest.mark.parametrize("preset", ["diloco", "stride"])
 def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, preset):
-    """recipes/pretrain_trainer.py as it is launched, FSDP2 inside the islands; the folder it saves loads with `from_pretrained`."""
+    """recipes/pretrain_trainer.py as it is launched, FSDP2 inside the islands; the folder it saves
+    loads with `from_pretrained`.
+    """
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes"))
     import pretrain_trainer
     from transformers import AutoModelForCausalLM
 
     def run(rank):
         patch = pytest.MonkeyPatch()  # of a rank, which ends with it
-        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # two launches share a process and its group here
+        # two launches share a process and its group here
+        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)
         script.fresh_state()
         text = rank.folder / f"text{rank.rank}.txt"
         text.write_text("to be, or not to be, that is the question\n" * 400)
-        flags = f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 --eval_rows 8 --eval_steps 4 --save_steps 4"
-        common = [*flags.split(), "--data", str(text), "--output_dir", str(rank.folder / "out"), "--disable_tqdm", "True"]
+        flags = (
+            f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 "
+            "--eval_rows 8 --eval_steps 4 --save_steps 4"
+        )
+        common = [
+            *flags.split(),
+            "--data",
+            str(text),
+            "--output_dir",
+            str(rank.folder / "out"),
+            "--disable_tqdm",
+            "True",
+        ]
         if preset == "diloco":
             common += ["--set", "period=2"]
         for more in (
@@ -322,7 +408,9 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, preset):
             pretrain_trainer.main()
             script.fresh_state()
         saved = AutoModelForCausalLM.from_pretrained(rank.folder / "out" / f"island{rank.island}")
-        return torch.cat([p.detach().flatten() for p in saved.parameters()]).sum(), len(list((rank.folder / "out").iterdir()))
+        return torch.cat([p.detach().flatten() for p in saved.parameters()]).sum(), len(
+            list((rank.folder / "out").iterdir())
+        )
 
     out = run_ranks(run, islands=2, procs=2, timeout=180)
     assert len({float(total) for total, _ in out}) == 1 and out[0][1] == 2

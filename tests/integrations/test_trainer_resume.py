@@ -1,4 +1,6 @@
-"""Stop and resume under the Trainer: bit for bit with the same numbers, without a jump with others, from a step that all islands hold."""
+"""Stop and resume under the Trainer: bit for bit with the same numbers, without a jump with others,
+from a step that all islands hold.
+"""
 
 import json
 import os
@@ -20,7 +22,18 @@ from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
 
-PERIODS = {name: {"period": 3} for name in ("local_sgd", "local_adam", "desloc", "diloco", "decoupled_momentum", "sparse_loco", "muloco")}
+PERIODS = {
+    name: {"period": 3}
+    for name in (
+        "local_sgd",
+        "local_adam",
+        "desloc",
+        "diloco",
+        "decoupled_momentum",
+        "sparse_loco",
+        "muloco",
+    )
+}
 CASES = {name: (name, PERIODS.get(name, {}), False) for name in fsdp_demo.presets()}
 CASES |= {
     "streaming_diloco": ("streaming_diloco", {"period": 4, "delay": 2}, False),
@@ -41,20 +54,43 @@ def extra(preset, changes, **own):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_preset_goes_on_bit_for_bit(run_ranks, name):
-    """From checkpoint-5, between two exchanges and, where there is a delay, with payloads under way."""
+    """From checkpoint-5, between two exchanges and, where there is a delay, with payloads under
+    way.
+    """
     preset, changes, fsdp = CASES[name]
 
     def run(rank):
         settings = {"max_steps": 10, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1}
         out = []
         for resume in (None, str(rank.folder / "out" / "checkpoint-5")):
-            trained = script.trainer(rank.folder / "out", extra(preset, changes), fsdp=fsdp, **settings)
-            trained.train(resume_from_checkpoint=resume)
-            states = [v for s in trained.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-            kept = (
-                torch.cat([(v.to_local() if hasattr(v, "to_local") else v).flatten().float() for v in states]) if states else torch.empty(0)
+            trained = script.trainer(
+                rank.folder / "out", extra(preset, changes), fsdp=fsdp, **settings
             )
-            out.append((script.shards(trained), kept, history(trained, "loss"), history(trained, "exchange/loss")))
+            trained.train(resume_from_checkpoint=resume)
+            states = [
+                v
+                for s in trained.optimizer.state.values()
+                for v in s.values()
+                if isinstance(v, torch.Tensor)
+            ]
+            kept = (
+                torch.cat(
+                    [
+                        (v.to_local() if hasattr(v, "to_local") else v).flatten().float()
+                        for v in states
+                    ]
+                )
+                if states
+                else torch.empty(0)
+            )
+            out.append(
+                (
+                    script.shards(trained),
+                    kept,
+                    history(trained, "loss"),
+                    history(trained, "exchange/loss"),
+                )
+            )
         return out
 
     for whole, resumed in run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120):
@@ -77,21 +113,40 @@ class Dies(TrainerCallback):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, fsdp):
-    """Island 1 ends after island 0 has saved step 8: step 4 must still be there, with save_total_limit=1, and both go on from it."""
+    """Island 1 ends after island 0 has saved step 8: step 4 must still be there, with
+    save_total_limit=1, and both go on from it.
+    """
 
     def run(rank):
-        settings = {"max_steps": 12, "save_steps": 4, "save_total_limit": 1, "eval_strategy": "no", "logging_steps": 1}
+        settings = {
+            "max_steps": 12,
+            "save_steps": 4,
+            "save_total_limit": 1,
+            "eval_strategy": "no",
+            "logging_steps": 1,
+        }
         line = {"period": 3}
 
         def train(where, callbacks=(), resume=None):
-            trained = script.trainer(rank.folder / where, extra("diloco", line), fsdp=fsdp, callbacks=callbacks, **settings)
+            trained = script.trainer(
+                rank.folder / where,
+                extra("diloco", line),
+                fsdp=fsdp,
+                callbacks=callbacks,
+                **settings,
+            )
             trained.train(resume_from_checkpoint=resume)
-            return history(trained, "loss"), sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
+            return history(trained, "loss"), sorted(
+                p.name for p in Path(trained.args.output_dir).glob("checkpoint-*")
+            )
 
         whole = train("whole")
         with pytest.raises(ZeroDivisionError if rank.island else fsdp_demo.PeerLost):
             train("cut", [Dies(8)] if rank.island else [])
-        left = sorted(int(p.name.split("-")[1]) for p in (rank.folder / "cut" / f"island{rank.island}").glob("checkpoint-*"))
+        left = sorted(
+            int(p.name.split("-")[1])
+            for p in (rank.folder / "cut" / f"island{rank.island}").glob("checkpoint-*")
+        )
         os.environ["ISLAND_RUN"] += "-again"
         resumed = train("cut", resume=True)
         return whole, left, resumed
@@ -99,7 +154,8 @@ def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, 
     out = run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
     assert out[0][1] == [4, 8, 9] and out[-1][1] == [4]  # the survivor saved where it noticed
     for whole, _, resumed in out:
-        assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2  # the other may not have said yet
+        # the other may not have said yet
+        assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2
 
 
 @pytest.mark.gloo
@@ -110,16 +166,24 @@ def test_none_in_common_is_refused_with_what_each_holds(run_ranks):
         torch_final = rank.folder / "out" / f"island{rank.island}" / "checkpoint-8"
         for file in torch_final.glob("exchange/*.json"):
             file.write_text("{")  # a torn part is no checkpoint
-        with pytest.raises(ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"):
-            script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train(resume_from_checkpoint="auto")
+        with pytest.raises(
+            ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"
+        ):
+            script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train(
+                resume_from_checkpoint="auto"
+            )
 
     run_ranks(run, islands=2, procs=1)
 
 
-@pytest.mark.parametrize("preset, changes", [("diloco", {"period": 3}), ("demo", {}), ("sparse_loco", {"period": 2})])
+@pytest.mark.parametrize(
+    "preset, changes", [("diloco", {"period": 3}), ("demo", {}), ("sparse_loco", {"period": 2})]
+)
 @pytest.mark.parametrize("islands", [1, 3])
 def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
-    """Loss goes on: the next steps' loss is near that of the run that was not stopped, far below that of a fresh model."""
+    """Loss goes on: the next steps' loss is near that of the run that was not stopped, far below
+    that of a fresh model.
+    """
     settings = {
         "max_steps": 12,
         "save_steps": 6,
@@ -132,10 +196,17 @@ def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
     at = tmp_path / "out" / ("checkpoint-6" if islands > 1 else "island0/checkpoint-6")
 
     def run(rank, resume):
-        fresh = resume and islands == 1 and preset != "demo"  # alone such a preset exchanges nothing
+        # alone such a preset exchanges nothing
+        fresh = resume and islands == 1 and preset != "demo"
         if fresh:
-            with pytest.raises(ValueError, match=r"was saved by several islands; alone preset .* exchanges nothing.*fresh=True"):
-                script.trainer(tmp_path / "out", extra(preset, changes), **settings).train(resume_from_checkpoint=str(at))
+            with pytest.raises(
+                ValueError,
+                match=r"was saved by several islands; alone preset .* exchanges "
+                r"nothing.*fresh=True",
+            ):
+                script.trainer(tmp_path / "out", extra(preset, changes), **settings).train(
+                    resume_from_checkpoint=str(at)
+                )
         trained = script.trainer(tmp_path / "out", extra(preset, changes, fresh=fresh), **settings)
         trained.train(resume_from_checkpoint=str(at) if resume else None)
         return history(trained, "eval_loss"), script.parameters(trained), history(trained, "loss")
@@ -148,13 +219,17 @@ def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
 
 
 def test_what_is_newer_than_the_resumed_step_counts_no_more(run_ranks):
-    """Resume from an older path: the abandoned branch must neither be resumed later nor make rotation delete the new one."""
+    """Resume from an older path: the abandoned branch must neither be resumed later nor make
+    rotation delete the new one.
+    """
 
     def run(rank):
         settings = {"eval_strategy": "no", "save_total_limit": 2}
 
         def train(at=None, **changes):
-            trained = script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings, **changes)
+            trained = script.trainer(
+                rank.folder / "out", extra("diloco", {"period": 3}), **settings, **changes
+            )
             trained.train(resume_from_checkpoint=at)
             return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
 
@@ -165,8 +240,19 @@ def test_what_is_newer_than_the_resumed_step_counts_no_more(run_ranks):
         with open(mine / "checkpoint-10" / "model.safetensors", "r+b") as file:
             file.truncate(100)  # a torn model file
         aside = sorted(p.name for p in mine.glob(".aside/*/*"))
-        return kept, sorted(whole["files"])[:2], whole_steps(mine), aside, all(f["crc32"] for f in whole["files"].values())
+        return (
+            kept,
+            sorted(whole["files"])[:2],
+            whole_steps(mine),
+            aside,
+            all(f["crc32"] for f in whole["files"].values()),
+        )
 
     for kept, files, steps, aside, sums in run_ranks(run, islands=2, procs=1):
-        assert "checkpoint-10" in kept and "checkpoint-12" not in kept and aside in ([], [".given-up", "checkpoint-12"]) and sums
+        assert (
+            "checkpoint-10" in kept
+            and "checkpoint-12" not in kept
+            and aside in ([], [".given-up", "checkpoint-12"])
+            and sums
+        )
         assert files == ["config.json", "exchange/rank0.json"] and 10 not in steps and 8 in steps

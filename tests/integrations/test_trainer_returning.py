@@ -1,4 +1,6 @@
-"""Under the Trainer, over ZeroMQ: an island is killed and comes back with the checkpoint on its disk. It fetches what came since."""
+"""Under the Trainer, over ZeroMQ: an island is killed and comes back with the checkpoint on its
+disk. It fetches what came since.
+"""
 
 import logging
 import os
@@ -18,11 +20,19 @@ from ..exchange.test_survivors import ENV  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
-PLAN = {"save_steps": 4, "logging_steps": 1000, "max_steps": 140, "lr_scheduler_type": "cosine", "eval_strategy": "no"}
+PLAN = {
+    "save_steps": 4,
+    "logging_steps": 1000,
+    "max_steps": 140,
+    "lr_scheduler_type": "cosine",
+    "eval_strategy": "no",
+}
 
 
 class Life(TrainerCallback):
-    """Ends at a step as SIGKILL would; waits for who comes back, for some steps; notes the rates."""
+    """Ends at a step as SIGKILL would; waits for who comes back, for some steps; notes the
+    rates.
+    """
 
     def __init__(self, come, back, dies=0):
         self.come, self.back, self.dies, self.rates = come, back, dies, {}
@@ -36,7 +46,11 @@ class Life(TrainerCallback):
         if state.global_step == self.dies:
             os._exit(9)
         end = time.monotonic() + 100.0
-        while state.global_step == 8 and not self.come.with_name("coming").exists() and time.monotonic() < end:
+        while (
+            state.global_step == 8
+            and not self.come.with_name("coming").exists()
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)  # for the start of a process
         if state.global_step > 8 and not self.come.exists():
             time.sleep(0.1)  # it joins at the ends of steps
@@ -49,7 +63,9 @@ def life(me, dies=0):
     log.addHandler(lines := Lines())
     come = me.folder.parent / "come"
     watch = Life(come, me.island == 1 and not dies, dies)
-    trainer = script.trainer(me.folder.parent / f"disk{me.island}", extra("full", {}), callbacks=[watch], **PLAN)
+    trainer = script.trainer(
+        me.folder.parent / f"disk{me.island}", extra("full", {}), callbacks=[watch], **PLAN
+    )
     if watch.back:
         come.with_name("coming").touch()
     trainer.train(resume_from_checkpoint="auto")

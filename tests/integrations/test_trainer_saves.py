@@ -1,4 +1,6 @@
-"""The Trainer's checkpoints through faults: flipped bits, a full disk, a NaN, swapped folders, an older life, auto."""
+"""The Trainer's checkpoints through faults: flipped bits, a full disk, a NaN, swapped folders, an
+older life, auto.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ LINE = {"period": 3}
 
 def made(rank, callbacks=(), **settings):
     logging.basicConfig(level=logging.WARNING, force=True)
-    return script.trainer(rank.folder / "out", extra("diloco", LINE), callbacks=callbacks, **{**SETTINGS, **settings})
+    return script.trainer(
+        rank.folder / "out", extra("diloco", LINE), callbacks=callbacks, **{**SETTINGS, **settings}
+    )
 
 
 def own(rank):
@@ -86,7 +90,11 @@ def test_no_checkpoint_of_a_nan(run_ranks):
     def work(rank):
         trained = made(rank, callbacks=[Poison()] if rank.island else [], max_steps=6, save_steps=2)
         trained.train()
-        return whole_steps(own(rank)), sorted(p.name for p in own(rank).glob("*")), history(trained, "exchange/failed_saves")
+        return (
+            whole_steps(own(rank)),
+            sorted(p.name for p in own(rank).glob("*")),
+            history(trained, "exchange/failed_saves"),
+        )
 
     zero, one = run_ranks(work, islands=2, procs=1)
     assert zero[0] == [2, 4, 6] and one[0] == [2, 6] and "checkpoint-4" not in one[1]
@@ -108,7 +116,9 @@ def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, alw
             return rank.island == 1 and (always or trained.state.global_step == 4)
 
         saves.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
-        trained.save_model = lambda *a, **k: full() if now() and where == "model" else model(*a, **k)
+        trained.save_model = lambda *a, **k: (
+            full() if now() and where == "model" else model(*a, **k)
+        )
         try:
             trained.train()
         except OSError as error:
@@ -150,7 +160,9 @@ def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):
         again()
         with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
             made(rank, max_steps=8).train(resume_from_checkpoint="auto")
-        return every == whole_steps(own(rank)), [h.owner for h in held_in(own(rank), fsdp_demo.Topology.from_env().islands)]
+        return every == whole_steps(own(rank)), [
+            h.owner for h in held_in(own(rank), fsdp_demo.Topology.from_env().islands)
+        ]
 
     assert run_ranks(work, islands=2, procs=1) == [(True, [1, 1, 1]), (True, [0, 0, 0])]
 
@@ -180,10 +192,20 @@ def test_a_process_of_an_earlier_life_writes_nothing(run_ranks):
 
 def test_ranks_of_an_island_share_the_checksums(run_ranks):
     def work(rank):
-        trained = script.trainer(rank.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2)
+        trained = script.trainer(
+            rank.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
+        )
         trained.train()
         files = json.loads((own(rank) / "checkpoint-2" / "manifest.json").read_text())["files"]
-        there = {str(p.relative_to(own(rank) / "checkpoint-2")) for p in (own(rank) / "checkpoint-2").rglob("*") if p.is_file()}
-        return there - set(files), all(f["crc32"] is not None for f in files.values()), torch.distributed.get_world_size()
+        there = {
+            str(p.relative_to(own(rank) / "checkpoint-2"))
+            for p in (own(rank) / "checkpoint-2").rglob("*")
+            if p.is_file()
+        }
+        return (
+            there - set(files),
+            all(f["crc32"] is not None for f in files.values()),
+            torch.distributed.get_world_size(),
+        )
 
     assert run_ranks(work, islands=2, procs=2, timeout=120) == [({"manifest.json"}, True, 2)] * 4

@@ -1,5 +1,5 @@
-"""Under the Trainer an island without a checkpoint takes over from the others, each on a disk of its own (output roots that see nothing of
-each other)."""
+"""Under the Trainer an island without a checkpoint takes over from the others, each on a disk of
+its own (output roots that see nothing of each other)."""
 
 import json
 import logging
@@ -39,12 +39,19 @@ class Rates(TrainerCallback):
         self.seen.append((state.global_step, optimizer.param_groups[0]["lr"], state.epoch))
 
 
-def train(rank, preset, changes=None, *, resume=None, where="disk", fsdp=False, max_steps=10, **plan):
+def train(
+    rank, preset, changes=None, *, resume=None, where="disk", fsdp=False, max_steps=10, **plan
+):
     """One life on a disk of the island's own; what it ends with."""
     rates = Rates()
     own = rank.folder / f"{where}{rank.island}" / "out"
     trained = script.trainer(
-        own, extra(preset, changes or {}), fsdp=fsdp, callbacks=[rates, *plan.pop("callbacks", [])], max_steps=max_steps, **PLAN | plan
+        own,
+        extra(preset, changes or {}),
+        fsdp=fsdp,
+        callbacks=[rates, *plan.pop("callbacks", [])],
+        max_steps=max_steps,
+        **PLAN | plan,
     )
     trained.train(resume_from_checkpoint=resume)
     return trained, rates.seen
@@ -64,7 +71,9 @@ def kept(rank, where="disk"):
 
 @pytest.mark.parametrize("resume", [True, "auto", "out/checkpoint-4"])
 def test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost(run_ranks, resume):
-    """`full` has no accumulators, and its optimizer's moments are the donor's: equal to the uninterrupted run in every bit."""
+    """`full` has no accumulators, and its optimizer's moments are the donor's: equal to the
+    uninterrupted run in every bit.
+    """
 
     def run(rank):
         whole, rates = train(rank, "full", where="whole", max_steps=20)
@@ -72,10 +81,16 @@ def test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost(run_ranks, resume
         lose(rank, [0])
         resumed, again = train(rank, "full", resume=resume, max_steps=20)
         same = torch.equal(script.shards(whole), script.shards(resumed))
-        return same, rates[4:] == again, history(whole, "loss")[4:] == history(resumed, "loss")[-16:], kept(rank)
+        return (
+            same,
+            rates[4:] == again,
+            history(whole, "loss")[4:] == history(resumed, "loss")[-16:],
+            kept(rank),
+        )
 
     out = run_ranks(run, islands=2, procs=1, timeout=120)
-    assert [o[:3] for o in out] == [(True, True, True)] * 2  # 4 steps an epoch: the rows of the right epoch, too
+    # 4 steps an epoch: the rows of the right epoch, too
+    assert [o[:3] for o in out] == [(True, True, True)] * 2
     assert out[0][3] == [8, 12, 16, 20] and out[1][3] == [4, 8, 12, 16, 20]
 
 
@@ -94,7 +109,12 @@ class Ends(TrainerCallback):
             shutil.rmtree(Path(args.output_dir) / f"checkpoint-{self.step}")
 
 
-SHARDED = {"diloco": {"period": 3}, "demo": {}, "desloc": {"period": 2}, "streaming_diloco": {"period": 4, "delay": 2}}
+SHARDED = {
+    "diloco": {"period": 3},
+    "demo": {},
+    "desloc": {"period": 2},
+    "streaming_diloco": {"period": 4, "delay": 2},
+}
 
 
 @pytest.mark.parametrize("preset", SHARDED)
@@ -104,7 +124,10 @@ def test_both_end_equal(run_ranks, preset, fsdp):
         logging.basicConfig(level=logging.WARNING, force=True)
         plan = {"max_steps": 10, "fsdp": fsdp, "save_steps": 5}
         train(rank, preset, SHARDED[preset], **plan)
-        shutil.rmtree(rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-10", ignore_errors=True)
+        shutil.rmtree(
+            rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-10",
+            ignore_errors=True,
+        )
         lose(rank, [1])
         resumed, rates = train(rank, preset, SHARDED[preset], resume="auto", **plan)
         return script.parameters(resumed), rates, history(resumed, "loss"), kept(rank)
@@ -116,15 +139,22 @@ def test_both_end_equal(run_ranks, preset, fsdp):
     for o in others:
         assert torch.equal(o[0], first[0]) and o[1] == first[1]
     last = out[-1]
-    assert last.value[3] == [10] and first[3] == [5, 10] and max(last.value[2]) < 3.3  # a fresh model: 3.5
-    assert "island1: no checkpoint here: took over step 5 from island0" in out[1 + fsdp].log and "begin anew here" in out[1 + fsdp].log
+    # a fresh model: 3.5
+    assert last.value[3] == [10] and first[3] == [5, 10] and max(last.value[2]) < 3.3
+    assert (
+        "island1: no checkpoint here: took over step 5 from island0" in out[1 + fsdp].log
+        and "begin anew here" in out[1 + fsdp].log
+    )
 
 
 def test_none_anywhere(run_ranks):
     def run(rank):
         with pytest.raises(NeedsDecision, match="no island holds a checkpoint"):
             train(rank, "diloco", {"period": 3}, resume=True)
-        with pytest.raises(NeedsDecision, match=r"island0: checkpoint-7 \(not there\), island1: checkpoint-7 \(not there\)"):
+        with pytest.raises(
+            NeedsDecision,
+            match=r"island0: checkpoint-7 \(not there\), island1: checkpoint-7 \(not there\)",
+        ):
             train(rank, "diloco", {"period": 3}, resume="out/checkpoint-7")
         begun, rates = train(rank, "diloco", {"period": 3}, resume="auto", max_steps=4)
         return script.shards(begun), rates[0][0]
@@ -134,13 +164,24 @@ def test_none_anywhere(run_ranks):
 
 
 def test_without_the_exchanges_own_state(run_ranks):
-    """`fresh=True`: the channels start anew, from the parameters of the island that holds the checkpoint; a torn folder holds nothing."""
+    """`fresh=True`: the channels start anew, from the parameters of the island that holds the
+    checkpoint; a torn folder holds nothing.
+    """
 
     def run(rank):
         train(rank, "diloco", {"period": 3}, max_steps=8)
         for step in (4, 8) if rank.island == 0 else ():
-            (rank.folder / "disk0" / "out" / "island0" / f"checkpoint-{step}" / "trainer_state.json").unlink()
-        resumed, rates = train(rank, "diloco", {"period": 3, "fresh": True}, resume=True, max_steps=12)
+            (
+                rank.folder
+                / "disk0"
+                / "out"
+                / "island0"
+                / f"checkpoint-{step}"
+                / "trainer_state.json"
+            ).unlink()
+        resumed, rates = train(
+            rank, "diloco", {"period": 3, "fresh": True}, resume=True, max_steps=12
+        )
         return script.shards(resumed), [r[0] for r in rates]
 
     a, b = run_ranks(run, islands=2, procs=1, timeout=120)
@@ -148,34 +189,55 @@ def test_without_the_exchanges_own_state(run_ranks):
 
 
 def test_the_furthest_is_taken_over_by_all(run_ranks):
-    """Islands 0 and 1 hold states between the same exchanges; one that holds none takes the furthest, and so does the one behind it."""
+    """Islands 0 and 1 hold states between the same exchanges; one that holds none takes the
+    furthest, and so does the one behind it.
+    """
 
     def run(rank):
         train(rank, "diloco", {"period": 6}, max_steps=6, save_steps=4 + rank.island)
-        shutil.rmtree(rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-6")
+        shutil.rmtree(
+            rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-6"
+        )
         resumed, rates = train(rank, "diloco", {"period": 6}, resume=True, max_steps=8)
         return script.shards(resumed), rates, kept(rank)
 
     out = run_ranks(run, islands=3, procs=1, timeout=120)
-    assert all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out) and out[0][1][0][0] == 6
+    assert (
+        all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out)
+        and out[0][1][0][0] == 6
+    )
     assert [o[2] for o in out] == [[4, 8], [5, 8], [8]]
 
 
-# ---- its parts ------------------------------------------------------------------------------------------------------------
+# ---- its parts ---------------------------------------------------------------------------------
 
 
 def test_who_loads_and_who_takes_over():
     assert sources([Held(4), Held(4)]) == [4, 4] and sources([Held(4), Held(6)]) == [4, 6]
-    assert sources([Held(4), None]) == [4, None] and sources([Held(4), None, Held(6)]) == [None, None, 6]
+    assert sources([Held(4), None]) == [4, None] and sources([Held(4), None, Held(6)]) == [
+        None,
+        None,
+        6,
+    ]
 
 
 def test_what_a_donor_tells(tmp_path):
     assert told(tmp_path) == {}
-    state = {"global_step": 4, "best_metric": 0.5, "best_model_checkpoint": "/there", "log_history": [{"loss": 1.0}], "epoch": 1.5}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}}))
+    state = {
+        "global_step": 4,
+        "best_metric": 0.5,
+        "best_model_checkpoint": "/there",
+        "log_history": [{"loss": 1.0}],
+        "epoch": 1.5,
+    }
+    (tmp_path / "trainer_state.json").write_text(
+        json.dumps(state | {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}})
+    )
     assert told(tmp_path) == {"best_metric": 0.5, "epoch": 1.5}
     taken = heard(4, [{"name": "a", "state": None}, {"name": "b", "state": {"epoch": 1.5}}])
-    assert (taken.step, taken.donor, taken.state) == (4, "b", {"epoch": 1.5}) and heard(4, [{"name": "a", "state": None}]).state == {}
+    assert (taken.step, taken.donor, taken.state) == (4, "b", {"epoch": 1.5}) and heard(
+        4, [{"name": "a", "state": None}]
+    ).state == {}
     for wrong in ([1], {"global_step": 5}, {"epoch": "1"}):
         with pytest.raises(ValueError, match="b has left a note of another form"):
             heard(4, [{"name": "b", "state": wrong}])
@@ -189,7 +251,12 @@ def test_what_a_donor_tells(tmp_path):
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
         lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
         lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
+            o,
+            [
+                torch.optim.lr_scheduler.ConstantLR(o),
+                torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+            ],
+            [3],
         ),
     ],
 )
@@ -217,6 +284,13 @@ def test_what_is_not_exact_is_said():
     args = SimpleNamespace(ignore_data_skip=False, load_best_model_at_end=True)
     exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"))
     text = TakeOver(4, "a", {"best_metric": 1.0}).sentence(exchange, args)
-    assert text.startswith("no checkpoint here: took over step 4 from a, rows are skipped") and "best model so far is on the other" in text
+    assert (
+        text.startswith("no checkpoint here: took over step 4 from a, rows are skipped")
+        and "best model so far is on the other" in text
+    )
     said = {name: taking_over.begins_anew(fsdp_demo.preset(name)) for name in fsdp_demo.presets()}
-    assert said["full"] == "random states begin anew here" and "moments" in said["diloco"] and "accumulators" in said["sparse_loco"]
+    assert (
+        said["full"] == "random states begin anew here"
+        and "moments" in said["diloco"]
+        and "accumulators" in said["sparse_loco"]
+    )

@@ -1,5 +1,5 @@
-"""The command `fsdp-demo`: store, rehearse, presets, inspect (export: test_export.py). Scripts here use torch at most, not the library's
-core."""
+"""The command `fsdp-demo`: store, rehearse, presets, inspect (export: test_export.py). Scripts here
+use torch at most, not the library's core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from fsdp_demo.launch.store import serve
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# Every rank of every island meets in the store, so the store, the addresses and the counts are right if this ends.
+# Every rank of every island meets in the store, so the store, the addresses and the counts are
+# right if this ends.
 MEET = """
 import os, sys, time
 from datetime import timedelta
@@ -51,7 +52,7 @@ store.add("done", 1)
 while store.add("done", 0) < int(os.environ["ISLAND_COUNT"]) * dist.get_world_size():
     time.sleep(0.05)
 dist.destroy_process_group()
-"""
+"""  # noqa: E501
 
 # The same over the durable store: by the library, for torch cannot speak to it.
 MEET_DURABLE = """
@@ -66,7 +67,7 @@ sys.stdout.write(f"met {topology.island} {topology.endpoint.partition('1')[0]} {
 store.add("done", 1)
 while store.add("done", 0) < topology.islands:
     time.sleep(0.05)
-"""
+"""  # noqa: E501
 
 OUTLIVE = """
 import os, sys, time
@@ -168,19 +169,37 @@ def lines_until(process: subprocess.Popen[str], text: str, times: int) -> list[s
 # Rehearse
 
 
-def test_rehearse_by_accelerate_runs_every_rank_of_every_island(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
+    run_id: str, tmp_path: Path
+) -> None:
     script = tmp_path / "meet.py"
     script.write_text(MEET)
-    words = ("--procs", "2", "--link", "100Mbit", "--rtt", "40ms", "--", str(script), "--flag", "--", "x")
+    words = (
+        "--procs",
+        "2",
+        "--link",
+        "100Mbit",
+        "--rtt",
+        "40ms",
+        "--",
+        str(script),
+        "--flag",
+        "--",
+        "x",
+    )
     process = rehearsal(run_id, script, *words)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     met = sorted(line for line in output.splitlines() if "met" in line)
     ranks = [(island, rank) for island in range(2) for rank in range(2)]
-    assert met == [f"[island{i}] met 2 {i} island{i} 127.0.0.1 100Mbit,40ms {r} --flag -- x" for i, r in ranks], output
+    assert met == [
+        f"[island{i}] met 2 {i} island{i} 127.0.0.1 100Mbit,40ms {r} --flag -- x" for i, r in ranks
+    ], output
 
 
-def test_rehearse_over_zeromq_has_a_durable_store(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearse_over_zeromq_has_a_durable_store(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("zmq")
     monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
     monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
@@ -189,7 +208,9 @@ def test_rehearse_over_zeromq_has_a_durable_store(run_id: str, tmp_path: Path, m
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert sorted(line for line in output.splitlines() if "met" in line) == [f"[island{i}] met {i} zmq:// 1" for i in range(2)], output
+    assert sorted(line for line in output.splitlines() if "met" in line) == [
+        f"[island{i}] met {i} zmq:// 1" for i in range(2)
+    ], output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
 
 
@@ -208,23 +229,39 @@ def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, "".join(before) + output
     assert "[rehearse] the store has ended; starting it again on its file" in output
-    assert sorted(line for line in output.splitlines() if "goes on" in line) == [f"[island{i}] goes on 2" for i in range(2)], output
+    assert sorted(line for line in output.splitlines() if "goes on" in line) == [
+        f"[island{i}] goes on 2" for i in range(2)
+    ], output
 
 
 def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
-    supervisor, started = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO()), list[str]()
+    supervisor, started = (
+        Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO()),
+        list[str](),
+    )
     monkeypatch.setattr(supervisor, "launch_store", lambda bind, *words: started.append(bind))
     supervisor.endpoint = "zmq://127.0.0.1:7"
     supervisor.store_has_ended(100.0)
-    assert started == ["zmq://127.0.0.1:7"] and not supervisor.store_lost and supervisor.stop_at is None
+    assert (
+        started == ["zmq://127.0.0.1:7"]
+        and not supervisor.store_lost
+        and supervisor.stop_at is None
+    )
     supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
-    assert len(started) == 1 and supervisor.store_lost and supervisor.stop_at == 100.0 + rehearse.BRIEF / 2
+    assert (
+        len(started) == 1
+        and supervisor.store_lost
+        and supervisor.stop_at == 100.0 + rehearse.BRIEF / 2
+    )
     supervisor.selector.close()
-    shutil.rmtree(supervisor.folder)  # not `leave_nothing`, which ends all that this process has started
+    # not `leave_nothing`, which ends all that this process has started
+    shutil.rmtree(supervisor.folder)
 
 
-def test_without_a_file_the_end_of_the_store_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_file_the_end_of_the_store_ends_the_islands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
     supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO())
     supervisor.store_has_ended(100.0)
@@ -236,19 +273,27 @@ def test_without_a_file_the_end_of_the_store_ends_the_islands(monkeypatch: pytes
 def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "say.py"
     names = ["ISLAND_RANK", "ISLAND_COUNT", "RANK", "WORLD_SIZE", "MASTER_ADDR"]
-    script.write_text(f"import os, sys\nsys.stdout.write('env ' + ' '.join(os.environ[name] for name in {names}) + '\\n')\n")
+    script.write_text(
+        f"import os, sys\nsys.stdout.write('env ' + ' '.join(os.environ[name] for name in {names}) "
+        "+ '\\n')\n"
+    )
     process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     said = sorted(line for line in output.splitlines() if "env" in line)
-    assert said == [f"[island{i}] env {i} 2 {rank} 2 127.0.0.1" for i in range(2) for rank in range(2)], output
+    assert said == [
+        f"[island{i}] env {i} 2 {rank} 2 127.0.0.1" for i in range(2) for rank in range(2)
+    ], output
 
 
 @ON_LINUX
 @pytest.mark.gloo
 def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
-    act = "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': time.sleep(1); sys.exit(3)"
+    act = (
+        "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': "
+        "time.sleep(1); sys.exit(3)"
+    )
     script.write_text(WAIT.format(act=act))
     process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
     output, _ = process.communicate(timeout=120)
@@ -260,7 +305,10 @@ def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_p
 @ON_LINUX
 def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
-    armed = "signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to end\\n'))\nprint('armed', flush=True)\ntime.sleep(60)"
+    armed = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to "
+        "end\\n'))\nprint('armed', flush=True)\ntime.sleep(60)"
+    )
     script.write_text(WAIT.format(act=armed))
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun")
     lines_until(process, "] armed", 2)
@@ -277,7 +325,10 @@ def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
-    act = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': leave(75)"
+    act = (
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': "
+        "leave(75)"
+    )
     script.write_text(WAIT.format(act=act))
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--grace", "0.5")
     output, _ = process.communicate(timeout=120)
@@ -298,7 +349,11 @@ def test_nothing_is_left_when_a_parent_is_killed(victim: str, run_id: str, tmp_p
         process.wait()
         wait_until(lambda: not processes_of(run_id), 20)
         return
-    launchers = [pid for pid in processes_of(run_id) if b"fsdp_demo.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    launchers = [
+        pid
+        for pid in processes_of(run_id)
+        if b"fsdp_demo.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(launchers[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 137, output
@@ -310,13 +365,18 @@ def test_nothing_is_left_when_a_parent_is_killed(victim: str, run_id: str, tmp_p
         (["--islands", "0", "--procs", "1", "--", __file__], "--islands 0: must be 1 or more"),
         (["--islands", "2", "--procs", "-1", "--", __file__], "--procs -1: must be 1 or more"),
         (["--islands", "2", "--procs", "1"], "no script"),
-        (["--islands", "2", "--procs", "1", "--", "nowhere.py"], "script 'nowhere.py': no such file"),
+        (
+            ["--islands", "2", "--procs", "1", "--", "nowhere.py"],
+            "script 'nowhere.py': no such file",
+        ),
         (["--islands", "2", "--procs", "1", "--link", "fast", "--", __file__], "link rate 'fast'"),
         (["--islands", "2", "--procs", "1", "--rtt", "40", "--", __file__], "link round trip '40'"),
         (["--islands", "2", "--procs", "1", "--run", "a b", "--", __file__], "--run 'a b'"),
     ],
 )
-def test_rehearse_refuses_with_a_clear_text(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rehearse_refuses_with_a_clear_text(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["rehearse", *words]) == 2
     assert text in capsys.readouterr().err
 
@@ -333,7 +393,11 @@ def test_rehearse_refuses_with_a_clear_text(words: list[str], text: str, capsys:
     ],
 )
 def test_gpus_are_split_over_islands(
-    count: int, visible: str | None, procs: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    count: int,
+    visible: str | None,
+    procs: int,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -346,7 +410,9 @@ def test_gpus_are_split_over_islands(
 
 
 def failed(*codes: int) -> ChildFailedError:
-    return ChildFailedError("script", {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)})
+    return ChildFailedError(
+        "script", {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
+    )
 
 
 def test_status_of_failed_ranks(tmp_path: Path) -> None:
@@ -356,8 +422,12 @@ def test_status_of_failed_ranks(tmp_path: Path) -> None:
     assert run.failed_status(failed(75, 1), str(tmp_path), never) == 75
     assert run.failed_status(failed(1), str(tmp_path), never) == 1
     (tmp_path / "rank1").write_text("75\n")
-    assert run.failed_status(failed(1, 75), str(tmp_path), never) == 75, "rank 1 left first, rank 0 fell over it"
-    assert run.failed_status(failed(1, 75), str(tmp_path), time.time() - 60) == 1, "rank 1 saved because it was told to end"
+    assert run.failed_status(failed(1, 75), str(tmp_path), never) == 75, (
+        "rank 1 left first, rank 0 fell over it"
+    )
+    assert run.failed_status(failed(1, 75), str(tmp_path), time.time() - 60) == 1, (
+        "rank 1 saved because it was told to end"
+    )
     assert run.failed_status(failed(3, 75), str(tmp_path), never) == 3
 
 
@@ -366,7 +436,14 @@ def test_status_of_failed_ranks(tmp_path: Path) -> None:
 
 def test_lines_arrive_whole_in_whatever_pieces_they_come() -> None:
     data = "α one\r\n 10%\r 20%\r\rtwo\nrest".encode()
-    expected = [("α one", False), (" 10%", True), (" 20%", True), ("", True), ("two", False), ("rest", False)]
+    expected = [
+        ("α one", False),
+        (" 10%", True),
+        (" 20%", True),
+        ("", True),
+        ("two", False),
+        ("rest", False),
+    ]
     for size in (1, 2, 3, 5, len(data)):
         splitter = Splitter()
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
@@ -388,7 +465,10 @@ def test_a_progress_bar_stays_below_the_lines_of_a_terminal() -> None:
     console.show("island0", " 20%", passing=True, first=True)
     console.show("island0", "done")
     clear = "\r\x1b[K"
-    assert terminal.getvalue() == f"[island0] 10%{clear}[island1] hello\n[island0] 20%{clear}[island0] done\n"
+    assert (
+        terminal.getvalue()
+        == f"[island0] 10%{clear}[island1] hello\n[island0] 20%{clear}[island0] done\n"
+    )
 
 
 def test_a_progress_bar_does_not_fill_a_file() -> None:
@@ -407,13 +487,19 @@ def test_store_serves_until_stopped(tmp_path: Path) -> None:
     numbers = [signal.SIGINT, signal.SIGTERM]
     files = [tmp_path / number.name for number in numbers]
     words = ["store", "--bind", "127.0.0.1:0", "--port-file"]
-    stores = [subprocess.Popen(command(*words, str(file)), stdout=subprocess.PIPE, text=True) for file in files]
+    stores = [
+        subprocess.Popen(command(*words, str(file)), stdout=subprocess.PIPE, text=True)
+        for file in files
+    ]
     try:
         for process, file, number in zip(stores, files, numbers, strict=True):
             assert process.stdout is not None
             line = process.stdout.readline()
             port = int(file.read_text())
-            assert line == f"store listening on 127.0.0.1:{port}; on every island: export ISLAND_ENDPOINT=127.0.0.1:{port}\n"
+            assert line == (
+                f"store listening on 127.0.0.1:{port}; on every island: export "
+                f"ISLAND_ENDPOINT=127.0.0.1:{port}\n"
+            )
             socket.create_connection(("127.0.0.1", port), 5).close()
             process.send_signal(number)
             assert process.wait(30) == 0
@@ -428,14 +514,24 @@ def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> 
 
     found, token = [], "a token that is long enough"
     for _ in range(2):
-        env = {**os.environ, "ISLAND_TOKEN": token, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+        env = {
+            **os.environ,
+            "ISLAND_TOKEN": token,
+            "PYTHONPATH": str(Path(cli.__file__).parents[1]),
+        }
         words = command("store", "--bind", "zmq://127.0.0.1:0")
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as process:
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+        ) as process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
                 kept = f"keys in {tmp_path / 'fsdp_demo_store.sqlite'}"
-                said = re.fullmatch(rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; .* export ISLAND_ENDPOINT=(.+)\n", line)
+                said = re.fullmatch(
+                    rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; .* export "
+                    rf"ISLAND_ENDPOINT=(.+)\n",
+                    line,
+                )
                 assert said and said[2] == f"zmq://{said[1]}", line
                 client = ZeroMQStore(said[2], token)
                 found.append((client.add("starts", 1), client.identity()))
@@ -444,34 +540,59 @@ def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> 
                 assert process.wait(30) == 0
             finally:
                 process.kill()
-    assert [count for count, _ in found] == [1, 2] and [who.generation for _, who in found] == [1, 2]
-    assert found[0][1].name == found[1][1].name and [f.name for f in tmp_path.iterdir()] == ["fsdp_demo_store.sqlite"]
+    assert [count for count, _ in found] == [1, 2] and [who.generation for _, who in found] == [
+        1,
+        2,
+    ]
+    assert found[0][1].name == found[1][1].name and [f.name for f in tmp_path.iterdir()] == [
+        "fsdp_demo_store.sqlite"
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["127.0.0.1:0", "--file", "keys"], "this store keeps nothing in a file; take --bind zmq://127.0.0.1:0"),
+        (
+            ["127.0.0.1:0", "--file", "keys"],
+            "this store keeps nothing in a file; take --bind zmq://127.0.0.1:0",
+        ),
         (["zmq://127.0.0.1"], "address '127.0.0.1': expected ADDR:PORT"),
-        (["zmq://198.51.100.7:0", "--file", ":memory:"], "--bind zmq://198.51.100.7:0: cannot listen there: .*no such address"),
-        (["zmq://127.0.0.1:0", "--file", "no/such/folder/keys"], "--file no/such/folder/keys: No such file or directory; take a file in a"),
+        (
+            ["zmq://198.51.100.7:0", "--file", ":memory:"],
+            "--bind zmq://198.51.100.7:0: cannot listen there: .*no such address",
+        ),
+        (
+            ["zmq://127.0.0.1:0", "--file", "no/such/folder/keys"],
+            "--file no/such/folder/keys: No such file or directory; take a file in a",
+        ),
     ],
 )
-def test_a_durable_store_refuses_what_it_cannot_use(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_durable_store_refuses_what_it_cannot_use(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("zmq")
     assert cli.main(["store", "--bind", *words]) == 2
     assert re.search(says, capsys.readouterr().err)
 
 
-def test_a_short_token_and_an_open_door_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_token_and_an_open_door_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("zmq")
     from fsdp_demo.launch.durable_store import DurableStore
 
     for token, warned in (("", 2), ("a token that is long enough", 1)):
         store = DurableStore("zmq://0.0.0.0:0", ":memory:", token)
         store.serve_while(lambda: False)  # closes it
-        assert len(store.warnings) == warned and "keeps nothing" in store.warnings[-1] and "0.0.0.0" not in store.endpoint
-    assert "ISLAND_TOKEN is set, but this store lets everybody in" in serve("127.0.0.1:0", "a token").warnings[0]
+        assert (
+            len(store.warnings) == warned
+            and "keeps nothing" in store.warnings[-1]
+            and "0.0.0.0" not in store.endpoint
+        )
+    assert (
+        "ISLAND_TOKEN is set, but this store lets everybody in"
+        in serve("127.0.0.1:0", "a token").warnings[0]
+    )
     monkeypatch.setenv("ISLAND_TOKEN", "short")
     assert cli.main(["store", "--bind", "zmq://127.0.0.1:0", "--file", ":memory:"]) == 2
     assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
@@ -479,8 +600,16 @@ def test_a_short_token_and_an_open_door_are_told(monkeypatch: pytest.MonkeyPatch
 
 def listens_on(port: int) -> list[str]:
     """Local addresses (hexadecimal) that listen on a port, from /proc."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        row[1].split(":")[0]
+        for row in rows
+        if row[3] == "0A" and int(row[1].split(":")[1], 16) == port
+    ]
 
 
 @ON_LINUX
@@ -489,7 +618,9 @@ def test_store_listens_on_the_address_asked_for_and_no_other() -> None:
     assert listens_on(served.port) == ["0100007F"]
     assert served.warnings == ()
     served.server.set("key", "value")
-    with pytest.raises(ValueError, match="cannot listen there: Address already in use.*another port"):
+    with pytest.raises(
+        ValueError, match="cannot listen there: Address already in use.*another port"
+    ):
         serve(served.endpoint)
 
 
@@ -510,10 +641,24 @@ def test_store_warns_of_a_public_address() -> None:
         assert store._warnings(ipaddress.ip_address(private)) == (), private
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1", "127.0.0.1:", ":1", "127.0.0.1:70000", "::1:29500", "127.0.0.1:x", "", "no such name:1"])
+@pytest.mark.parametrize(
+    "bind",
+    [
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":1",
+        "127.0.0.1:70000",
+        "::1:29500",
+        "127.0.0.1:x",
+        "",
+        "no such name:1",
+    ],
+)
 def test_store_refuses_wrong_addresses(bind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["store", "--bind", bind]) == 2
-    assert re.search(r"error: (address .* expected ADDR:PORT|--bind .* has no address)", capsys.readouterr().err)
+    assert re.search(
+        r"error: (address .* expected ADDR:PORT|--bind .* has no address)", capsys.readouterr().err
+    )
 
 
 def test_store_refuses_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -543,7 +688,11 @@ def test_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixture[st
 
     assert cli.main(["presets"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in listed} == set(fsdp_demo.presets()) >= {"full", "demo", "diloco", "decoupled_momentum"}
+    assert (
+        {line.split()[0] for line in listed}
+        == set(fsdp_demo.presets())
+        >= {"full", "demo", "diloco", "decoupled_momentum"}
+    )
     assert all(len(line.split()) > 1 for line in listed)
     assert cli.main(["presets", "demo", "--yaml"]) == 0
     assert fsdp_demo.ExchangeConfig.from_yaml(capsys.readouterr().out) == fsdp_demo.preset("demo")
@@ -563,14 +712,23 @@ def saved_run(rank) -> str:
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    exchange = attach(optimizer, "diloco", model=model, period=2, **{"schedule.delay": 1, "codec.value_dtype": "bf16"})
+    exchange = attach(
+        optimizer,
+        "diloco",
+        model=model,
+        period=2,
+        **{"schedule.delay": 1, "codec.value_dtype": "bf16"},
+    )
     for step in range(1, 5):
         model(torch.ones(1, 20)).sum().backward()
         exchange.report(tokens=7)
         optimizer.step()
         optimizer.zero_grad()
         if step > 2:
-            save_exchange(rank.folder / "run" / f"island{rank.island}" / f"checkpoint-{step}" / "exchange", exchange)
+            save_exchange(
+                rank.folder / "run" / f"island{rank.island}" / f"checkpoint-{step}" / "exchange",
+                exchange,
+            )
     exchange.finish()
     return str(rank.folder / "run")
 
@@ -592,36 +750,80 @@ def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int,
     return call
 
 
-def test_inspect_says_what_is_in_a_run(run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_is_in_a_run(
+    run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, found = inspected(run_folder)
-    assert status == 0 and [(f["step"], f["holds"]) for f in found] == [(step, {str(i): f"island{i}"}) for i in range(2) for step in (3, 4)]
+    assert status == 0 and [(f["step"], f["holds"]) for f in found] == [
+        (step, {str(i): f"island{i}"}) for i in range(2) for step in (3, 4)
+    ]
     one, late = found[0], found[1]
-    assert one["complete"] and one["problems"] == [] and (one["preset"], one["islands"], one["topology"]) == ("diloco", 2, "islands")
-    assert one["settings"] == {"delta.schedule.sync_every": 2, "delta.schedule.delay": 1, "delta.codec.value_dtype": "bf16"}
-    assert (one["shards"], one["copies"], one["parameters"], one["frozen"], one["tokens"]) == (1, 2, 910, 30, 2 * 3 * 7)
-    assert one["states"] == {"delta": {"anchor": 910 * 4, "momentum": 910 * 4}} and one["in_flight"] == []
-    assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])] and late["in_flight"][0]["bytes"] > 0
+    assert (
+        one["complete"]
+        and one["problems"] == []
+        and (one["preset"], one["islands"], one["topology"]) == ("diloco", 2, "islands")
+    )
+    assert one["settings"] == {
+        "delta.schedule.sync_every": 2,
+        "delta.schedule.delay": 1,
+        "delta.codec.value_dtype": "bf16",
+    }
+    assert (one["shards"], one["copies"], one["parameters"], one["frozen"], one["tokens"]) == (
+        1,
+        2,
+        910,
+        30,
+        2 * 3 * 7,
+    )
+    assert (
+        one["states"] == {"delta": {"anchor": 910 * 4, "momentum": 910 * 4}}
+        and one["in_flight"] == []
+    )
+    assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])] and late[
+        "in_flight"
+    ][0]["bytes"] > 0
     assert one["versions"]["format"] == 2 and one["bytes"] > 2 * 910 * 4
     assert cli.main(["inspect", str(run_folder)]) == 0
     text = capsys.readouterr().out
-    for wanted in ("island1/checkpoint-4", "sync_every=2", "anchor 3.64 kB", "sent in step 3 by delta", "whole on all islands: 3 and 4"):
+    for wanted in (
+        "island1/checkpoint-4",
+        "sync_every=2",
+        "anchor 3.64 kB",
+        "sent in step 3 by delta",
+        "whole on all islands: 3 and 4",
+    ):
         assert wanted in text, text
 
 
-def test_inspect_says_what_is_missing_or_damaged(run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_is_missing_or_damaged(
+    run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
+) -> None:
     exchange = run_folder / "island0" / "checkpoint-3" / "exchange"
     tensors = exchange / "rank1.safetensors"
     good = tensors.read_bytes()
     tensors.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     status, (found,) = inspected(exchange.parent)
-    assert status == 1 and not found["complete"] and found["problems"] == [f"{tensors} is damaged, its checksum does not fit"]
+    assert (
+        status == 1
+        and not found["complete"]
+        and found["problems"] == [f"{tensors} is damaged, its checksum does not fit"]
+    )
     tensors.write_bytes(good)
     (exchange / "rank1.json").unlink()
     status, (found,) = inspected(exchange)
-    assert status == 1 and found["problems"] == ["island 0 lacks the part of rank 1"] and found["step"] == 3
+    assert (
+        status == 1
+        and found["problems"] == ["island 0 lacks the part of rank 1"]
+        and found["step"] == 3
+    )
     (exchange / "rank0.json").write_text("{")
     status, error = inspected(exchange.parent)
-    assert status == 2 and "rank0.json is damaged" in error and error.startswith("fsdp-demo: error: ") and error.count("\n") == 1
+    assert (
+        status == 2
+        and "rank0.json is damaged" in error
+        and error.startswith("fsdp-demo: error: ")
+        and error.count("\n") == 1
+    )
     assert cli.main(["inspect", str(run_folder)]) == 1
     text = capsys.readouterr().out
     assert "NOT READABLE: " in text and "whole on all islands: 4" in text
@@ -630,17 +832,23 @@ def test_inspect_says_what_is_missing_or_damaged(run_folder: Path, inspected, ca
 def test_inspect_checks_the_files_that_a_manifest_names(run_folder: Path, inspected) -> None:
     folder = run_folder / "island0" / "checkpoint-3"
     (folder / "model.bin").write_bytes(b"123")
-    (folder / "manifest.json").write_text(json.dumps({"version": 1, "files": {"model.bin": {"bytes": 3, "crc32": 0x884863D2}}}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": 1, "files": {"model.bin": {"bytes": 3, "crc32": 0x884863D2}}})
+    )
     assert inspected(folder)[0] == 0
     (folder / "model.bin").write_bytes(b"124")
     status, (found,) = inspected(folder)
-    assert status == 1 and found["problems"] == [f"{folder / 'model.bin'} is damaged, its checksum does not fit"]
+    assert status == 1 and found["problems"] == [
+        f"{folder / 'model.bin'} is damaged, its checksum does not fit"
+    ]
     (folder / "model.bin").unlink()
     assert inspected(folder)[1][0]["problems"] == [f"{folder / 'model.bin'} is missing"]
 
 
 @pytest.mark.parametrize("make, says", [(False, "no such folder"), (True, "holds no checkpoint")])
-def test_inspect_refuses_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool, says: str) -> None:
+def test_inspect_refuses_other_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool, says: str
+) -> None:
     folder = tmp_path / "run"
     if make:
         (folder / "island0").mkdir(parents=True)

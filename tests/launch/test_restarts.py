@@ -1,4 +1,6 @@
-"""Islands that are started again by themselves: by `--restarts` of `launch` and `rehearse`, and by torchrun's own restarts."""
+"""Islands that are started again by themselves: by `--restarts` of `launch` and `rehearse`, and by
+torchrun's own restarts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from fsdp_demo.launch.rehearse import Rehearsal, Supervisor
 
 from .test_cli import ON_LINUX, WAIT, lines_until, rehearsal, run_id  # noqa: F401 (a fixture)
 
-# Trains 12 steps of a line with one number, and keeps it; rank 0 of island 1 is killed in its first life.
+# Trains 12 steps of a line with one number, and keeps it; rank 0 of island 1 is killed in its first
+# life.
 TRAIN = """
 import os, pathlib, signal, sys
 import torch, fsdp_demo
@@ -50,7 +53,9 @@ print(f"start {start} from {done} to {weight.tolist()[0]} {sys.argv[3:]}", flush
 
 
 @pytest.fixture
-def island(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
+def island(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
     """What `supervise` starts; instead of a process each ends with the next number of STATUSES."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
@@ -67,28 +72,56 @@ def island(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tup
 
 @pytest.mark.parametrize(
     ("statuses", "starts", "last"),
-    [("0", 1, 0), ("75 0", 2, 0), ("137 75 139", 3, 139), ("75 75 75", 3, 75), ("1", 1, 1), ("2", 1, 2), ("78", 1, 78), ("75 78", 2, 78)],
+    [
+        ("0", 1, 0),
+        ("75 0", 2, 0),
+        ("137 75 139", 3, 139),
+        ("75 75 75", 3, 75),
+        ("1", 1, 1),
+        ("2", 1, 2),
+        ("78", 1, 78),
+        ("75 78", 2, 78),
+    ],
 )
-def test_who_is_started_again(island, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: str, starts: int, last: int) -> None:
+def test_who_is_started_again(
+    island, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: str, starts: int, last: int
+) -> None:
     monkeypatch.setenv("STATUSES", statuses)
     words = ["--restarts", "2", "--resume-args=--resume auto", "torchrun", "train.py", "--lr", "1"]
     assert launch.main(words) == last
-    assert [w for w, _ in island] == [words[3:] + ["--resume", "auto"] * (n > 0) for n in range(starts)]
+    assert [w for w, _ in island] == [
+        words[3:] + ["--resume", "auto"] * (n > 0) for n in range(starts)
+    ]
     assert [env["ISLAND_ATTEMPT"] for _, env in island] == [str(n) for n in range(starts)]
-    assert [env["ISLAND_STATUS"] for _, env in island] == [str(tmp_path / f"attempt{n}") for n in range(starts)]
+    assert [env["ISLAND_STATUS"] for _, env in island] == [
+        str(tmp_path / f"attempt{n}") for n in range(starts)
+    ]
 
 
 def test_rehearse_hands_restarts_on() -> None:
-    plan = Rehearsal(2, 1, (__file__, "--lr", "1"), "torchrun", restarts=3, resume_args="--resume auto")
+    plan = Rehearsal(
+        2, 1, (__file__, "--lr", "1"), "torchrun", restarts=3, resume_args="--resume auto"
+    )
     words = rehearse.command(plan, Path("/nowhere"), False)
-    assert launch._parse(words[3:])[:2] == (3, ["--resume", "auto"]) and words[-3:] == [__file__, "--lr", "1"]
-    assert "--restarts" not in rehearse.command(Rehearsal(2, 1, (__file__,), "torchrun"), Path("/nowhere"), False)
+    assert launch._parse(words[3:])[:2] == (3, ["--resume", "auto"]) and words[-3:] == [
+        __file__,
+        "--lr",
+        "1",
+    ]
+    assert "--restarts" not in rehearse.command(
+        Rehearsal(2, 1, (__file__,), "torchrun"), Path("/nowhere"), False
+    )
 
 
-@pytest.mark.parametrize(("own", "worst"), [((75, 78), 78), ((78, 1), 78), ((137, 78), 78), ((75, 1), 1), ((75, 75), 75), ((0, 0), 0)])
+@pytest.mark.parametrize(
+    ("own", "worst"),
+    [((75, 78), 78), ((78, 1), 78), ((137, 78), 78), ((75, 1), 1), ((75, 75), 75), ((0, 0), 0)],
+)
 def test_somebody_must_decide_is_the_worst_status(own: tuple[int, ...], worst: int) -> None:
     supervisor = Supervisor(Rehearsal(len(own), 1, (__file__,), "torchrun"), sys.stdout)
-    supervisor.islands = supervisor.ended = [rehearse.Island(f"island{n}", None, status) for n, status in enumerate(own)]  # type: ignore[arg-type]
+    supervisor.islands = supervisor.ended = [
+        rehearse.Island(f"island{n}", None, status) for n, status in enumerate(own)
+    ]  # type: ignore[arg-type]
     assert supervisor.verdict() == worst
 
 
@@ -100,14 +133,25 @@ def failed(*codes: int, after: int = 0) -> ChildFailedError:
 
 def test_the_status_of_ranks_that_failed_together(tmp_path: Path) -> None:
     never = float("inf")
-    assert launch.failed_status(failed(1, -9), None, never) == 137, "rank 0 fell over the one that was killed"
-    assert launch.failed_status(failed(1, -9, after=30), None, never) == 1, "killed by its launcher, because it did not end"
+    assert launch.failed_status(failed(1, -9), None, never) == 137, (
+        "rank 0 fell over the one that was killed"
+    )
+    assert launch.failed_status(failed(1, -9, after=30), None, never) == 1, (
+        "killed by its launcher, because it did not end"
+    )
     assert launch.failed_status(failed(1, -15), None, never) == 1
-    assert launch.failed_status(failed(1, 78), None, never) == launch.failed_status(failed(75, 78), None, never) == 78
+    assert (
+        launch.failed_status(failed(1, 78), None, never)
+        == launch.failed_status(failed(75, 78), None, never)
+        == 78
+    )
 
 
 def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["rehearse", "--islands", "2", "--procs", "1", "--restarts", "-1", "--", __file__]) == 2
+    assert (
+        cli.main(["rehearse", "--islands", "2", "--procs", "1", "--restarts", "-1", "--", __file__])
+        == 2
+    )
     assert "--restarts -1: must be 0 or more" in capsys.readouterr().err
     with pytest.raises(ValueError, match="must be 0 or more"):
         launch.main(["--restarts", "-1", "torchrun", "x.py"])
@@ -121,8 +165,18 @@ def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -
     """Island 1 is killed; island 0 saves and leaves; both come back and meet in a new attempt."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    options = ["--procs", "1", "--launcher", "torchrun", "--restarts", "2", "--resume-args=--resume now"]
-    process = rehearsal(run_id, script, *options, "--", str(script), "ISLAND_ATTEMPT", str(tmp_path))
+    options = [
+        "--procs",
+        "1",
+        "--launcher",
+        "torchrun",
+        "--restarts",
+        "2",
+        "--resume-args=--resume now",
+    ]
+    process = rehearsal(
+        run_id, script, *options, "--", str(script), "ISLAND_ATTEMPT", str(tmp_path)
+    )
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     for n in range(2):
@@ -137,10 +191,32 @@ def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -
 def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: Path) -> None:  # noqa: F811
     """And 75 stays 75."""
     script = tmp_path / "wait.py"
-    script.write_text(WAIT.format(act="signal.signal(signal.SIGTERM, lambda *_: leave(75))\nprint('armed', flush=True)"))
-    words = [sys.executable, "-m", "fsdp_demo.launch", "--restarts", "3", "torchrun", "--nproc-per-node", "1", "--master-port", "0"]
-    env = {**os.environ, "ISLAND_RUN": run_id, "ISLAND_RANK": "0", "ISLAND_STATUS": str(tmp_path / "status")}
-    process = subprocess.Popen([*words, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    script.write_text(
+        WAIT.format(
+            act="signal.signal(signal.SIGTERM, lambda *_: leave(75))\nprint('armed', flush=True)"
+        )
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "fsdp_demo.launch",
+        "--restarts",
+        "3",
+        "torchrun",
+        "--nproc-per-node",
+        "1",
+        "--master-port",
+        "0",
+    ]
+    env = {
+        **os.environ,
+        "ISLAND_RUN": run_id,
+        "ISLAND_RANK": "0",
+        "ISLAND_STATUS": str(tmp_path / "status"),
+    }
+    process = subprocess.Popen(
+        [*words, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines_until(process, "armed", 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -151,21 +227,52 @@ def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:  # noqa: F811
-    """`torchrun --max-restarts` on two islands of two ranks: one rank is killed, both launchers start theirs again, and the run ends."""
+    """`torchrun --max-restarts` on two islands of two ranks: one rank is killed, both launchers
+    start theirs again, and the run ends.
+    """
     script = tmp_path / "train.py"
-    script.write_text(TRAIN.replace('"--resume" in sys.argv', 'os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"'))
+    script.write_text(
+        TRAIN.replace('"--resume" in sys.argv', 'os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"')
+    )
     port = tmp_path / "port"
-    store = subprocess.Popen([sys.executable, *shlex.split(f"-m fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --port-file {port}")])
+    store = subprocess.Popen(
+        [
+            sys.executable,
+            *shlex.split(f"-m fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --port-file {port}"),
+        ]
+    )
     islands = []
     try:
         while not port.exists():
             assert store.poll() is None
-        here = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": f"127.0.0.1:{port.read_text().strip()}", "ISLAND_RUN": run_id}
+        here = {
+            "ISLAND_COUNT": "2",
+            "ISLAND_ENDPOINT": f"127.0.0.1:{port.read_text().strip()}",
+            "ISLAND_RUN": run_id,
+        }
         for n in range(2):
-            env = {**os.environ, **here, "ISLAND_RANK": str(n), "ISLAND_ADDRESS": "127.0.0.1", "ISLAND_STATUS": str(tmp_path / f"s{n}")}
+            env = {
+                **os.environ,
+                **here,
+                "ISLAND_RANK": str(n),
+                "ISLAND_ADDRESS": "127.0.0.1",
+                "ISLAND_STATUS": str(tmp_path / f"s{n}"),
+            }
             words = shlex.split("torchrun --standalone --nproc-per-node 2 --max-restarts 2")
-            command = [sys.executable, "-m", "fsdp_demo.launch", *words, str(script), "TORCHELASTIC_RESTART_COUNT", str(tmp_path)]
-            islands.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            command = [
+                sys.executable,
+                "-m",
+                "fsdp_demo.launch",
+                *words,
+                str(script),
+                "TORCHELASTIC_RESTART_COUNT",
+                str(tmp_path),
+            ]
+            islands.append(
+                subprocess.Popen(
+                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
         outputs = [p.communicate(timeout=100)[0] for p in islands]
     finally:
         for process in [*islands, store]:
@@ -195,7 +302,17 @@ def test_a_launcher_that_is_told_twice_waits_for_ranks_that_save(tmp_path: Path)
     """As by Slurm, which tells all processes, and by the supervisor."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
-    words = [sys.executable, "-m", "fsdp_demo.launch", "torchrun", "--standalone", "--nproc-per-node", "1", str(script), str(tmp_path)]
+    words = [
+        sys.executable,
+        "-m",
+        "fsdp_demo.launch",
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+        str(tmp_path),
+    ]
     process = subprocess.Popen(words)
     try:
         end = time.monotonic() + 100

@@ -1,4 +1,6 @@
-"""Averaging: parameters, and named states of the inner optimizers, each on a clock of its own (Local SGD, Local Adam, DES-LOC)."""
+"""Averaging: parameters, and named states of the inner optimizers, each on a clock of its own
+(Local SGD, Local Adam, DES-LOC).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from .replicas import Gradients, Replicas, Tensors, due
 
 @dataclass
 class Sent:
-    """Parameters under way: when they left, what each replica sent (corrected later), their mean."""
+    """Parameters under way: when they left, what each replica sent (corrected later), their
+    mean.
+    """
 
     t: int
     own: list[Tensors]
@@ -21,12 +25,14 @@ class Sent:
 
 
 class Averaging(Replicas):
-    """After the step, where (t + 1) % period == 0, the parameters become their mean; each state likewise on its own period.
+    """After the step, where (t + 1) % period == 0, the parameters become their mean; each state
+    likewise on its own period.
 
     Args:
         period: of the parameters; states: name of a state -> its period in steps.
-        delay: steps until the mean of the parameters is applied: then theta += (1 - mix) (mean - sent), where what is still under
-            way counts as corrected by as much. state_delay: steps until a state is replaced.
+        delay: steps until the mean of the parameters is applied: then theta += (1 - mix) (mean -
+            sent), where what is still under way counts as corrected by as much. state_delay: steps
+            until a state is replaced.
     """
 
     def __init__(
@@ -41,7 +47,14 @@ class Averaging(Replicas):
         **kw: Any,
     ):
         super().__init__(*args, **kw)
-        self.period, self.states, self.delay, self.state_delay, self.mix, self.code = period, states or {}, delay, state_delay, mix, code
+        self.period, self.states, self.delay, self.state_delay, self.mix, self.code = (
+            period,
+            states or {},
+            delay,
+            state_delay,
+            mix,
+            code,
+        )
         self.flying: list[Sent] = []
         self.states_flying: list[tuple[int, str, dict[str, torch.Tensor]]] = []
         for optimizer in self.inner:
@@ -52,13 +65,17 @@ class Averaging(Replicas):
         names = list(self.theta[0])
         if due(self.t, self.period):
             own = [self.now(r) for r in range(self.R)]
-            self.flying.append(Sent(self.t, own, mean_of(own, names, self.S, self.code, self.weights)))
+            self.flying.append(
+                Sent(self.t, own, mean_of(own, names, self.S, self.code, self.weights))
+            )
         while self.flying and self.flying[0].t + self.delay <= self.t:
             self.land(self.flying.pop(0))
         for state, period in self.states.items():
             if due(self.t, period):
                 own = [self.state(r, state) for r in range(self.R)]
-                self.states_flying.append((self.t, state, mean_of(own, list(own[0]), self.S, self.code, self.weights)))
+                self.states_flying.append(
+                    (self.t, state, mean_of(own, list(own[0]), self.S, self.code, self.weights))
+                )
         for flight in [f for f in self.states_flying if f[0] + self.state_delay <= self.t]:
             self.states_flying.remove(flight)
             self.land_state(flight[1], flight[2])
@@ -91,7 +108,9 @@ class Averaging(Replicas):
 
 
 def fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of an optimizer that has not stepped, also for parameters that never get a gradient: zeros, step counters at 0."""
+    """Make the state of an optimizer that has not stepped, also for parameters that never get a
+    gradient: zeros, step counters at 0.
+    """
     rates = [g["lr"] for g in optimizer.param_groups]
     for g in optimizer.param_groups:
         g["lr"] = 0.0

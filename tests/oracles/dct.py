@@ -8,7 +8,9 @@ import torch
 
 
 def basis(n: int) -> torch.Tensor:
-    """The n x n matrix C with C[u, x] = s(u) cos(pi (2 x + 1) u / (2 n)), s(0) = sqrt(1/n), s(u) = sqrt(2/n); float64."""
+    """The n x n matrix C with C[u, x] = s(u) cos(pi (2 x + 1) u / (2 n)), s(0) = sqrt(1/n), s(u) =
+    sqrt(2/n); float64.
+    """
     rows = []
     for u in range(n):
         scale = math.sqrt((1 if u == 0 else 2) / n)
@@ -26,7 +28,9 @@ def _basis(n: int) -> torch.Tensor:
 
 
 def dct2(block: torch.Tensor) -> torch.Tensor:
-    """r x s samples -> r x s coefficients: columns by the r-point transform, rows by the s-point one."""
+    """r x s samples -> r x s coefficients: columns by the r-point transform, rows by the s-point
+    one.
+    """
     rows, cols = block.shape
     return (_basis(rows) @ block.double() @ _basis(cols).T).to(block.dtype)
 
@@ -44,6 +48,8 @@ def coefficient(block: torch.Tensor, u: int, v: int) -> float:
     for x in range(rows):
         for y in range(cols):
             total += (
-                float(block[x, y]) * math.cos(math.pi * (2 * x + 1) * u / (2 * rows)) * math.cos(math.pi * (2 * y + 1) * v / (2 * cols))
+                float(block[x, y])
+                * math.cos(math.pi * (2 * x + 1) * u / (2 * rows))
+                * math.cos(math.pi * (2 * y + 1) * v / (2 * cols))
             )
     return total * math.sqrt((1 if u == 0 else 2) / rows) * math.sqrt((1 if v == 0 else 2) / cols)

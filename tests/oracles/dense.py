@@ -1,9 +1,11 @@
-"""Whole tensors in a code: what arrives of one replica's payload, and the mean that all replicas get.
+"""Whole tensors in a code: what arrives of one replica's payload, and the mean that all replicas
+get.
 
-The ranks with the same shard exchange one vector: the shards of all tensors, one after the other, flat. Codes of 8 bits and more are
-reduced, and the mean comes back in the same code. Codes of b < 1 bytes per value are gathered where R <= (b + 1) / b, and the mean is fp32;
-else the parts travel in the code and the mean comes back in int8. A reduce cuts vectors between rows of 4096 values, which no
-group of values with a common scale crosses, so the parts are coded as the whole vector would be.
+The ranks with the same shard exchange one vector: the shards of all tensors, one after the other,
+flat. Codes of 8 bits and more are reduced, and the mean comes back in the same code. Codes of b < 1
+bytes per value are gathered where R <= (b + 1) / b, and the mean is fp32; else the parts travel in
+the code and the mean comes back in int8. A reduce cuts vectors between rows of 4096 values, which
+no group of values with a common scale crosses, so the parts are coded as the whole vector would be.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def gathers(code: str, replicas: int) -> bool:
 
 
 def coded(vector: torch.Tensor, code: str) -> torch.Tensor:
-    """What arrives of a vector. The same as `quantise.dequantised`, with arrays instead of one value at a time."""
+    """What arrives of a vector. The same as `quantise.dequantised`, with arrays instead of one
+    value at a time.
+    """
     if code == "fp32":
         return vector
     if code == "bf16":
@@ -43,7 +47,12 @@ def _group(v: np.ndarray, code: str) -> np.ndarray:
     if code == "2bit":
         threshold = quantise.fold(list(size)) / np.float32(len(v))
         high = size >= threshold
-        levels = [_bf16(quantise.fold(list(np.where(p, size, np.float32(0)))) / np.float32(max(p.sum(), 1))) for p in (~high, high)]
+        levels = [
+            _bf16(
+                quantise.fold(list(np.where(p, size, np.float32(0)))) / np.float32(max(p.sum(), 1))
+            )
+            for p in (~high, high)
+        ]
         return sign * np.where(high, levels[1], levels[0])
     scale = _bf16(size.max(initial=np.float32(0)) / np.float32(LARGEST[code]))
     if scale == 0:
@@ -52,7 +61,8 @@ def _group(v: np.ndarray, code: str) -> np.ndarray:
     if code in ("int8", "int4"):
         return sign * np.minimum(np.rint(ratio), np.float32(LARGEST[code])) * scale
     table = np.array([float(m) for m in quantise.MAGNITUDES[code]])
-    middle = (table[1:] + table[:-1]) / 2  # from the middle on, the larger one; but exactly half of the smallest is 0
+    # from the middle on, the larger one; but exactly half of the smallest is 0
+    middle = (table[1:] + table[:-1]) / 2
     nearest = (ratio[:, None] >= middle).sum(1) - (ratio == middle[0])
     return sign * (table[nearest] * float(scale)).astype(np.float32)
 
@@ -81,7 +91,9 @@ def arrived(tensors: Tensors, names: list[str], shards: int, code: str) -> Tenso
     return _tensors([coded(v, code) for v in _vectors(tensors, names, shards)], tensors, names)
 
 
-def mean_of(tensors: list[Tensors], names: list[str], shards: int, code: str, weights: list[float]) -> Tensors:
+def mean_of(
+    tensors: list[Tensors], names: list[str], shards: int, code: str, weights: list[float]
+) -> Tensors:
     """The mean over the replicas as all of them get it."""
     vectors = [_vectors(arrived(t, names, shards, code), names, shards) for t in tensors]
     means = [mean(list(of_shard), weights) for of_shard in zip(*vectors, strict=True)]

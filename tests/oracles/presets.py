@@ -1,10 +1,12 @@
-"""The published methods on R replicas held as lists in one process, with nothing packed, sharded over processes or sent.
+"""The published methods on R replicas held as lists in one process, with nothing packed, sharded
+over processes or sent.
 
-Every class takes the initial parameters (name -> full tensor), the number of replicas and of shards per replica, and
-a function that makes the inner optimizer; `step(grads)` takes one optimizer step, grads[r][name] being the mean gradient
-of replica r (None: no gradient), and changes `theta[r][name]`. All arithmetic is in `dtype` (float64 by default).
-`margin` is the smallest relative distance of any top-k choice so far to its alternative: where it is far above the
-rounding of fp32, an implementation in fp32 must have made the same choices.
+Every class takes the initial parameters (name -> full tensor), the number of replicas and of shards
+per replica, and a function that makes the inner optimizer; `step(grads)` takes one optimizer step,
+grads[r][name] being the mean gradient of replica r (None: no gradient), and changes
+`theta[r][name]`. All arithmetic is in `dtype` (float64 by default). `margin` is the smallest
+relative distance of any top-k choice so far to its alternative: where it is far above the rounding
+of fp32, an implementation in fp32 must have made the same choices.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ __all__ = [
 
 
 class Full(Replicas):
-    """The mean gradient over the replicas at every step, `delay` steps later; then clip; then the inner optimizer."""
+    """The mean gradient over the replicas at every step, `delay` steps later; then clip; then the
+    inner optimizer.
+    """
 
     def __init__(self, *args: Any, delay: int = 0, code: str = "fp32", **kw: Any):
         super().__init__(*args, **kw)
@@ -73,17 +77,32 @@ class DiLoCo(Replicas):
     """Every H steps a Nesterov step with the mean of anchor - theta as the gradient; 2311.08105."""
 
     def __init__(
-        self, *args: Any, period: int = 500, lr: float = 0.7, momentum: float = 0.9, code: str = "fp32", warmup: int = 0, **kw: Any
+        self,
+        *args: Any,
+        period: int = 500,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        code: str = "fp32",
+        warmup: int = 0,
+        **kw: Any,
     ):
         super().__init__(*args, **kw)
-        self.period, self.lr, self.momentum, self.code, self.warmup = period, lr, momentum, code, warmup
+        self.period, self.lr, self.momentum, self.code, self.warmup = (
+            period,
+            lr,
+            momentum,
+            code,
+            warmup,
+        )
         self.anchor = {n: p.detach().clone() for n, p in self.theta[0].items()}
         self.m = {n: torch.zeros_like(a) for n, a in self.anchor.items()}
 
     def step(self, grads: list[Gradients]) -> None:
         self.local_steps(grads)
         if due(self.t, self.period):
-            deltas = [{n: a - theta[n].detach() for n, a in self.anchor.items()} for theta in self.theta]
+            deltas = [
+                {n: a - theta[n].detach() for n, a in self.anchor.items()} for theta in self.theta
+            ]
             average = mean_of(deltas, list(self.anchor), self.S, self.code, self.weights)
             mu = warmed(self.momentum, self.warmup, (self.t + 1) // self.period)
             for name, anchor in self.anchor.items():
@@ -94,9 +113,13 @@ class DiLoCo(Replicas):
         self.t += 1
 
     def finish(self) -> None:
-        """A part of a round: all replicas become their mean. Right after an exchange nothing changes."""
+        """A part of a round: all replicas become their mean. Right after an exchange nothing
+        changes.
+        """
         if self.t % self.period:
-            deltas = [{n: a - theta[n].detach() for n, a in self.anchor.items()} for theta in self.theta]
+            deltas = [
+                {n: a - theta[n].detach() for n, a in self.anchor.items()} for theta in self.theta
+            ]
             average = mean_of(deltas, list(self.anchor), self.S, self.code, self.weights)
             for name, anchor in self.anchor.items():
                 anchor -= average[name]

@@ -1,6 +1,8 @@
-"""Values on the wire: bf16 by its bits, codes of 8, 4 and 2 bits with bf16 scales per group; one value at a time, exact fractions.
+"""Values on the wire: bf16 by its bits, codes of 8, 4 and 2 bits with bf16 scales per group; one
+value at a time, exact fractions.
 
-Only two things are fp32's: the quotient of a value and its scale, and the sums behind the two levels of 2bit, which are folded in halves.
+Only two things are fp32's: the quotient of a value and its scale, and the sums behind the two
+levels of 2bit, which are folded in halves.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ def half_even(value: Fraction) -> int:
 def int8(values: torch.Tensor) -> tuple[float, list[int]]:
     """(scale, codes) of the selected values of one block.
 
-    scale = bf16(max|v| / 127); code = round-half-even(v / scale), clamped to +-127; both quotients are fp32's.
-    An all-zero block has scale 0 and codes 0.
+    scale = bf16(max|v| / 127); code = round-half-even(v / scale), clamped to +-127; both quotients
+    are fp32's. An all-zero block has scale 0 and codes 0.
     """
     v = values.float().reshape(-1).numpy()
     scale = bf16(float(np.float32(np.abs(v).max(initial=0.0)) / np.float32(127)))
     if scale == 0:
         return 0.0, [0] * len(v)
-    return scale, [max(-127, min(127, half_even(Fraction(float(x / np.float32(scale)))))) for x in v]
+    return scale, [
+        max(-127, min(127, half_even(Fraction(float(x / np.float32(scale)))))) for x in v
+    ]
 
 
 def cut(values: torch.Tensor, code: str) -> list[torch.Tensor]:
@@ -70,9 +74,11 @@ MAGNITUDES = {
 
 
 def fp4(values: torch.Tensor, code: str) -> tuple[float, list[tuple[int, int]]]:
-    """(scale, (sign bit, magnitude code) of each value) of a group; scale = bf16(max|v| / largest magnitude).
+    """(scale, (sign bit, magnitude code) of each value) of a group; scale = bf16(max|v| / largest
+    magnitude).
 
-    The magnitude nearest to |v| / scale; of two equally near ones that which is an even multiple of their distance.
+    The magnitude nearest to |v| / scale; of two equally near ones that which is an even multiple of
+    their distance.
     """
     v = values.float().reshape(-1).numpy()
     magnitudes = MAGNITUDES[code]
@@ -83,14 +89,18 @@ def fp4(values: torch.Tensor, code: str) -> tuple[float, list[tuple[int, int]]]:
         best = 0
         for m in range(1, 8):
             old, new = abs(size - magnitudes[best]), abs(size - magnitudes[m])
-            if new < old or (new == old and magnitudes[m] / (magnitudes[m] - magnitudes[best]) % 2 == 0):
+            if new < old or (
+                new == old and magnitudes[m] / (magnitudes[m] - magnitudes[best]) % 2 == 0
+            ):
                 best = m
         out.append((int(np.signbit(x)), best))
     return scale, out
 
 
 def fold(numbers: list[np.float32]) -> np.float32:
-    """The fp32 sum by halves: padded with zeros to a power of two, the second half is added to the first until one number is left."""
+    """The fp32 sum by halves: padded with zeros to a power of two, the second half is added to the
+    first until one number is left.
+    """
     numbers = list(numbers)
     while len(numbers) & (len(numbers) - 1):
         numbers.append(np.float32(0))
@@ -103,12 +113,14 @@ def fold(numbers: list[np.float32]) -> np.float32:
 def two_bit(values: torch.Tensor) -> tuple[tuple[float, float], list[tuple[int, int]]]:
     """((low, high), (sign bit, 1 if high) of each value) of a group.
 
-    The threshold is the mean of |v|; the levels are the bf16 means of the |v| below it, and of the others; no values, level 0.
+    The threshold is the mean of |v|; the levels are the bf16 means of the |v| below it, and of the
+    others; no values, level 0.
     """
     v = values.float().reshape(-1).numpy()
     threshold = fold([abs(x) for x in v]) / np.float32(len(v))
     levels = []
-    for wanted in (False, True):  # the places of a class's values count in the order of the sum, the others are zeros
+    # the places of a class's values count in the order of the sum, the others are zeros
+    for wanted in (False, True):
         its = [abs(x) if (abs(x) >= threshold) == wanted else np.float32(0) for x in v]
         count = sum((abs(x) >= threshold) == wanted for x in v)
         levels.append(bf16(float(fold(its) / np.float32(max(count, 1)))))
@@ -128,7 +140,9 @@ def scales_and_codes(group: torch.Tensor, code: str) -> tuple[list[float], list[
 
 
 def encoded(rows: torch.Tensor, code: str) -> bytes:
-    """The bytes of values [rows, cols]: all scales, then all codes, the first of a byte in its lowest bits."""
+    """The bytes of values [rows, cols]: all scales, then all codes, the first of a byte in its
+    lowest bits.
+    """
     if code == "fp32":
         return b"".join(struct.pack("<f", v) for v in rows.reshape(-1).tolist())
     if code == "bf16":
@@ -140,12 +154,17 @@ def encoded(rows: torch.Tensor, code: str) -> bytes:
             scales += s
             codes += q
     bits = {"int8": 8, "2bit": 2}.get(code, 4)
-    number = sum(q << (bits * i) for i, q in enumerate(codes))  # little-endian: all codes are one long number
-    return b"".join(struct.pack("<f", s)[2:] for s in scales) + number.to_bytes((bits * len(codes) + 7) // 8, "little")
+    # little-endian: all codes are one long number
+    number = sum(q << (bits * i) for i, q in enumerate(codes))
+    return b"".join(struct.pack("<f", s)[2:] for s in scales) + number.to_bytes(
+        (bits * len(codes) + 7) // 8, "little"
+    )
 
 
 def dequantised(values: torch.Tensor, code: str) -> torch.Tensor:
-    """What the receivers make of the selected values of one block, or of one row (float32, same shape)."""
+    """What the receivers make of the selected values of one block, or of one row (float32, same
+    shape).
+    """
     values = values.float()
     if code == "fp32":
         return values.clone()
@@ -158,7 +177,9 @@ def dequantised(values: torch.Tensor, code: str) -> torch.Tensor:
             out += [q * scale for q in codes]
         elif code in MAGNITUDES:
             scale, pairs = fp4(group, code)
-            out += [(-1.0 if sign else 1.0) * float(MAGNITUDES[code][m]) * scale for sign, m in pairs]
+            out += [
+                (-1.0 if sign else 1.0) * float(MAGNITUDES[code][m]) * scale for sign, m in pairs
+            ]
         elif code == "2bit":
             levels, pairs = two_bit(group)
             out += [(-1.0 if sign else 1.0) * levels[high] for sign, high in pairs]

@@ -1,4 +1,6 @@
-"""State of one layout in another, the slow way: whole tensors in the element domain, mixed and cut with loops."""
+"""State of one layout in another, the slow way: whole tensors in the element domain, mixed and cut
+with loops.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights(saved: int, islands: int) -> list[list[float]]:
-    """Row i: what new island i takes of each saved one. Added islands take the mean of all. Of fewer, each takes as many grains in turn,
-    where every saved island is worth `islands` grains."""
+    """Row i: what new island i takes of each saved one. Added islands take the mean of all. Of
+    fewer, each takes as many grains in turn, where every saved island is worth `islands` grains."""
     if islands >= saved:
-        return [[1.0 if i == j else 0.0 for j in range(saved)] if i < saved else [1 / saved] * saved for i in range(islands)]
+        return [
+            [1.0 if i == j else 0.0 for j in range(saved)] if i < saved else [1 / saved] * saved
+            for i in range(islands)
+        ]
     grains = [j for j in range(saved) for _ in range(islands)]
     rows = []
     for i in range(islands):
@@ -25,13 +30,17 @@ def weights(saved: int, islands: int) -> list[list[float]]:
 
 
 def transformed(local: torch.Tensor, kind: str, inverse: bool) -> torch.Tensor:
-    """The blocks of a local tensor as coefficients, or back; kinds are those of `fsdp_demo.compression.blocks.Layout`."""
+    """The blocks of a local tensor as coefficients, or back; kinds are those of
+    `fsdp_demo.compression.blocks.Layout`.
+    """
     flat = local.reshape(-1).clone()
     found, _ = blocks.cut(tuple(local.shape), dense=kind == "dense", flat=kind == "plain")
     if kind == "transform":
         for positions in found:
             block = flat[positions.reshape(-1)].reshape(positions.shape)
-            flat[positions.reshape(-1)] = (dct.idct2(block) if inverse else dct.dct2(block)).reshape(-1)
+            flat[positions.reshape(-1)] = (
+                dct.idct2(block) if inverse else dct.dct2(block)
+            ).reshape(-1)
     return flat.reshape(local.shape)
 
 
@@ -57,9 +66,16 @@ def in_blocks(local: torch.Tensor, kind: str) -> torch.Tensor:
     return mask.reshape(local.shape)
 
 
-def accumulator(saved: list[list[torch.Tensor]], kind: str, island: int, islands: int, shards: int, senders: bool) -> list[torch.Tensor]:
-    """Coefficients on each shard of a new island from `saved[island][shard]`: one tensor of a channel. With divisor "senders" an added
-    island has nothing in its blocks."""
+def accumulator(
+    saved: list[list[torch.Tensor]],
+    kind: str,
+    island: int,
+    islands: int,
+    shards: int,
+    senders: bool,
+) -> list[torch.Tensor]:
+    """Coefficients on each shard of a new island from `saved[island][shard]`: one tensor of a
+    channel. With divisor "senders" an added island has nothing in its blocks."""
     row = weights(len(saved), islands)[island]
     full = mixed([whole(parts, kind) for parts in saved], row)
     out = []

@@ -1,4 +1,6 @@
-"""Accumulators of which a part of every block is exchanged: DeMo, Random, Stride, decoupled momentum, SparseLoCo."""
+"""Accumulators of which a part of every block is exchanged: DeMo, Random, Stride, decoupled
+momentum, SparseLoCo.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,21 @@ from .quantise import dequantised
 from .replicas import Gradients, Replicas, Tensors, due, mean
 from .topk import kept, margin, topk
 
-Pieces = list[torch.Tensor]  # one shard of one tensor: a matrix of coefficients per block, and last a vector, what is sent whole
+# one shard of one tensor: a matrix of coefficients per block, and last a vector, what is sent whole
+Pieces = list[torch.Tensor]
 Positions = Callable[[int, str, int], torch.Tensor]
 
 
 @dataclass
 class Coding:
-    """How a sparse channel compresses: k of 4096, code of the values, DCT or none, mean over senders or all replicas.
+    """How a sparse channel compresses: k of 4096, code of the values, DCT or none, mean over
+    senders or all replicas.
 
-    positions: of seeded selections: (number of the exchange, name, shard) -> mask of the local tensor's shape, in which coefficient (i, j)
-        of a block stands where element (i, j) of the block is. None: the k largest.
-    clip: scale a replica's values of a block by min(1, median of the replicas' norms of that block / its norm).
+    positions: of seeded selections: (number of the exchange, name, shard) -> mask of the local
+        tensor's shape, in which coefficient (i, j) of a block stands where element (i, j) of the
+        block is. None: the k largest.
+    clip: scale a replica's values of a block by min(1, median of the replicas' norms of that block
+    / its norm).
     """
 
     k: int = 32
@@ -34,7 +40,16 @@ class Coding:
     transform: bool = True
     senders: bool = True
     dense: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "output.weight", "head.weight", "score.weight", "classifier.*")
+    plain: tuple[str, ...] = (
+        "*embed*",
+        "*wte*",
+        "*wpe*",
+        "*lm_head*",
+        "output.weight",
+        "head.weight",
+        "score.weight",
+        "classifier.*",
+    )
     positions: Positions | None = None
     clip: bool = False
 
@@ -48,7 +63,9 @@ class Coding:
 
 
 class Shard:
-    """One shard of one tensor: cut into blocks, taken to the transform domain and back, compressed."""
+    """One shard of one tensor: cut into blocks, taken to the transform domain and back,
+    compressed.
+    """
 
     def __init__(self, name: str, shape: torch.Size, coding: Coding, number: int = 0):
         def matches(patterns: tuple[str, ...]) -> bool:
@@ -56,11 +73,15 @@ class Shard:
 
         self.name, self.shape, self.coding, self.number = name, shape, coding, number
         self.transform = coding.transform and not matches(coding.plain)
-        self.blocks, self.rest = cut(tuple(shape), dense=matches(coding.dense), flat=not self.transform)
+        self.blocks, self.rest = cut(
+            tuple(shape), dense=matches(coding.dense), flat=not self.transform
+        )
 
     def forward(self, local: torch.Tensor) -> Pieces:
         flat = local.detach().reshape(-1)
-        return [dct2(flat[b]) if self.transform else flat[b] for b in self.blocks] + [flat[self.rest]]
+        return [dct2(flat[b]) if self.transform else flat[b] for b in self.blocks] + [
+            flat[self.rest]
+        ]
 
     def inverse(self, pieces: Pieces) -> torch.Tensor:
         flat = torch.zeros(math.prod(self.shape), dtype=pieces[-1].dtype)
@@ -70,11 +91,15 @@ class Shard:
         return flat.reshape(self.shape)
 
     def sent(self, pieces: Pieces, exchange: int) -> tuple[Pieces, float]:
-        """(what the receivers decode, zero where nothing was sent; the smallest margin of a choice)."""
+        """(what the receivers decode, zero where nothing was sent; the smallest margin of a
+        choice).
+        """
         out, clear = [], math.inf
         for block, piece in zip(self.blocks, pieces[:-1], strict=True):
             if self.coding.positions is not None:
-                mask = self.coding.positions(exchange, self.name, self.number).reshape(-1)[block.reshape(-1)]
+                mask = self.coding.positions(exchange, self.name, self.number).reshape(-1)[
+                    block.reshape(-1)
+                ]
                 where = mask.nonzero().view(-1).tolist()
             else:
                 k = kept(self.coding.k, *piece.shape)
@@ -94,7 +119,10 @@ class Shard:
                 norms = [float(v.norm()) for v in values]
                 ordered = sorted(norms)
                 median = (ordered[(len(norms) - 1) // 2] + ordered[len(norms) // 2]) / 2
-                values = [v * min(1.0, median / n) if n > 0 else v for v, n in zip(values, norms, strict=True)]
+                values = [
+                    v * min(1.0, median / n) if n > 0 else v
+                    for v, n in zip(values, norms, strict=True)
+                ]
             out.append(mean(values, weights, only_senders=self.coding.senders))
         whole = mean([pieces[-1] for pieces in decoded], weights)
         if self.coding.positions is not None:  # reduced: the mean comes back in the same code
@@ -121,13 +149,25 @@ class Sparse(Replicas):
         **kw: Any,
     ):
         super().__init__(*args, **kw)
-        self.coding, self.beta, self.residual, self.alpha, self.gain = coding or Coding(), beta, residual, alpha, gain
+        self.coding, self.beta, self.residual, self.alpha, self.gain = (
+            coding or Coding(),
+            beta,
+            residual,
+            alpha,
+            gain,
+        )
         self.period, self.delay = period, delay
         self.shards = {
-            n: [Shard(n, part.shape, self.coding, i) for i, part in enumerate(shard_rows(p, self.S))] for n, p in self.theta[0].items()
+            n: [
+                Shard(n, part.shape, self.coding, i) for i, part in enumerate(shard_rows(p, self.S))
+            ]
+            for n, p in self.theta[0].items()
         }
         self.a = [
-            {n: [s.forward(torch.zeros(s.shape, dtype=self.theta[0][n].dtype)) for s in shards] for n, shards in self.shards.items()}
+            {
+                n: [s.forward(torch.zeros(s.shape, dtype=self.theta[0][n].dtype)) for s in shards]
+                for n, shards in self.shards.items()
+            }
             for _ in range(self.R)
         ]
 
@@ -136,10 +176,15 @@ class Sparse(Replicas):
         for name, shards in self.shards.items():
             for i, part in enumerate(shard_rows(source[name], self.S)):
                 new = shards[i].forward(part)
-                self.a[r][name][i] = [self.beta * old + self.gain * x for old, x in zip(self.a[r][name][i], new, strict=True)]
+                self.a[r][name][i] = [
+                    self.beta * old + self.gain * x
+                    for old, x in zip(self.a[r][name][i], new, strict=True)
+                ]
 
     def send(self) -> Means:
-        """Send the selected part of every accumulator and take it out (unless the policy is keep); the means, as they will arrive."""
+        """Send the selected part of every accumulator and take it out (unless the policy is keep);
+        the means, as they will arrive.
+        """
         means: Means = {}
         for name, shards in self.shards.items():
             means[name] = []
@@ -160,41 +205,66 @@ class Sparse(Replicas):
         """Add the means to every accumulator."""
         for a in self.a:
             for name, parts in means.items():
-                a[name] = [[x + y for x, y in zip(old, new, strict=True)] for old, new in zip(a[name], parts, strict=True)]
+                a[name] = [
+                    [x + y for x, y in zip(old, new, strict=True)]
+                    for old, new in zip(a[name], parts, strict=True)
+                ]
 
     def back(self, pieces: Means) -> Tensors:
         """From the transform domain of all shards to full tensors."""
-        return {n: torch.cat([s.inverse(p) for s, p in zip(self.shards[n], parts, strict=True)]) for n, parts in pieces.items()}
+        return {
+            n: torch.cat([s.inverse(p) for s, p in zip(self.shards[n], parts, strict=True)])
+            for n, parts in pieces.items()
+        }
 
     def sum_of_accumulators(self) -> Means:
         """Over replicas; same nesting as one replica's accumulator."""
-        out = {n: [[x.clone() for x in pieces] for pieces in parts] for n, parts in self.a[0].items()}
+        out = {
+            n: [[x.clone() for x in pieces] for pieces in parts] for n, parts in self.a[0].items()
+        }
         for a in self.a[1:]:
             for n, parts in a.items():
-                out[n] = [[x + y for x, y in zip(s, t, strict=True)] for s, t in zip(out[n], parts, strict=True)]
+                out[n] = [
+                    [x + y for x, y in zip(s, t, strict=True)]
+                    for s, t in zip(out[n], parts, strict=True)
+                ]
         return out
 
 
 class Demo(Sparse):
-    """DeMo with any base optimizer: the sign (or not) of the decoded mean is the gradient; 2411.19870.
+    """DeMo with any base optimizer: the sign (or not) of the decoded mean is the gradient;
+    2411.19870.
 
-    With a period the gradients of all steps gather, with a delay the mean comes later; where none comes the base optimizer does not step.
-    With `lr_inside` the momentum holds the learning rate of the step times the gradient, as the released code has it.
-    `smallest[name]` is the smallest |decoded mean| so far at each element where it was not exactly zero: where this is not
-    far above rounding, the sign of an fp32 implementation may differ.
+    With a period the gradients of all steps gather, with a delay the mean comes later; where none
+    comes the base optimizer does not step. With `lr_inside` the momentum holds the learning rate of
+    the step times the gradient, as the released code has it. `smallest[name]` is the smallest
+    |decoded mean| so far at each element where it was not exactly zero: where this is not far above
+    rounding, the sign of an fp32 implementation may differ.
     """
 
-    def __init__(self, *args: Any, sign: bool = True, beta: float = 0.999, residual: str = "subtract", lr_inside: bool = False, **kw: Any):
+    def __init__(
+        self,
+        *args: Any,
+        sign: bool = True,
+        beta: float = 0.999,
+        residual: str = "subtract",
+        lr_inside: bool = False,
+        **kw: Any,
+    ):
         super().__init__(*args, beta=beta, residual=residual, **kw)
         self.sign, self.lr_inside = sign, lr_inside
-        self.smallest = {n: torch.full_like(p, math.inf, requires_grad=False) for n, p in self.theta[0].items()}
+        self.smallest = {
+            n: torch.full_like(p, math.inf, requires_grad=False) for n, p in self.theta[0].items()
+        }
         self.seen: set[str] = set()
         self.flying: list[tuple[int, Means, set[str]]] = []
 
     def step(self, grads: list[Gradients]) -> None:
         for r, own in enumerate(self.clipped_all(grads)):
             source = self.with_zeros(own)
-            self.accumulate(r, {n: self.lr(r, n) * g for n, g in source.items()} if self.lr_inside else source)
+            self.accumulate(
+                r, {n: self.lr(r, n) * g for n, g in source.items()} if self.lr_inside else source
+            )
             self.seen |= {n for n, g in own.items() if g is not None}
         if due(self.t, self.period):
             self.flying.append((self.t, self.send(), set(self.seen)))
@@ -206,7 +276,9 @@ class Demo(Sparse):
         _, means, names = self.flying.pop(0)
         update = {n: u for n, u in self.back(means).items() if n in names}
         for n, u in update.items():
-            self.smallest[n] = torch.minimum(self.smallest[n], torch.where(u == 0, math.inf, u.abs()))
+            self.smallest[n] = torch.minimum(
+                self.smallest[n], torch.where(u == 0, math.inf, u.abs())
+            )
         gradient = {n: torch.sign(u) for n, u in update.items()} if self.sign else update
         for r in range(self.R):
             self.inner_step(r, gradient)
@@ -218,10 +290,12 @@ class Demo(Sparse):
 
 
 class DecoupledMomentum(Sparse):
-    """Decoupled momentum, rule "consensus" or "released"; 2510.03371. Whole tensors (1-D, small, `dense`) step with `dense_lr`.
+    """Decoupled momentum, rule "consensus" or "released"; 2510.03371. Whole tensors (1-D, small,
+    `dense`) step with `dense_lr`.
 
-    A delta leaves out what the replica has under way, and parameters become anchor - that, mixed with themselves. `average_every` = J:
-    after every J-th exchange all parameters become their mean, and the anchors with them.
+    A delta leaves out what the replica has under way, and parameters become anchor - that, mixed
+    with themselves. `average_every` = J: after every J-th exchange all parameters become their
+    mean, and the anchors with them.
     """
 
     def __init__(
@@ -237,7 +311,9 @@ class DecoupledMomentum(Sparse):
     ):
         released = rule == "released"
         dense_lr = kw.pop("dense_lr", 0.7 if released else 1.0)
-        super().__init__(*args, beta=beta, residual="put_back" if released else "subtract", period=period, **kw)
+        super().__init__(
+            *args, beta=beta, residual="put_back" if released else "subtract", period=period, **kw
+        )
         self.released, self.average_every, self.mix = released, average_every, mix
         self.lr, self.dense_lr = lr if lr is not None else (0.7 if released else 1.0), dense_lr
         self.anchor = [self.now(r) for r in range(self.R)]
@@ -271,10 +347,18 @@ class DecoupledMomentum(Sparse):
 
     def under_way(self, r: int, name: str) -> torch.Tensor:
         """The sum of replica r's own deltas that are in flight."""
-        return sum((own[r][name] for _, _, own in self.flying), torch.zeros_like(self.anchor[r][name]))
+        return sum(
+            (own[r][name] for _, _, own in self.flying), torch.zeros_like(self.anchor[r][name])
+        )
 
     def outgoing(self) -> None:
-        own = [{n: a - self.theta[r][n].detach() - self.under_way(r, n) for n, a in self.anchor[r].items()} for r in range(self.R)]
+        own = [
+            {
+                n: a - self.theta[r][n].detach() - self.under_way(r, n)
+                for n, a in self.anchor[r].items()
+            }
+            for r in range(self.R)
+        ]
         for r in range(self.R):
             self.accumulate(r, own[r])
         self.flying.append((self.t, self.send(), own))
@@ -287,9 +371,13 @@ class DecoupledMomentum(Sparse):
         for r in range(self.R):
             momentum = self.back(self.a[r]) if self.released else {}
             for n, anchor in self.anchor[r].items():
-                anchor -= rate[n] * (own[r][n] + self.beta * momentum[n] if self.released else average[n])
+                anchor -= rate[n] * (
+                    own[r][n] + self.beta * momentum[n] if self.released else average[n]
+                )
                 theta = self.theta[r][n]
-                theta.data.copy_(self.mix * theta.detach() + (1 - self.mix) * (anchor - self.under_way(r, n)))
+                theta.data.copy_(
+                    self.mix * theta.detach() + (1 - self.mix) * (anchor - self.under_way(r, n))
+                )
 
     def flush(self) -> None:
         """Apply what is under way, in order."""
@@ -297,8 +385,8 @@ class DecoupledMomentum(Sparse):
             self.land()
 
     def finish(self) -> None:
-        """Rule consensus without a delay: a part of a round, of which what is sent is averaged at rate 1. What the accumulators keep is
-        lost."""
+        """Rule consensus without a delay: a part of a round, of which what is sent is averaged at
+        rate 1. What the accumulators keep is lost."""
         assert not self.released and not self.flying and not self.mix
         if self.t % self.period:
             rates = self.lr, self.dense_lr
@@ -309,8 +397,14 @@ class DecoupledMomentum(Sparse):
 
 
 class SparseLoCo(DecoupledMomentum):
-    """Error feedback on the pseudo-gradient, without a transform: its largest values in few bits, block norms clipped; 2508.15706."""
+    """Error feedback on the pseudo-gradient, without a transform: its largest values in few bits,
+    block norms clipped; 2508.15706.
+    """
 
-    def __init__(self, *args: Any, k: int = 64, code: str = "2bit", clip_blocks: bool = True, **kw: Any):
+    def __init__(
+        self, *args: Any, k: int = 64, code: str = "2bit", clip_blocks: bool = True, **kw: Any
+    ):
         coding = Coding(k=k, code=code, transform=False, clip=clip_blocks)
-        super().__init__(*args, rule="consensus", coding=coding, **{"period": 30, "beta": 0.95, **kw})
+        super().__init__(
+            *args, rule="consensus", coding=coding, **{"period": 30, "beta": 0.95, **kw}
+        )

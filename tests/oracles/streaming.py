@@ -1,4 +1,6 @@
-"""DiLoCo's outer step on fragments of the model, each on its own offset, late, mixed and in few bits (2501.18512); MuLoCo (2505.23725)."""
+"""DiLoCo's outer step on fragments of the model, each on its own offset, late, mixed and in few
+bits (2501.18512); MuLoCo (2505.23725).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from .replicas import Gradients, Replicas, Tensors, due, warmed
 
 
 def fragments(names: list[str], layers: int, order: str = "strided") -> list[list[str]]:
-    """Names of the parameters of each fragment: fragments of `layers` layers, and last what is in no layer.
+    """Names of the parameters of each fragment: fragments of `layers` layers, and last what is in
+    no layer.
 
-    A layer is the first part of the dotted name that is a number. With P fragments of layers, fragment p holds layers p, p + P, ...
-    (strided) or p * layers and those after it (sequential).
+    A layer is the first part of the dotted name that is a number. With P fragments of layers,
+    fragment p holds layers p, p + P, ... (strided) or p * layers and those after it (sequential).
     """
 
     def layer(name: str) -> int | None:
@@ -34,26 +37,33 @@ def fragments(names: list[str], layers: int, order: str = "strided") -> list[lis
 
 @dataclass
 class Fragment:
-    """Some parameters with a clock offset, their anchor and outer momentum, error feedback per replica, and what is under way."""
+    """Some parameters with a clock offset, their anchor and outer momentum, error feedback per
+    replica, and what is under way.
+    """
 
     names: list[str]
     offset: int
     anchor: Tensors
     m: Tensors
     a: list[Tensors]
-    flying: list[tuple[int, Tensors, list[Tensors]]] = field(default_factory=list)  # when sent, the mean, each replica's own delta
+    # when sent, the mean, each replica's own delta
+    flying: list[tuple[int, Tensors, list[Tensors]]] = field(default_factory=list)
     partial: bool = False  # the latest one was sent by `finish`, inside a round
     last: int = 0
 
 
 class Streaming(Replicas):
-    """Every `period` steps (offset by fragment) the mean of anchor - theta takes an outer Nesterov step, `delay` steps after it was sent.
+    """Every `period` steps (offset by fragment) the mean of anchor - theta takes an outer Nesterov
+    step, `delay` steps after it was sent.
 
-    A delta leaves out what this replica has under way, P; when a mean arrives theta = mix theta + (1 - mix) (anchor - P).
+    A delta leaves out what this replica has under way, P; when a mean arrives theta = mix theta +
+    (1 - mix) (anchor - P).
 
     Args:
-        parts: names of each fragment (default: one with everything); fragment p of n has the offset floor(p period / n).
-        beta: decay of the error feedback; None: no feedback, what the code loses is lost. gain: of what joins it.
+        parts: names of each fragment (default: one with everything); fragment p of n has the offset
+            floor(p period / n).
+        beta: decay of the error feedback; None: no feedback, what the code loses is lost. gain: of
+            what joins it.
         warmup: rounds over which the outer momentum rises.
     """
 
@@ -102,7 +112,10 @@ class Streaming(Replicas):
         return sum((own[r][name] for _, _, own in f.flying), torch.zeros_like(f.anchor[name]))
 
     def send(self, f: Fragment) -> None:
-        own = [{n: f.anchor[n] - self.theta[r][n].detach() - self.under_way(f, r, n) for n in f.names} for r in range(self.R)]
+        own = [
+            {n: f.anchor[n] - self.theta[r][n].detach() - self.under_way(f, r, n) for n in f.names}
+            for r in range(self.R)
+        ]
         payload = own
         if self.beta is not None:
             for a, delta in zip(f.a, own, strict=True):
@@ -127,16 +140,21 @@ class Streaming(Replicas):
                 f.anchor[n] = f.anchor[n] - self.lr * (mean[n] + mu * f.m[n])
             for r in range(self.R):
                 theta = self.theta[r][n]
-                theta.data.copy_(mix * theta.detach() + (1 - mix) * (f.anchor[n] - self.under_way(f, r, n)))
+                theta.data.copy_(
+                    mix * theta.detach() + (1 - mix) * (f.anchor[n] - self.under_way(f, r, n))
+                )
 
     def flush(self) -> None:
         """Apply what is under way, in the order it was sent."""
         while any(f.flying for f in self.fragments):
-            self.land(min((f for f in self.fragments if f.flying), key=lambda f: f.flying[0][0]), self.mix)
+            self.land(
+                min((f for f in self.fragments if f.flying), key=lambda f: f.flying[0][0]), self.mix
+            )
 
     def finish(self) -> None:
-        """Drain, then exchange what has changed since; the replicas end at the anchors. A queue is lengthened before it is drained: landing
-        takes the parameters to the anchor less what is under way. A part of a round has outer rate 1 and no momentum."""
+        """Drain, then exchange what has changed since; the replicas end at the anchors. A queue is
+        lengthened before it is drained: landing takes the parameters to the anchor less what is
+        under way. A part of a round has outer rate 1 and no momentum."""
         for f in self.fragments:
             if self.delay >= self.period and f.last < self.t:
                 self.send(f)
@@ -153,9 +171,11 @@ class Streaming(Replicas):
 
 
 class MuLoCo(Streaming):
-    """The inner step is not computed but given: `step(updates)` adds updates[r][name] to the parameters.
+    """The inner step is not computed but given: `step(updates)` adds updates[r][name] to the
+    parameters.
 
-    Muon's bf16 products differ by how a matrix is sharded, so a run's own measured steps are what the outer rule is held to.
+    Muon's bf16 products differ by how a matrix is sharded, so a run's own measured steps are what
+    the outer rule is held to.
     """
 
     def step(self, updates: list[Gradients]) -> None:

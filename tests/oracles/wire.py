@@ -1,4 +1,6 @@
-"""12-bit packing through strings of '0' and '1': number i takes bits 12 i .. 12 i + 11, low bits first, byte 0 first."""
+"""12-bit packing through strings of '0' and '1': number i takes bits 12 i .. 12 i + 11, low bits
+first, byte 0 first.
+"""
 
 from __future__ import annotations
 

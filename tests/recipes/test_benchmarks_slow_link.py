@@ -1,4 +1,6 @@
-"""The benchmark on a slow link: what it says where there is no lab, its arithmetic, its file; and, as root, a small run in the lab."""
+"""The benchmark on a slow link: what it says where there is no lab, its arithmetic, its file; and,
+as root, a small run in the lab.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_without_root_or_programs_it_says_so(monkeypatch, capsys) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.shutil, "which", lambda program: None)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert lab.missing() == "the network lab needs ethtool, iproute2, iptables: apt-get install ethtool iproute2 iptables"
+    assert lab.missing() == (
+        "the network lab needs ethtool, iproute2, iptables: apt-get install ethtool "
+        "iproute2 iptables"
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,9 @@ def test_the_grid_has_all_presets_and_runs_whole_cycles() -> None:
     grid = slow_link.cases(20, 15)
     wanted = {"full", "demo", "diloco", "streaming_diloco", "decoupled_momentum", "desloc"}
     assert {c.preset for c in grid} == wanted
-    assert {max(x.schedule.delay for x in c.config.channels) for c in grid if c.preset == "demo"} == {0, 1}
+    assert {
+        max(x.schedule.delay for x in c.config.channels) for c in grid if c.preset == "demo"
+    } == {0, 1}
     for case in grid:
         assert all(case.steps % c.schedule.sync_every == 0 for c in case.config.channels), case.name
         assert len({c.name for c in grid}) == len(grid)
@@ -74,44 +81,79 @@ def test_the_grid_has_all_presets_and_runs_whole_cycles() -> None:
 def test_runs_begin_where_the_least_is_under_way() -> None:
     assert slow_link.quiet_phase(preset("demo")) == (0, 0)
     assert slow_link.quiet_phase(preset("demo", **{"schedule.delay": 2})) == (0, 2)
-    # Period 10: a payload leaves in step 9 and lands in step 9 + 4 = 13, so the first quiet step of the cycle is 4.
+    # Period 10: a payload leaves in step 9 and lands in step 9 + 4 = 13, so the first quiet step of
+    # the cycle is 4.
     assert slow_link.quiet_phase(preset("diloco", period=10, **{"schedule.delay": 4})) == (4, 0)
 
 
 def test_numbers_of_parked_packets_are_read_from_netlink() -> None:
     def packet(number: int, extra: bytes = b"") -> bytes:
-        inner = struct.pack("=BBH", 0, 0, 0) + extra + struct.pack("=HH", 11, 1) + struct.pack(">IHB", number, 0x800, 0) + b"\0"
+        inner = (
+            struct.pack("=BBH", 0, 0, 0)
+            + extra
+            + struct.pack("=HH", 11, 1)
+            + struct.pack(">IHB", number, 0x800, 0)
+            + b"\0"
+        )
         return struct.pack("=IHHII", 16 + len(inner), 3 << 8, 0, 0, 0) + inner
 
     mark = struct.pack("=HHI", 8, 3, 7)  # another attribute before it
     assert lab._numbers(packet(5) + packet(6, mark)) == [5, 6]
     assert lab._numbers(b"") == []
-    assert lab._numbers(struct.pack("=IHHII", 20, 2, 0, 0, 0) + b"\0" * 4) == []  # an acknowledgement
+    # an acknowledgement
+    assert lab._numbers(struct.pack("=IHHII", 20, 2, 0, 0, 0) + b"\0" * 4) == []
 
 
 def cell(link: Link, rate: float, steps: int) -> slow_link.Cell:
     """Three repeats of 10 % apart on two islands that moved 1000 bytes a step."""
     made = slow_link.Cell(link, steps, 3)
     for factor in (0.9, 1.0, 1.1):
-        one = {"seconds": 100 * steps / (rate * factor) * 2, "waiting": 0.1 * steps, "tokens": 100 * steps, "metered": 1000 * steps}
-        made.runs.append([{**one, "tx": 1050 * steps}, {**one, "tx": 1050 * steps, "waiting": 0.2 * steps}])
+        one = {
+            "seconds": 100 * steps / (rate * factor) * 2,
+            "waiting": 0.1 * steps,
+            "tokens": 100 * steps,
+            "metered": 1000 * steps,
+        }
+        made.runs.append(
+            [{**one, "tx": 1050 * steps}, {**one, "tx": 1050 * steps, "waiting": 0.2 * steps}]
+        )
     return made
 
 
 def test_rows_and_the_table() -> None:
-    case, args = slow_link.Case("full", "full", {"value_dtype": "bf16"}, 6), slow_link._parser().parse_args([])
+    case, args = (
+        slow_link.Case("full", "full", {"value_dtype": "bf16"}, 6),
+        slow_link._parser().parse_args([]),
+    )
     first, slow = cell(Link(), 1000.0, 6), cell(Link(1e7, 0.02), 10.0, 1)
     rows = [slow_link._row(case, c, first, 1.05, 7, args) for c in (first, slow)]
-    assert [r["tokens_per_second"] for r in rows] == pytest.approx([1000, 10]) and rows[1]["ratio"] == pytest.approx(0.01)
-    assert [r["extrapolated"] for r in rows] == [False, True] and [r["link"] for r in rows] == ["none", "10Mbit"]
-    assert rows[0]["exposed_seconds_per_step"] == pytest.approx(0.2) and rows[0]["bytes_per_step"] == 1000
-    assert rows[0]["spread"] == pytest.approx([900, 1100]) and rows[0]["interface_over_meter"] == pytest.approx(1.05)
+    assert [r["tokens_per_second"] for r in rows] == pytest.approx([1000, 10]) and rows[1][
+        "ratio"
+    ] == pytest.approx(0.01)
+    assert [r["extrapolated"] for r in rows] == [False, True] and [r["link"] for r in rows] == [
+        "none",
+        "10Mbit",
+    ]
+    assert (
+        rows[0]["exposed_seconds_per_step"] == pytest.approx(0.2)
+        and rows[0]["bytes_per_step"] == 1000
+    )
+    assert rows[0]["spread"] == pytest.approx([900, 1100]) and rows[0][
+        "interface_over_meter"
+    ] == pytest.approx(1.05)
     text = slow_link.show(rows)
-    assert "10*" in text and "1000 " in text and "* run for fewer steps" in text and "20.0% of 3" in text
+    assert (
+        "10*" in text
+        and "1000 " in text
+        and "* run for fewer steps" in text
+        and "20.0% of 3" in text
+    )
     assert "*" not in slow_link.show(rows[:1])
 
 
-def test_a_finished_file_is_shown_and_another_setting_refused(monkeypatch, capsys, tmp_path) -> None:
+def test_a_finished_file_is_shown_and_another_setting_refused(
+    monkeypatch, capsys, tmp_path
+) -> None:
     """No root needed for that."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     args, path = slow_link._parser().parse_args([]), tmp_path / "rows.json"
@@ -120,7 +162,9 @@ def test_a_finished_file_is_shown_and_another_setting_refused(monkeypatch, capsy
     path.write_text(json.dumps({"settings": slow_link.facts(args), "rows": [row]}))
     status, out, err = call(monkeypatch, capsys, "--only", "full", "--json", str(path))
     assert not err and status == 0 and "full" in out and "1000" in out
-    status, _, err = call(monkeypatch, capsys, "--only", "full", "--json", str(path), "--length", "64")
+    status, _, err = call(
+        monkeypatch, capsys, "--only", "full", "--json", str(path), "--length", "64"
+    )
     assert status == 2 and "other settings" in err
     status, _, err = call(monkeypatch, capsys, "--only", "demo", "--json", str(path))
     assert status == 2 and "needs root" in err  # not in the file: it would have to be measured
@@ -131,15 +175,39 @@ def test_a_finished_file_is_shown_and_another_setting_refused(monkeypatch, capsy
 def test_a_small_run_in_the_lab(tmp_path) -> None:
     """Two presets on two links; the interface has sent what the meter counted, and headers."""
     path = tmp_path / "rows.json"
-    small = ["--only", "demo", "--links", "none,100Mbit", "--repeat", "1", "--layers", "1", "--length", "32", "--logs", str(tmp_path)]
+    small = [
+        "--only",
+        "demo",
+        "--links",
+        "none,100Mbit",
+        "--repeat",
+        "1",
+        "--layers",
+        "1",
+        "--length",
+        "32",
+        "--logs",
+        str(tmp_path),
+    ]
     words = [sys.executable, str(SCRIPT), *small, "--json", str(path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=250)
     if "NFQUEUE" in done.stderr or "netns" in done.stderr:
         pytest.skip(f"no lab in this container: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
-    assert [(r["delay"], r["link"]) for r in rows] == [(0, "none"), (0, "100Mbit"), (1, "none"), (1, "100Mbit")]
+    assert [(r["delay"], r["link"]) for r in rows] == [
+        (0, "none"),
+        (0, "100Mbit"),
+        (1, "none"),
+        (1, "100Mbit"),
+    ]
     for r in rows:
-        assert r["tokens_per_second"] > 0 and r["exposed_seconds_per_step"] >= 0 and not r["extrapolated"]
-        assert 1.0 < r["interface_over_meter_without_offload"] < 1.15  # messages are short here, and the small ones of the start count
-    assert rows[1]["exposed_seconds_per_step"] > 0.02  # without a delay the round trip alone is that long
+        assert (
+            r["tokens_per_second"] > 0
+            and r["exposed_seconds_per_step"] >= 0
+            and not r["extrapolated"]
+        )
+        # messages are short here, and the small ones of the start count
+        assert 1.0 < r["interface_over_meter_without_offload"] < 1.15
+    # without a delay the round trip alone is that long
+    assert rows[1]["exposed_seconds_per_step"] > 0.02

@@ -1,7 +1,8 @@
-"""The files of recipes/accelerate, exchange, slurm and ssh, run as they stand: tiny model, CPU, a few steps, every host this machine.
+"""The files of recipes/accelerate, exchange, slurm and ssh, run as they stand: tiny model, CPU, a
+few steps, every host this machine.
 
-`ssh`, `srun` and `hostname` on PATH are small scripts that run here what they are given. What needs a GPU is read by Accelerate's own
-loader and taken as far as a machine without one allows.
+`ssh`, `srun` and `hostname` on PATH are small scripts that run here what they are given. What needs
+a GPU is read by Accelerate's own loader and taken as far as a machine without one allows.
 """
 
 import importlib.machinery
@@ -32,10 +33,11 @@ EXCHANGES = sorted(path.name for path in (RECIPES / "exchange").glob("*.yaml"))
 RUN = f"test-{os.getpid()}"
 SMALL = "--sequence-length 32 --batch-size 1 --eval-batches 1 --eval-every 0 --log-every 2"
 
-# Like the real ones where it matters: ssh joins its words and hands them to a shell, without variables of this one; srun starts one task
-# per node, and its status is the worst of theirs.
+# Like the real ones where it matters: ssh joins its words and hands them to a shell, without
+# variables of this one; srun starts one task per node, and its status is the worst of theirs.
 FAKES = {
-    "ssh": 'while [[ $1 == -* ]]; do shift 2; done; echo "$1" >>"$FAKE_LOG"; shift; unset "${!ISLAND_@}"; exec sh -c "$*"',
+    "ssh": 'while [[ $1 == -* ]]; do shift 2; done; echo "$1" >>"$FAKE_LOG"; shift; unset '
+    '"${!ISLAND_@}"; exec sh -c "$*"',
     "srun": """while [[ $1 == -* ]]; do shift; done
 pids=() status=0
 for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
@@ -53,7 +55,11 @@ def launch(tmp_path):
     for name, text in FAKES.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (commands / name).chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ISLAND_", "ACCELERATE_", "SLURM_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ISLAND_", "ACCELERATE_", "SLURM_"))
+    }
 
     def start(file, **variables):
         env = {
@@ -73,7 +79,9 @@ def launch(tmp_path):
             **{name: str(value) for name, value in variables.items()},
         }
         words = ["bash", str(RECIPES / file)]
-        return subprocess.Popen(words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
 
     start.output = tmp_path / "out"
     start.hosts = tmp_path / "hosts"
@@ -87,25 +95,48 @@ def ended(process, status=0, timeout=380):
 
 
 def slurm(nodes, **variables):
-    return {"SLURM_JOB_ID": "4711", "SLURM_NNODES": str(nodes), "SLURM_SUBMIT_DIR": str(ROOT), **variables}
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        **variables,
+    }
 
 
 def ssh(nodes, **variables):
-    return {"HOSTS": " ".join(f"node{n}" for n in range(nodes)), "ADDRESSES": " ".join(["127.0.0.1"] * nodes), **variables}
+    return {
+        "HOSTS": " ".join(f"node{n}" for n in range(nodes)),
+        "ADDRESSES": " ".join(["127.0.0.1"] * nodes),
+        **variables,
+    }
 
 
 def check(output, islands, procs, preset, steps=4):
     """What every run of islands leaves behind: a summary of each, which agree."""
-    found = [json.loads((output / f"island{n}" / "summary.json").read_text()) for n in range(islands)]
+    found = [
+        json.loads((output / f"island{n}" / "summary.json").read_text()) for n in range(islands)
+    ]
     for summary in found:
-        facts = {key: summary[key] for key in ("islands", "procs", "preset", "steps", "digests_equal")}
-        assert facts == {"islands": islands, "procs": procs, "preset": preset, "steps": steps, "digests_equal": True}
-        assert summary["bytes_sent_per_island"] > 0 and summary["exchanges"] > 0 and summary["loss_end"] < 6
+        facts = {
+            key: summary[key] for key in ("islands", "procs", "preset", "steps", "digests_equal")
+        }
+        assert facts == {
+            "islands": islands,
+            "procs": procs,
+            "preset": preset,
+            "steps": steps,
+            "digests_equal": True,
+        }
+        assert (
+            summary["bytes_sent_per_island"] > 0
+            and summary["exchanges"] > 0
+            and summary["loss_end"] < 6
+        )
     assert len({summary["tokens"] for summary in found}) == 1
     assert not (output / f"island{islands}").exists()
 
 
-# -- exchange/ --------------------------------------------------------------------------------------------------------------
+# -- exchange/ -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -127,7 +158,7 @@ def test_every_recommended_preset_has_an_exchange_file():
     assert {f"{name}.yaml" for name in (*RECOMMENDED, "streaming_diloco")} == set(EXCHANGES)
 
 
-# -- accelerate/ ------------------------------------------------------------------------------------------------------------
+# -- accelerate/ ---------------------------------------------------------------------------------
 
 
 def exported(name, *options):
@@ -139,20 +170,29 @@ def exported(name, *options):
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_accelerate_reads_every_file(name):
-    """Its loader refuses unknown keys of the top level; those of a section are looked up among the launcher's own options."""
+    """Its loader refuses unknown keys of the top level; those of a section are looked up among the
+    launcher's own options.
+    """
     config = load_config_from_file(str(RECIPES / "accelerate" / name))
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
-        assert set(getattr(config, section)) <= set(options), f"keys of {section} that Accelerate does not know"
+        assert set(getattr(config, section)) <= set(options), (
+            f"keys of {section} that Accelerate does not know"
+        )
     assert config.mixed_precision == ("no" if name.startswith("cpu") else "bf16")
     assert config.num_machines == (2 if "mesh" in name else 1)
     if name.startswith("zero"):
-        assert config.deepspeed_config["zero_stage"] == int(name[4]) and config.deepspeed_config["gradient_clipping"] == 1.0
+        assert (
+            config.deepspeed_config["zero_stage"] == int(name[4])
+            and config.deepspeed_config["gradient_clipping"] == 1.0
+        )
 
 
 @pytest.mark.parametrize("name", ["fsdp2-island.yaml", "fsdp2-mesh.yaml"])
 def test_a_script_that_asks_for_nothing_gets_the_plugin_of_the_file(name, monkeypatch):
-    """What a Trainer script or a plain `Accelerator()` finds: the same FSDP2 that `fsdp_demo.integrations.accelerate` asks for."""
+    """What a Trainer script or a plain `Accelerator()` finds: the same FSDP2 that
+    `fsdp_demo.integrations.accelerate` asks for.
+    """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from fsdp_demo.integrations import accelerate as ours
@@ -162,9 +202,18 @@ def test_a_script_that_asks_for_nothing_gets_the_plugin_of_the_file(name, monkey
         if key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_")):
             monkeypatch.setenv(key, value)
     plugin = FullyShardedDataParallelPlugin()
-    for field in ("fsdp_version", "reshard_after_forward", "state_dict_type", "cpu_ram_efficient_loading", "activation_checkpointing"):
+    for field in (
+        "fsdp_version",
+        "reshard_after_forward",
+        "state_dict_type",
+        "cpu_ram_efficient_loading",
+        "activation_checkpointing",
+    ):
         assert getattr(plugin, field) == getattr(made, field), field
-    assert plugin.transformer_cls_names_to_wrap is None and plugin.auto_wrap_policy is made.auto_wrap_policy
+    assert (
+        plugin.transformer_cls_names_to_wrap is None
+        and plugin.auto_wrap_policy is made.auto_wrap_policy
+    )
     assert type(plugin.cpu_offload) is type(made.cpu_offload)
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
@@ -174,31 +223,47 @@ def test_the_sizes_of_the_mesh_file_reach_the_exchange(monkeypatch):
 
     assert "PARALLELISM_CONFIG_DP_SHARD_SIZE" not in exported("fsdp2-island.yaml")
     sizes = ["--num_machines", "4", "--num_processes", "8"]
-    sizes += ["--parallelism_config_dp_replicate_size", "4", "--parallelism_config_dp_shard_size", "2"]
+    sizes += [
+        "--parallelism_config_dp_replicate_size",
+        "4",
+        "--parallelism_config_dp_shard_size",
+        "2",
+    ]
     for options, expected in (([], (2, 8)), (sizes, (4, 2))):
         for key, value in exported("fsdp2-mesh.yaml", "--machine_rank", "1", *options).items():
             if key.startswith("PARALLELISM_CONFIG_"):
                 monkeypatch.setenv(key, value)
         config = ExchangeParallelismConfig()
-        assert (config.dp_replicate_size, config.dp_shard_size) == expected and config.fsdp_dim_names == ["dp_shard"]
+        assert (
+            config.dp_replicate_size,
+            config.dp_shard_size,
+        ) == expected and config.fsdp_dim_names == ["dp_shard"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_zero_files_make_a_deepspeed_plugin(stage):
-    """As far as a machine without DeepSpeed goes: what the launcher passes on; the plugin itself where DeepSpeed is installed. With an
-    exchange: test_zero_recipes.py."""
+    """As far as a machine without DeepSpeed goes: what the launcher passes on; the plugin itself
+    where DeepSpeed is installed. With an exchange: test_zero_recipes.py."""
     words = ["--config_file", str(RECIPES / "accelerate" / f"zero{stage}.yaml"), "script.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert args.use_deepspeed and not args.use_fsdp and int(args.zero_stage) == stage
-    assert float(args.gradient_clipping) == 1.0 and args.mixed_precision == "bf16" and args.num_machines == 1
+    assert (
+        float(args.gradient_clipping) == 1.0
+        and args.mixed_precision == "bf16"
+        and args.num_machines == 1
+    )
     pytest.importorskip("deepspeed")
     from accelerate.utils import DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(zero_stage=args.zero_stage, gradient_clipping=args.gradient_clipping, gradient_accumulation_steps=1)
+    plugin = DeepSpeedPlugin(
+        zero_stage=args.zero_stage,
+        gradient_clipping=args.gradient_clipping,
+        gradient_accumulation_steps=1,
+    )
     assert plugin.deepspeed_config["zero_optimization"]["stage"] == stage
 
 
-# -- slurm/ and ssh/ --------------------------------------------------------------------------------------------------------
+# -- slurm/ and ssh/ -----------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)
@@ -237,7 +302,12 @@ def test_slurm_islands_on_four_nodes(launch):
 def test_ssh_islands_on_four_hosts_with_torchrun(launch):
     exchange = RECIPES / "exchange" / "streaming_diloco.yaml"
     options = f"{SMALL} --set schedule.sync_every=4 schedule.delay=1"
-    ended(launch("ssh/islands.sh", **ssh(4, EXCHANGE=exchange, OPTIONS=options, LAUNCHER="torchrun", STEPS=8)))
+    ended(
+        launch(
+            "ssh/islands.sh",
+            **ssh(4, EXCHANGE=exchange, OPTIONS=options, LAUNCHER="torchrun", STEPS=8),
+        )
+    )
     check(launch.output, islands=4, procs=1, preset="streaming_diloco", steps=8)
 
 
@@ -261,7 +331,11 @@ def test_ssh_mesh(launch, hosts, launcher):
 
 def check_mesh(output, replicas, preset):
     summary = json.loads((output / "summary.json").read_text())
-    assert (summary["islands"], summary["preset"], summary["digests_equal"]) == (replicas, preset, True)
+    assert (summary["islands"], summary["preset"], summary["digests_equal"]) == (
+        replicas,
+        preset,
+        True,
+    )
     assert summary["bytes_sent_per_island"] > 0
 
 
@@ -275,8 +349,11 @@ def test_ssh_islands_that_are_stopped_save_and_go_on(launch):
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     output = ended(process, status=75)
-    assert all(list((launch.output / f"island{n}").glob("emergency-*/rank0.json")) for n in range(2)), output
-    steps = json.loads(metrics.read_text().splitlines()[-1])["step"] + 10  # more than were taken between the last line and the stop
+    assert all(
+        list((launch.output / f"island{n}").glob("emergency-*/rank0.json")) for n in range(2)
+    ), output
+    # more than were taken between the last line and the stop
+    steps = json.loads(metrics.read_text().splitlines()[-1])["step"] + 10
     ended(launch("ssh/islands.sh", **ssh(2, STEPS=steps, EXCHANGE="demo", RESUME=1)))
     check(launch.output, islands=2, procs=1, preset="demo", steps=steps)
 
@@ -286,7 +363,7 @@ case "$*" in
     *store*) [[ $* != *--port-file* ]] || echo 29400 >"${@: -1}"; exec sleep 60 ;;
     *) echo "island $ISLAND_RANK of $ISLAND_COUNT at $ISLAND_ENDPOINT run $ISLAND_RUN: $*"; exit "$STUB_STATUS" ;;
 esac
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
@@ -295,18 +372,32 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     stub.write_text(STUB)
     stub.chmod(0o755)
     again = {} if count is None else {"SLURM_RESTART_COUNT": count}
-    output = ended(launch("slurm/islands-2nodes.sbatch", **slurm(2, PYTHON=stub, STUB_STATUS=status, **again)), status=status)
+    output = ended(
+        launch("slurm/islands-2nodes.sbatch", **slurm(2, PYTHON=stub, STUB_STATUS=status, **again)),
+        status=status,
+    )
     lines = sorted(line for line in output.splitlines() if line.startswith("island "))
-    assert [line.split(" run ")[0] for line in lines] == [f"island {n} of 2 at zmq://127.0.0.1:29400" for n in range(2)]
-    assert all(f" run 4711-{count or 0}: " in line and line.endswith("--resume auto") == bool(count) for line in lines), output
+    assert [line.split(" run ")[0] for line in lines] == [
+        f"island {n} of 2 at zmq://127.0.0.1:29400" for n in range(2)
+    ]
+    assert all(
+        f" run 4711-{count or 0}: " in line and line.endswith("--resume auto") == bool(count)
+        for line in lines
+    ), output
     assert all("--save-every 200" in line for line in lines)  # a crash costs at most these steps
-    assert ("scontrol requeue 4711" in output) == (status == 75) and ("choose, then submit again" in output) == (status == 78)
+    assert ("scontrol requeue 4711" in output) == (status == 75) and (
+        "choose, then submit again" in output
+    ) == (status == 78)
 
 
-@pytest.mark.parametrize(("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)])
+@pytest.mark.parametrize(
+    ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
+)
 def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts):
     stub = tmp_path / "python"
-    stub.write_text(STUB.replace("*store*)", '*store*) [ -z "$ISLAND_RANK" ] && echo "$@" >>"$FAKE_LOG.store";'))
+    stub.write_text(
+        STUB.replace("*store*)", '*store*) [ -z "$ISLAND_RANK" ] && echo "$@" >>"$FAKE_LOG.store";')
+    )
     stub.chmod(0o755)
     output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, RUN="z")))
     assert output.count("at zmq://127.0.0.1:29400 run ") == 2
@@ -314,14 +405,22 @@ def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts)
     assert "--bind zmq://127.0.0.1:" in words and ".sqlite" in words.partition("--file ")[2]
 
 
-@pytest.mark.parametrize(("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)])
+@pytest.mark.parametrize(
+    ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
+)
 def test_what_the_user_sets_reaches_every_island(launch, tmp_path, file, hosts):
     stub = tmp_path / "python"
     said = "has $ISLAND_TRANSPORT $ISLAND_MIN $ISLAND_TOKEN $ISLAND_TIMEOUT $ISLAND_NAME"
     stub.write_text(STUB.replace('echo "island', f'echo "{said}"; echo "island'))
     stub.chmod(0o755)
-    token = "it's a \"secret\" $HOME \\ `x` \u00e9"
-    given = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_MIN": "1", "ISLAND_TOKEN": token, "ISLAND_TIMEOUT": "77", "RUN": "v"}
+    token = 'it\'s a "secret" $HOME \\ `x` \u00e9'
+    given = {
+        "ISLAND_TRANSPORT": "zeromq",
+        "ISLAND_MIN": "1",
+        "ISLAND_TOKEN": token,
+        "ISLAND_TIMEOUT": "77",
+        "RUN": "v",
+    }
     output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, **given)))
     assert output.count(f"has zeromq 1 {token} 77 \n") == 2, output
 
@@ -340,19 +439,33 @@ esac
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)])
+@pytest.mark.parametrize(
+    ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
+)
 def test_a_lost_island_is_started_again(launch, tmp_path, file, hosts):
-    """Over ZeroMQ, by the supervisor of `fsdp_demo.launch`; what it starts is killed in its first life."""
+    """Over ZeroMQ, by the supervisor of `fsdp_demo.launch`; what it starts is killed in its first
+    life.
+    """
     stub = tmp_path / "python"
     stub.write_text(LOST.replace("{python}", sys.executable))
     stub.chmod(0o755)
     for transport, lives in (("zeromq", 2), ("gloo", 1)):
-        process = launch(file, **hosts(2, PYTHON=stub, ISLAND_TRANSPORT=transport, RUN=f"{RUN}-{transport}"))
+        process = launch(
+            file, **hosts(2, PYTHON=stub, ISLAND_TRANSPORT=transport, RUN=f"{RUN}-{transport}")
+        )
         output = process.communicate(timeout=280)[0]
         assert (process.returncode == 0) == (lives == 2), output
-        found = sorted(line[line.index("life ") :] for line in output.splitlines() if line.startswith("life "))
-        assert [line.partition(":")[0] for line in found] == ["life 0 of island 0", "life 0 of island 1", "life 1 of island 1"][: 1 + lives]
-        assert not any(line.endswith("--resume auto") for line in found[:2]) and (lives == 1 or found[2].endswith("--resume auto")), output
+        found = sorted(
+            line[line.index("life ") :] for line in output.splitlines() if line.startswith("life ")
+        )
+        assert [line.partition(":")[0] for line in found] == [
+            "life 0 of island 0",
+            "life 0 of island 1",
+            "life 1 of island 1",
+        ][: 1 + lives]
+        assert not any(line.endswith("--resume auto") for line in found[:2]) and (
+            lives == 1 or found[2].endswith("--resume auto")
+        ), output
 
 
 @pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (78, 78), (3, 1)])
@@ -362,7 +475,10 @@ def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path,
     stub.chmod(0o755)
     variables = ssh(2, PYTHON=stub, STUB_STATUS=of_islands, RUN="r", RESUME="auto", SAVE_EVERY=7)
     output = ended(launch("ssh/islands.sh", **variables), status=whole)
-    assert output.count("run r: ") == 2 and output.count("--save-every 7") == output.count("--resume auto") == 2
+    assert (
+        output.count("run r: ") == 2
+        and output.count("--save-every 7") == output.count("--resume auto") == 2
+    )
     assert output.count(f"ended with status {of_islands}") == (2 if of_islands else 0)
 
 
@@ -383,10 +499,13 @@ def test_wrong_variables_are_refused_at_once(launch, file, variables, message):
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_the_head_of_a_slurm_file_asks_for_its_nodes(nodes):
     text = (RECIPES / "slurm" / f"islands-{nodes}nodes.sbatch").read_text()
-    assert text.startswith("#!/usr/bin/env bash\n#SBATCH") and f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n" in text
+    assert (
+        text.startswith("#!/usr/bin/env bash\n#SBATCH")
+        and f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n" in text
+    )
 
 
-# -- check.py ---------------------------------------------------------------------------------------------------------------
+# -- check.py ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -414,8 +533,11 @@ def checker(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("deepspeed", [True, False])
-def test_check_does_with_the_gpus_what_it_says(checker, monkeypatch, gpus, ranks, skipped, deepspeed):
-    file = "deepspeed/__init__.py" if deepspeed else None  # none: the folder recipes/deepspeed alone
+def test_check_does_with_the_gpus_what_it_says(
+    checker, monkeypatch, gpus, ranks, skipped, deepspeed
+):
+    # none: the folder recipes/deepspeed alone
+    file = "deepspeed/__init__.py" if deepspeed else None
     found = importlib.machinery.ModuleSpec("deepspeed", None, origin=file)
     monkeypatch.setattr(checker.importlib.util, "find_spec", lambda name: found)
     skipped = skipped if deepspeed else {*skipped, "zero"}
@@ -426,7 +548,9 @@ def test_check_does_with_the_gpus_what_it_says(checker, monkeypatch, gpus, ranks
     assert ("--cpu" in words) == (gpus == 0) and ("--bf16" in words) == (gpus > 0)
     assert rows["zero"].skipped == ("" if deepspeed else "no deepspeed here")
     if deepspeed:
-        assert ("--cpu" in rows["zero"].words) == (gpus == 0) and "pretrain_deepspeed.py" in " ".join(rows["zero"].words)
+        assert ("--cpu" in rows["zero"].words) == (
+            gpus == 0
+        ) and "pretrain_deepspeed.py" in " ".join(rows["zero"].words)
     assert list(checker.planned(gpus, "--rows", "fsdp2")) == ["fsdp2"]
     with pytest.raises(SystemExit, match="ddp: unknown"):
         checker.planned(gpus, "--rows", "ddp")
@@ -443,19 +567,34 @@ def test_check_does_with_the_gpus_what_it_says(checker, monkeypatch, gpus, ranks
     ],
 )
 def test_check_judges_both_islands(checker, tmp_path, status, second, result, agree):
-    first = {"digests_equal": True, "loss_start": 5.5, "loss_end": 5.0, "peak_memory": 2_000_000, "tokens_per_second": 10.4}
+    first = {
+        "digests_equal": True,
+        "loss_start": 5.5,
+        "loss_end": 5.0,
+        "peak_memory": 2_000_000,
+        "tokens_per_second": 10.4,
+    }
     for number, summary in enumerate([first, None if second is None else {**first, **second}]):
         if summary is not None:
             (tmp_path / f"island{number}").mkdir()
             (tmp_path / f"island{number}" / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "log.txt").write_text(f"...\n[rehearse] ended after 9 s with status {status} (island0 0, island1 {status})\n")
+    (tmp_path / "log.txt").write_text(
+        f"...\n[rehearse] ended after 9 s with status {status} (island0 0, island1 {status})\n"
+    )
     found, cells = checker.judge(checker.Row("islands", "2 x 1", islands=2), status, tmp_path)
-    assert found == result and cells[:2] == [f"island0 0, island1 {status}", agree] and cells[3:] == ["2 MB", "10"]
+    assert (
+        found == result
+        and cells[:2] == [f"island0 0, island1 {status}", agree]
+        and cells[3:] == ["2 MB", "10"]
+    )
 
 
 def test_check_says_that_nothing_came(checker, tmp_path):
     (tmp_path / "log.txt").write_text("Traceback\n")
-    assert checker.judge(checker.Row("mesh", "2 x 2"), 1, tmp_path) == ("FAILED", ["1", "-", "-", "-", "-"])
+    assert checker.judge(checker.Row("mesh", "2 x 2"), 1, tmp_path) == (
+        "FAILED",
+        ["1", "-", "-", "-", "-"],
+    )
     assert checker.judge(checker.Row("mesh", "2 x 2"), 124, tmp_path)[0] == "timed out"
 
 
@@ -463,9 +602,27 @@ def test_check_says_that_nothing_came(checker, tmp_path):
 @pytest.mark.timeout(400)
 def test_check_on_the_cpu(tmp_path):
     env = {**os.environ, "FSDP_DEMO_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    words = ["bash", str(RECIPES / "check.sh"), "--cpu", "--procs", "1", "--steps", "6", "--model", "tiny", "--batch-size", "2"]
+    words = [
+        "bash",
+        str(RECIPES / "check.sh"),
+        "--cpu",
+        "--procs",
+        "1",
+        "--steps",
+        "6",
+        "--model",
+        "tiny",
+        "--batch-size",
+        "2",
+    ]
     words += ["--sequence-length", "64", "--output", str(tmp_path)]
-    done = subprocess.run(words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=380)
+    done = subprocess.run(
+        words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=380
+    )
     assert done.returncode == 0, done.stdout
-    rows = [line.split("|") for line in (tmp_path / "check.md").read_text().splitlines() if line.startswith("|")]
+    rows = [
+        line.split("|")
+        for line in (tmp_path / "check.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
     assert [row[3].strip() for row in rows[2:3]] == ["ok"] and rows[2][5].strip() == "yes"

@@ -29,13 +29,25 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     book = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(book)
-    at = next(i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", []))
-    book.cells.insert(at + 1, nbformat.v4.new_code_cell(f"STEPS, OUTPUT = 16, Path({str(tmp_path / 'out')!r})"))
-    client = nbclient.NotebookClient(book, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    at = next(
+        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", [])
+    )
+    book.cells.insert(
+        at + 1, nbformat.v4.new_code_cell(f"STEPS, OUTPUT = 16, Path({str(tmp_path / 'out')!r})")
+    )
+    client = nbclient.NotebookClient(
+        book,
+        timeout=1200,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(NOTEBOOK.parent)}},
+    )
     client.execute()
     shown = {cell.id: cell.outputs for cell in book.cells if cell.cell_type == "code"}
     assert any("image/png" in output.get("data", {}) for output in shown["plot"])
     numbers = "".join(output.get("text", "") for output in shown["numbers"])
     assert numbers.count("islands agree, bit for bit") == 3, numbers
-    sent = {p: json.loads((tmp_path / "out" / p / "summary.json").read_text())["bytes_sent_per_island"] for p in ("full", "demo", "diloco")}
+    sent = {
+        p: json.loads((tmp_path / "out" / p / "summary.json").read_text())["bytes_sent_per_island"]
+        for p in ("full", "demo", "diloco")
+    }
     assert sent["demo"] < sent["diloco"] < sent["full"]

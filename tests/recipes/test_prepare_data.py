@@ -1,4 +1,6 @@
-"""`recipes/prepare_data.py`: the same rows as packing in memory, in one piece, and read back without a copy."""
+"""`recipes/prepare_data.py`: the same rows as packing in memory, in one piece, and read back
+without a copy.
+"""
 
 import contextlib
 import io
@@ -31,23 +33,41 @@ def own_cache(tmp_path, everywhere):
 
 def texts(count=230, seed=0):
     rng = np.random.default_rng(seed)
-    return [f"document {i} ä: " + " ".join(str(n) for n in rng.integers(0, 1000, int(rng.integers(0, 40)))) for i in range(count)]
+    return [
+        f"document {i} ä: "
+        + " ".join(str(n) for n in rng.integers(0, 1000, int(rng.integers(0, 40))))
+        for i in range(count)
+    ]
 
 
 def jsonl(folder, documents):
     folder.mkdir(exist_ok=True)
-    (folder / "a.jsonl").write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)))
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents))
+    )
     return folder
 
 
 def prepared(source, output, procs=1, *options):
-    words = ["--data", source, "--output", output, "--procs", procs, "--sequence-length", LENGTH, *options]
+    words = [
+        "--data",
+        source,
+        "--output",
+        output,
+        "--procs",
+        procs,
+        "--sequence-length",
+        LENGTH,
+        *options,
+    ]
     return prepare_data.main([str(word) for word in words])
 
 
 @pytest.fixture
 def prepared_apart(run_ranks):
-    """`prepared` in a process of its own, which has one thread when it forks its workers; returns what it has printed."""
+    """`prepared` in a process of its own, which has one thread when it forks its workers; returns
+    what it has printed.
+    """
 
     def call(*args):
         ((status, told),) = run_ranks(prepared_alone, 1, 1, env={"ISLAND_COUNT": ""}, args=args)
@@ -72,7 +92,9 @@ def in_memory(documents):
 
 
 @pytest.mark.parametrize("procs", [1, 3])
-def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(tmp_path, prepared_apart, procs):
+def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(
+    tmp_path, prepared_apart, procs
+):
     folder = jsonl(tmp_path / "texts", texts())
     told = prepared_apart(folder, tmp_path / "out", procs)
     found, expected = datasets.load_from_disk(tmp_path / "out"), data.open_local(folder)
@@ -83,9 +105,16 @@ def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(tm
         assert found[name].features["input_ids"].length == LENGTH
     total = len(found["train"]) + len(found["validation"])
     size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
-    assert f"{len(found['train'])} training rows, {len(found['validation'])} validation rows" in told
+    assert (
+        f"{len(found['train'])} training rows, {len(found['validation'])} validation rows" in told
+    )
     assert f"{total * LENGTH} tokens, {size} bytes, " in told and told.endswith(" s\n")
-    assert sorted(p for p in os.listdir(tmp_path) if not p.startswith("ranks-")) == ["cache", "out", "texts"]  # no scratch is left
+    # no scratch is left
+    assert sorted(p for p in os.listdir(tmp_path) if not p.startswith("ranks-")) == [
+        "cache",
+        "out",
+        "texts",
+    ]
 
 
 def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path, prepared_apart):
@@ -102,15 +131,23 @@ def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path, p
 
 def test_parquet_and_splits_of_a_hub_set(tmp_path):
     (tmp_path / "texts").mkdir()
-    datasets.Dataset.from_dict({"content": texts(), "id": range(230)}).to_parquet(str(tmp_path / "texts" / "a.parquet"))
+    datasets.Dataset.from_dict({"content": texts(), "id": range(230)}).to_parquet(
+        str(tmp_path / "texts" / "a.parquet")
+    )
     assert prepared(tmp_path / "texts", tmp_path / "out") == 0
     train, _ = data.open_local(tmp_path / "texts")
     expected = data.pack(TOKENIZER.encode(train["content"]), LENGTH, TOKENIZER.eos_token_id)
     assert np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"]), expected)
     one = datasets.Dataset.from_dict({"text": texts()})
-    assert prepare_data.held_out_of({"train": one, "test": one.select([3])})[1]["text"] == [one["text"][3]]
+    assert prepare_data.held_out_of({"train": one, "test": one.select([3])})[1]["text"] == [
+        one["text"][3]
+    ]
     parts = prepare_data.held_out_of({"train": one})
-    assert len(parts[1]) == 11 and not set(parts[0]["text"]) & set(parts[1]["text"]) and len(parts[0]) + len(parts[1]) == 230
+    assert (
+        len(parts[1]) == 11
+        and not set(parts[0]["text"]) & set(parts[1]["text"])
+        and len(parts[0]) + len(parts[1]) == 230
+    )
 
 
 def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, everywhere, prepared_apart):
@@ -125,44 +162,77 @@ def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, everywher
             for source in (str(tmp_path / "out"), "stdlib")
         )
         assert np.array_equal(np.stack([row["input_ids"] for row in here.train]), there.train.ids)
-        assert np.array_equal(here.validation.ids, there.validation.ids) and len(here.validation) == 7
+        assert (
+            np.array_equal(here.validation.ids, there.validation.ids) and len(here.validation) == 7
+        )
     batch = next(iter(here.loaders(4)[0]))
     assert batch["input_ids"].shape == (4, LENGTH) and set(batch) == {"input_ids", "labels"}
 
 
 def test_rows_stay_on_disk(tmp_path):
-    """Mapped, not read: Arrow's own count of what it allocated stays far below the size of the file."""
+    """Mapped, not read: Arrow's own count of what it allocated stays far below the size of the
+    file.
+    """
     import pyarrow
 
     assert prepared(jsonl(tmp_path / "texts", texts(4000)), tmp_path / "out") == 0
-    before, size = pyarrow.total_allocated_bytes(), sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.arrow"))
+    before, size = (
+        pyarrow.total_allocated_bytes(),
+        sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.arrow")),
+    )
     part = data.load_data(str(tmp_path / "out"), TOKENIZER, LENGTH, islands=2)
     part.train[len(part.train) // 2]
     assert size > 1_000_000 and pyarrow.total_allocated_bytes() - before < size / 4
-    assert sorted(os.listdir(tmp_path / "out" / "train")) == ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
+    assert sorted(os.listdir(tmp_path / "out" / "train")) == [
+        "data-00000-of-00001.arrow",
+        "dataset_info.json",
+        "state.json",
+    ]
 
 
-def test_what_is_there_is_replaced_only_when_asked_and_only_by_a_whole(tmp_path, capsys, monkeypatch):
+def test_what_is_there_is_replaced_only_when_asked_and_only_by_a_whole(
+    tmp_path, capsys, monkeypatch
+):
     first, second = jsonl(tmp_path / "one", texts()), jsonl(tmp_path / "two", texts(seed=1))
     assert prepared(first, tmp_path / "out") == 0
     before = ids(datasets.load_from_disk(tmp_path / "out")["train"])
     assert prepared(second, tmp_path / "out") == 2 and "--overwrite" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.DatasetDict, "save_to_disk", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(
+            datasets.DatasetDict,
+            "save_to_disk",
+            lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")),
+        )
         with pytest.raises(OSError, match="disk full"):
             prepared(second, tmp_path / "out", 1, "--overwrite")
     assert np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"]), before)
     assert prepared(second, tmp_path / "out", 1, "--overwrite") == 0
-    assert not np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"])[:5], before[:5])
-    assert prepared(first, tmp_path / "two", 1, "--overwrite") == 2 and "not written by this script" in capsys.readouterr().err
-    assert (second / "a.jsonl").exists() and sorted(os.listdir(tmp_path)) == ["cache", "one", "out", "two"]
+    assert not np.array_equal(
+        ids(datasets.load_from_disk(tmp_path / "out")["train"])[:5], before[:5]
+    )
+    assert (
+        prepared(first, tmp_path / "two", 1, "--overwrite") == 2
+        and "not written by this script" in capsys.readouterr().err
+    )
+    assert (second / "a.jsonl").exists() and sorted(os.listdir(tmp_path)) == [
+        "cache",
+        "one",
+        "out",
+        "two",
+    ]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("./nowhere", "no such file"), ("short.txt", "less than one row of 32 tokens"), ("titles.jsonl", "expected 'text'")],
+    [
+        ("./nowhere", "no such file"),
+        ("short.txt", "less than one row of 32 tokens"),
+        ("titles.jsonl", "expected 'text'"),
+    ],
 )
-def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path, capsys, monkeypatch, source, message):
+def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(
+    tmp_path, capsys, monkeypatch, source, message
+):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("a\nb\nc")
     Path("titles.jsonl").write_text('{"title": "x"}\n' * 30)
@@ -176,5 +246,8 @@ def test_another_length_or_tokenizer_is_refused_when_reading(tmp_path):
         data.load_data(str(tmp_path / "out"), TOKENIZER, 64)
     other = data.ByteTokenizer()
     other.vocab_size = 300
-    with pytest.raises(ValueError, match="prepared with --tokenizer bytes: 258 ids, end 256. The one given has 300 ids"):
+    with pytest.raises(
+        ValueError,
+        match="prepared with --tokenizer bytes: 258 ids, end 256. The one given has 300 ids",
+    ):
         data.load_data(str(tmp_path / "out"), other, LENGTH)

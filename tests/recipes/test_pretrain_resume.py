@@ -1,4 +1,6 @@
-"""recipes/pretrain.py stopped and resumed: 2N steps are N steps, a stop, a resume and N steps, bit for bit."""
+"""recipes/pretrain.py stopped and resumed: 2N steps are N steps, a stop, a resume and N steps, bit
+for bit.
+"""
 
 import json
 import logging
@@ -31,7 +33,8 @@ from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 from ..support.cases import named  # noqa: E402
 
 STEPS = 10
-# What makes a preset act within ten steps, and where it is stopped: between exchanges, or with a payload under way.
+# What makes a preset act within ten steps, and where it is stopped: between exchanges, or with a
+# payload under way.
 RUNS = {
     "full": ([], 4),
     "local_sgd": (["period=4"], 6),
@@ -47,7 +50,8 @@ RUNS = {
     "muloco": (["period=4"], 6),
 }
 FAMILIES = {  # presets that share their ranks
-    "sources": ["demo", "desloc", "streaming_diloco"],  # one of each: gradients, parameters and moments, deltas
+    # one of each: gradients, parameters and moments, deltas
+    "sources": ["demo", "desloc", "streaming_diloco"],
     "gradients": ["full", "random", "stride"],
     "averages": ["local_sgd", "local_adam", "diloco"],
     "momenta": ["decoupled_momentum", "sparse_loco", "muloco"],
@@ -55,7 +59,11 @@ FAMILIES = {  # presets that share their ranks
 LATE = {  # further ways to have payloads under way
     "demo delayed": ("demo", ["momentum.schedule.delay=2"], 5),
     "diloco queued": ("diloco", ["period=2", "delta.schedule.delay=3"], 5),
-    "released, averaged": ("decoupled_momentum", ["period=2", "rule=released", "average_every=2"], 5),
+    "released, averaged": (
+        "decoupled_momentum",
+        ["period=2", "rule=released", "average_every=2"],
+        5,
+    ),
 }
 
 
@@ -63,8 +71,14 @@ LATE = {  # further ways to have payloads under way
 def source(tmp_path):
     """A model and rows for it, and a cache of `datasets` that is the test's own."""
     config = json.loads((RECIPES / "models" / "tiny.json").read_text())
-    config |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-    (tmp_path / "model.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))  # random states matter
+    config |= {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    # random states matter
+    (tmp_path / "model.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     rows = [[i % 256, i // 256, *((7 * i + 3 * j) % 250 for j in range(14))] for i in range(64)]
     datasets.Dataset.from_dict({"input_ids": rows}).to_parquet(str(tmp_path / "rows.parquet"))
     return tmp_path
@@ -73,10 +87,14 @@ def source(tmp_path):
 def leaves(node, key=""):
     """A tree's tensors and values by path."""
     if isinstance(node, dict):
-        return {k: v for name, part in node.items() for k, v in leaves(part, f"{key}/{name}").items()}
+        return {
+            k: v for name, part in node.items() for k, v in leaves(part, f"{key}/{name}").items()
+        }
     if isinstance(node, list | tuple):
         return {k: v for i, part in enumerate(node) for k, v in leaves(part, f"{key}/{i}").items()}
-    return {key: node.detach().cpu().clone().numpy().tobytes() if torch.is_tensor(node) else repr(node)}
+    return {
+        key: node.detach().cpu().clone().numpy().tobytes() if torch.is_tensor(node) else repr(node)
+    }
 
 
 class Run:
@@ -105,7 +123,9 @@ def train(rank, source, output, options, at=None):
         def finished(*args, **kwargs):
             if run.end:  # the second call closes
                 return finish(*args, **kwargs)
-            run.end = leaves({**replica_tree(exchange.optimizers), "exchange": exchange.state_dict()})
+            run.end = leaves(
+                {**replica_tree(exchange.optimizers), "exchange": exchange.state_dict()}
+            )
             finish(*args, **kwargs)
 
         exchange.finish = finished
@@ -119,8 +139,30 @@ def train(rank, source, output, options, at=None):
         after(runtime)
         run.steps.append(runtime.step)
 
-    common = ["--model", source / "model.json", "--data", source / "rows.parquet", "--sequence-length", 16, "--batch-size", 2]
-    common += ["--eval-every", 4, "--eval-batches", 1, "--log-every", 2, "--steps", STEPS, "--warmup-steps", 3, "--output", output]
+    common = [
+        "--model",
+        source / "model.json",
+        "--data",
+        source / "rows.parquet",
+        "--sequence-length",
+        16,
+        "--batch-size",
+        2,
+    ]
+    common += [
+        "--eval-every",
+        4,
+        "--eval-batches",
+        1,
+        "--log-every",
+        2,
+        "--steps",
+        STEPS,
+        "--warmup-steps",
+        3,
+        "--output",
+        output,
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(source / "cache"))
         patch.setattr(pretrain, "forever", recorded)
@@ -129,7 +171,11 @@ def train(rank, source, output, options, at=None):
         patch.setattr(report, "draw", lambda *_: None)
         micro = report.Report.micro_batch
         patch.setattr(
-            report.Report, "micro_batch", lambda self, loss, n: (run.losses.append(float(loss.detach())), micro(self, loss, n))[1]
+            report.Report,
+            "micro_batch",
+            lambda self, loss, n: (run.losses.append(float(loss.detach())), micro(self, loss, n))[
+                1
+            ],
         )
         patch.setattr(sys, "argv", ["pretrain.py", *map(str, common), *map(str, options)])
         pretrain.main()
@@ -137,12 +183,26 @@ def train(rank, source, output, options, at=None):
 
 
 def lines(output, island):
-    """The island's log and summary, without seconds, and without bytes before the end: what is under way may have been sent or not."""
+    """The island's log and summary, without seconds, and without bytes before the end: what is
+    under way may have been sent or not.
+    """
     text = (output / f"island{island}" / "metrics.jsonl").read_text().splitlines()
     summary = json.loads((output / f"island{island}" / "summary.json").read_text())
-    varies = ("tokens_per_second", "seconds_waiting", "peak_memory", "seconds", "wait_share", "hidden", "mfu", "bytes_sent")
+    varies = (
+        "tokens_per_second",
+        "seconds_waiting",
+        "peak_memory",
+        "seconds",
+        "wait_share",
+        "hidden",
+        "mfu",
+        "bytes_sent",
+    )
     summary["validation"] = [entry[:2] for entry in summary["validation"]]
-    return [{k: v for k, v in each.items() if k not in varies} for each in (*map(json.loads, text), summary)]
+    return [
+        {k: v for k, v in each.items() if k not in varies}
+        for each in (*map(json.loads, text), summary)
+    ]
 
 
 def stopped_at(step, output, into):
@@ -164,7 +224,10 @@ def assert_same(whole, resumed, step, micro=1):
     """The resumed part is the second part of the uninterrupted run."""
     for one, two in zip(whole, resumed, strict=True):
         assert two["steps"] == list(range(step + 1, STEPS + 1))
-        assert two["rows"] == one["rows"][step * micro :] and two["losses"] == one["losses"][step * micro :]
+        assert (
+            two["rows"] == one["rows"][step * micro :]
+            and two["losses"] == one["losses"][step * micro :]
+        )
         assert set(one["end"]) == set(two["end"])
         assert [k for k in one["end"] if one["end"][k] != two["end"][k]] == []
 
@@ -178,12 +241,15 @@ def options_of(preset, changes, step, procs):
 
 
 def each(rank, source, where, jobs, *more):
-    """The recipe for one case after another, each under a run id of its own and with Accelerate as in a new process."""
+    """The recipe for one case after another, each under a run id of its own and with Accelerate as
+    in a new process.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     out, environ = {}, dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)  # it would end the group
+        # it would end the group
+        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)
         for number, (name, options) in enumerate(jobs.items()):
             os.environ["ISLAND_RUN"] = f"{environ['ISLAND_RUN']}-{number}"
             with named(name):
@@ -196,12 +262,22 @@ def each(rank, source, where, jobs, *more):
 
 
 def go_on(run_ranks, source, cases, procs):
-    """For each case (preset, changes, step) a run, and its second part, from the checkpoint of `step`, in other processes.
+    """For each case (preset, changes, step) a run, and its second part, from the checkpoint of
+    `step`, in other processes.
 
     Yields name, step and the two, of all ranks.
     """
-    jobs = {name: options_of(preset, changes, step, procs) for name, (preset, changes, step) in cases.items()}
-    common = {"islands": 2, "procs": procs, "timeout": 280, "env": {"LOCAL_RANK": "-1"} if procs == 1 else None}  # no launcher
+    jobs = {
+        name: options_of(preset, changes, step, procs)
+        for name, (preset, changes, step) in cases.items()
+    }
+    # no launcher
+    common = {
+        "islands": 2,
+        "procs": procs,
+        "timeout": 280,
+        "env": {"LOCAL_RANK": "-1"} if procs == 1 else None,
+    }
     whole = run_ranks(each, **common, args=(source, "whole", jobs))
     for name, (_, _, step) in cases.items():
         stopped_at(step, source / name / "whole", source / name / "part")
@@ -219,7 +295,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, source, family, procs
         with named(name):
             assert_same(whole, resumed, step)
             for island in range(2):
-                assert lines(source / name / "part", island) == lines(source / name / "whole", island)
+                assert lines(source / name / "part", island) == lines(
+                    source / name / "whole", island
+                )
 
 
 def test_every_preset_is_in_a_family():
@@ -237,13 +315,18 @@ DEMO = ["--exchange", "demo", "--save-every", 3]
 
 
 def saves(output):
-    return {p.name: sorted(c.name for c in p.iterdir() if "-" in c.name) for p in sorted(output.glob("island*"))}
+    return {
+        p.name: sorted(c.name for c in p.iterdir() if "-" in c.name)
+        for p in sorted(output.glob("island*"))
+    }
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
-    """Island 0 holds steps 3 and 6 and what it left at the end, island 1 holds 3 and a half of 6: both go on from 3."""
+    """Island 0 holds steps 3 and 6 and what it left at the end, island 1 holds 3 and a half of 6:
+    both go on from 3.
+    """
     whole = run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "whole", DEMO))
 
     def killed(rank):
@@ -259,33 +342,61 @@ def test_an_island_is_killed_between_its_save_and_the_others(run_ranks, source):
             train(rank, source, source / "part", DEMO)
 
     outcomes = run_ranks(killed, islands=2, procs=2, timeout=120, check=False)
-    assert [o.status for o in outcomes] == [75, 75, -signal.SIGKILL, -signal.SIGKILL], outcomes[0].log
+    assert [o.status for o in outcomes] == [75, 75, -signal.SIGKILL, -signal.SIGKILL], outcomes[
+        0
+    ].log
     held = saves(source / "part")
-    assert held == {"island0": ["checkpoint-3", "checkpoint-6", "emergency-6"], "island1": [".checkpoint-6.part", "checkpoint-3"]}
-    told = {Path(one["folder"]).name: one["complete"] for one in inspect(source / "part") if "island0" in one["folder"]}
+    assert held == {
+        "island0": ["checkpoint-3", "checkpoint-6", "emergency-6"],
+        "island1": [".checkpoint-6.part", "checkpoint-3"],
+    }
+    told = {
+        Path(one["folder"]).name: one["complete"]
+        for one in inspect(source / "part")
+        if "island0" in one["folder"]
+    }
     assert told == {"checkpoint-3": True, "checkpoint-6": True, "emergency-6": True}
-    resumed = run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "part", [*DEMO, "--resume"]))
+    resumed = run_ranks(
+        train, islands=2, procs=2, timeout=120, args=(source, source / "part", [*DEMO, "--resume"])
+    )
     assert_same(whole, resumed, 3)
     for island in range(2):
         assert lines(source / "part", island) == lines(source / "whole", island)
-    assert saves(source / "part") == {f"island{i}": ["checkpoint-10", "checkpoint-9"] for i in range(2)}
+    assert saves(source / "part") == {
+        f"island{i}": ["checkpoint-10", "checkpoint-9"] for i in range(2)
+    }
 
 
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_run_that_was_told_to_stop_goes_on(run_ranks, source, procs):
-    """SIGTERM on island 1 in the fifth step: all islands stop at the same step, and go on from there, newer than the checkpoint of 3."""
+    """SIGTERM on island 1 in the fifth step: all islands stop at the same step, and go on from
+    there, newer than the checkpoint of 3.
+    """
     more = [*DEMO, "--accumulation", 2, *(["--no-shard"] if procs == 1 else [])]
-    common = {"islands": 2, "procs": procs, "timeout": 120, "env": {"LOCAL_RANK": "-1"} if procs == 1 else None}
+    common = {
+        "islands": 2,
+        "procs": procs,
+        "timeout": 120,
+        "env": {"LOCAL_RANK": "-1"} if procs == 1 else None,
+    }
     whole = run_ranks(train, **common, args=(source, source / "whole", more))
 
     def told(rank):
-        train(rank, source, source / "part", more, {4: lambda rank: rank.island == 1 and os.kill(os.getpid(), signal.SIGTERM)})
+        train(
+            rank,
+            source,
+            source / "part",
+            more,
+            {4: lambda rank: rank.island == 1 and os.kill(os.getpid(), signal.SIGTERM)},
+        )
 
     outcomes = run_ranks(told, **common, check=False)
     assert {o.status for o in outcomes} == {75}, outcomes[0].log
-    assert saves(source / "part") == {f"island{i}": ["checkpoint-3", "emergency-6"] for i in range(2)}
+    assert saves(source / "part") == {
+        f"island{i}": ["checkpoint-3", "emergency-6"] for i in range(2)
+    }
     resumed = run_ranks(train, **common, args=(source, source / "part", [*more, "--resume"]))
     assert_same(whole, resumed, 6, micro=2)
     for island in range(2):
@@ -295,7 +406,9 @@ def test_a_run_that_was_told_to_stop_goes_on(run_ranks, source, procs):
 def test_written_while_training_goes_on_it_is_the_same(run_ranks, source):
     options = ["--exchange", "diloco", "--set", "period=4", "--save-every", 3]
     for name, more in (("whole", []), ("part", ["--save-async"])):
-        run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / name, [*options, *more]))
+        run_ranks(
+            train, islands=2, procs=2, timeout=120, args=(source, source / name, [*options, *more])
+        )
         forget_the_end(source / name)
     for path in sorted((source / "whole").glob("island*/checkpoint-*/*/*.safetensors")):
         other = source / "part" / path.relative_to(source / "whole")
@@ -303,21 +416,38 @@ def test_written_while_training_goes_on_it_is_the_same(run_ranks, source):
             one, two = load_file(path), load_file(other)
             assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
     whole, part = (
-        run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / n, [*options, "--resume"])) for n in ("whole", "part")
+        run_ranks(
+            train,
+            islands=2,
+            procs=2,
+            timeout=120,
+            args=(source, source / n, [*options, "--resume"]),
+        )
+        for n in ("whole", "part")
     )
-    assert_same([{**w, "rows": [None] * 9 + w["rows"], "losses": [None] * 9 + w["losses"]} for w in whole], part, 9)
+    assert_same(
+        [{**w, "rows": [None] * 9 + w["rows"], "losses": [None] * 9 + w["losses"]} for w in whole],
+        part,
+        9,
+    )
 
 
 def test_an_island_without_checkpoints_takes_over(run_ranks, source):
     def lost(rank, *more):
         logging.basicConfig(format="%(message)s", force=True)  # pytest's handlers would keep it
-        train(rank, source, source / "part", ["--exchange", "diloco", "--set", "period=4", "--save-every", 4, "--resume", *more])
+        train(
+            rank,
+            source,
+            source / "part",
+            ["--exchange", "diloco", "--set", "period=4", "--save-every", 4, "--resume", *more],
+        )
 
     options = ["--exchange", "diloco", "--set", "period=4", "--save-every", 4, "--steps", 8]
     run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "part", options))
     shutil.rmtree(source / "part" / "island1")
     refused = run_ranks(lost, islands=2, procs=2, timeout=120, check=False)
-    assert [o.status for o in refused] == [78] * 4 and "Traceback" not in refused[0].log  # a person must choose: EX_CONFIG
+    # a person must choose: EX_CONFIG
+    assert [o.status for o in refused] == [78] * 4 and "Traceback" not in refused[0].log
     assert "no checkpoint is held by all islands (island0: 4, 8; island1: none)" in refused[0].log
     run_ranks(lost, islands=2, procs=2, timeout=120, args=("--take-over",))
     assert [line["step"] for line in lines(source / "part", 0)[:-1]] == [2, 4, 6, 8, 10]
@@ -326,16 +456,42 @@ def test_an_island_without_checkpoints_takes_over(run_ranks, source):
 
 @pytest.mark.parametrize(("islands", "procs"), [(2, 1), (1, 2), (3, 2)])
 def test_other_numbers_go_on_without_a_jump(run_ranks, source, islands, procs):
-    """2 islands x 2 shards go on as others: steps, schedule and the part of the epoch stay, the loss does not jump."""
-    options = ["--exchange", "diloco", "--set", "period=4", "--lr", 0.003, "--save-every", 6, "--resume", "--take-over"]
+    """2 islands x 2 shards go on as others: steps, schedule and the part of the epoch stay, the
+    loss does not jump.
+    """
+    options = [
+        "--exchange",
+        "diloco",
+        "--set",
+        "period=4",
+        "--lr",
+        0.003,
+        "--save-every",
+        6,
+        "--resume",
+        "--take-over",
+    ]
     run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "part", options))
     forget_the_end(source / "part")
-    logs = [json.loads(line) for line in (source / "part" / "island0" / "metrics.jsonl").read_text().splitlines()]
+    logs = [
+        json.loads(line)
+        for line in (source / "part" / "island0" / "metrics.jsonl").read_text().splitlines()
+    ]
     env = {"ISLAND_COUNT": "1"} if islands == 1 else {"LOCAL_RANK": "-1"} if procs == 1 else None
     more = ["--no-shard"] if procs == 1 else []
-    results = run_ranks(train, islands=islands, procs=procs, env=env, timeout=120, args=(source, source / "part", [*options, *more]))
+    results = run_ranks(
+        train,
+        islands=islands,
+        procs=procs,
+        env=env,
+        timeout=120,
+        args=(source, source / "part", [*options, *more]),
+    )
     assert all(r["steps"] == [7, 8, 9, 10] for r in results)
-    after = [json.loads(line) for line in (source / "part" / "island0" / "metrics.jsonl").read_text().splitlines()]
+    after = [
+        json.loads(line)
+        for line in (source / "part" / "island0" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in after] == [2, 4, 6, 8, 10] and after[:3] == logs[:3]
     assert abs(after[3]["loss"] - logs[3]["loss"]) < 0.15, (after, logs)
 
@@ -348,7 +504,10 @@ def test_a_mesh_goes_on_bit_for_bit(run_ranks, source):
     options = ["--exchange", "diloco", "--set", "period=4", "--mesh", "--save-every", 3]
     common = {"islands": 1, "procs": 4, "env": two_nodes, "timeout": 120}
     whole = run_ranks(train, **common, args=(source, source / "whole", [*options, "--keep", 9]))
-    held = {p.name: sorted(c.name for c in p.glob("checkpoint-*")) for p in (source / "whole").glob("replica*")}
+    held = {
+        p.name: sorted(c.name for c in p.glob("checkpoint-*"))
+        for p in (source / "whole").glob("replica*")
+    }
     assert held == {f"replica{i}": [f"checkpoint-{s}" for s in (10, 3, 6, 9)] for i in range(2)}
     stopped_at(6, source / "whole", source / "part")
     resumed = run_ranks(train, **common, args=(source, source / "part", [*options, "--resume"]))
@@ -358,7 +517,9 @@ def test_a_mesh_goes_on_bit_for_bit(run_ranks, source):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_position_in_the_data(run_ranks, source, stream):
-    """After any number of batches, over the end of epochs too, the rest is what it would have been."""
+    """After any number of batches, over the end of epochs too, the rest is what it would have
+    been.
+    """
 
     def job(rank):
         from accelerate.state import AcceleratorState, GradientState
@@ -372,7 +533,9 @@ def test_position_in_the_data(run_ranks, source, stream):
             rows = datasets.Dataset.from_dict({"input_ids": [[i, i] for i in range(41)]})
             if stream:
                 rows = data.split_by_island(rows.to_iterable_dataset(num_shards=4), 0, 1, seed=3)
-            loader = accelerator(shard=False).prepare(data.Data(rows, data.Rows(None), 0).loaders(2)[0])
+            loader = accelerator(shard=False).prepare(
+                data.Data(rows, data.Rows(None), 0).loaders(2)[0]
+            )
             return data.forever(loader, position)
 
         position, seen, places = data.Position(), [], []

@@ -1,4 +1,6 @@
-"""recipes/pretrain.py through faults: `--resume auto` after a kill, a full disk, a NaN, a preset that does not fit."""
+"""recipes/pretrain.py through faults: `--resume auto` after a kill, a full disk, a NaN, a preset
+that does not fit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ DILOCO = ["--no-shard", "--exchange", "diloco", "--set", "period=4"]
 
 def apart(rank, source, where, options, at=None):  # noqa: F811
     """As `train`, each island in an output of its own: no machine sees another's checkpoints."""
-    logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)  # pytest's handlers would keep it
+    # pytest's handlers would keep it
+    logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
     return train(rank, source, source / where / f"machine{rank.island}", options, at)
 
 
@@ -33,14 +36,25 @@ def held(source, where):  # noqa: F811
 
 
 def last(source, where, island):  # noqa: F811
-    return json.loads((source / where / f"machine{island}" / f"island{island}" / "summary.json").read_text())
+    return json.loads(
+        (source / where / f"machine{island}" / f"island{island}" / "summary.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("preset", ["diloco", "demo"])
 @pytest.mark.gloo
 def test_a_kill_before_the_first_common_save_goes_on_by_itself(run_ranks, source, preset):  # noqa: F811
-    """Island 0 holds an emergency, island 1 nothing: the survivor's work is taken over, model, anchors and step."""
-    options = ["--no-shard", "--exchange", preset, *(["--set", "period=4"] if preset == "diloco" else []), "--save-every", 20]
+    """Island 0 holds an emergency, island 1 nothing: the survivor's work is taken over, model,
+    anchors and step.
+    """
+    options = [
+        "--no-shard",
+        "--exchange",
+        preset,
+        *(["--set", "period=4"] if preset == "diloco" else []),
+        "--save-every",
+        20,
+    ]
 
     def dies(rank):
         raise_at = {2: lambda rank: rank.island == 1 and exit(9)}
@@ -52,18 +66,34 @@ def test_a_kill_before_the_first_common_save_goes_on_by_itself(run_ranks, source
     assert left.startswith("0/emergency-")
     refused = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume"]), check=False)
     assert [o.status for o in refused] == [78, 78] and held(source, "run") == [left]
-    assert "no checkpoint is held by all islands" in refused[0].log and "--resume auto" in refused[0].log
-    again = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume", "auto"]), check=False)
+    assert (
+        "no checkpoint is held by all islands" in refused[0].log
+        and "--resume auto" in refused[0].log
+    )
+    again = run_ranks(
+        apart, **ONE, args=(source, "run", [*options, "--resume", "auto"]), check=False
+    )
     assert [o.status for o in again] == [0, 0], again[1].log
     step = int(left.split("-")[1])
     assert all(o.value["steps"] == list(range(step + 1, 11)) for o in again)
-    assert last(source, "run", 0)["digests_equal"] is True and "takes over from the other islands" in again[1].log
-    common = [key for key in again[0].value["end"] if key.endswith(("/anchor", "/momentum")) and "/channels/" in key and preset == "diloco"]
-    assert all(again[0].value["end"][key] == again[1].value["end"][key] for key in common) and (common or preset == "demo")
+    assert (
+        last(source, "run", 0)["digests_equal"] is True
+        and "takes over from the other islands" in again[1].log
+    )
+    common = [
+        key
+        for key in again[0].value["end"]
+        if key.endswith(("/anchor", "/momentum")) and "/channels/" in key and preset == "diloco"
+    ]
+    assert all(again[0].value["end"][key] == again[1].value["end"][key] for key in common) and (
+        common or preset == "demo"
+    )
 
 
 def test_emergencies_of_unlike_steps_go_on_together(run_ranks, source):  # noqa: F811
-    """Stopped between the same exchanges, at steps 2 and 3, before the first regular checkpoint: nobody's work is thrown away."""
+    """Stopped between the same exchanges, at steps 2 and 3, before the first regular checkpoint:
+    nobody's work is thrown away.
+    """
     options = ["--no-shard", "--exchange", "diloco", "--set", "period=5", "--save-every", 20]
 
     def stops(rank):
@@ -79,17 +109,28 @@ def test_emergencies_of_unlike_steps_go_on_together(run_ranks, source):  # noqa:
     assert len(left) == 2 and steps[1] == steps[0] + 1
     again = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume"]), check=False)
     assert [o.status for o in again] == [0, 0], again[0].error
-    assert all(f"resumed from emergency of step {step}" in o.log for step, o in zip(steps, again, strict=True))
-    assert last(source, "run", 0)["digests_equal"] is True and all(o.value["steps"][-1] == 10 for o in again)
+    assert all(
+        f"resumed from emergency of step {step}" in o.log
+        for step, o in zip(steps, again, strict=True)
+    )
+    assert last(source, "run", 0)["digests_equal"] is True and all(
+        o.value["steps"][-1] == 10 for o in again
+    )
 
 
 def test_auto_begins_where_nobody_holds_any(run_ranks, source):  # noqa: F811
-    out = run_ranks(apart, **ONE, args=(source, "run", [*DILOCO, "--save-every", 4, "--steps", 4, "--resume", "auto"]))
+    out = run_ranks(
+        apart,
+        **ONE,
+        args=(source, "run", [*DILOCO, "--save-every", 4, "--steps", 4, "--resume", "auto"]),
+    )
     assert out[0]["steps"] == [1, 2, 3, 4]
 
 
 def test_a_resume_that_is_refused_costs_nothing(run_ranks, source):  # noqa: F811
-    """Island 1 sees the first checkpoint only, and the preset is a wrong one: both keep all they have, and go on from the newest."""
+    """Island 1 sees the first checkpoint only, and the preset is a wrong one: both keep all they
+    have, and go on from the newest.
+    """
     options = [*DILOCO, "--save-every", 2, "--keep", 9, "--steps", 8]
     run_ranks(apart, **ONE, args=(source, "run", options))
     before, mount = held(source, "run"), source / "run" / "machine1" / "island1"
@@ -121,9 +162,14 @@ def test_a_full_disk_on_one_island_ends_nothing(run_ranks, source, how):  # noqa
             apart(rank, source, "run", options)
 
     out = run_ranks(job, **ONE, check=False)
-    assert [o.status for o in out] == [0, 0] and "checkpoint of step 4 not saved ([Errno 28] No space" in out[1].log
+    assert [o.status for o in out] == [
+        0,
+        0,
+    ] and "checkpoint of step 4 not saved ([Errno 28] No space" in out[1].log
     assert [last(source, "run", i)["failed_saves"] for i in (0, 1)] == [0, 1]
-    assert [n for n in held(source, "run") if n.startswith("1/")] == [f"1/checkpoint-{s}" for s in (10, 2, 6, 8)]
+    assert [n for n in held(source, "run") if n.startswith("1/")] == [
+        f"1/checkpoint-{s}" for s in (10, 2, 6, 8)
+    ]
 
 
 def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
@@ -149,12 +195,17 @@ def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
 
     out = run_ranks(job, **ONE, check=False)
     assert [o.status for o in out] == [0, 0], out[0].error
-    assert "checkpoint of step 4 not saved (replica.optimizer." in out[0].log and "holds values that are not finite" in out[0].log
+    assert (
+        "checkpoint of step 4 not saved (replica.optimizer." in out[0].log
+        and "holds values that are not finite" in out[0].log
+    )
     assert held(source, "run") == [f"{i}/checkpoint-{s}" for i in (0, 1) for s in (2, 6)]
 
 
 def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
-    """The state says that what is under way was lost, once: no regular checkpoint, an emergency, status 75."""
+    """The state says that what is under way was lost, once: no regular checkpoint, an emergency,
+    status 75.
+    """
 
     def job(rank):
         with pytest.MonkeyPatch.context() as patch:
@@ -171,4 +222,6 @@ def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
 
     out = run_ranks(job, **ONE, check=False)
     assert [o.status for o in out] == [75, 75], out[0].log
-    assert held(source, "run") == [f"{i}/{name}" for i in (0, 1) for name in ("checkpoint-2", "emergency-4")]
+    assert held(source, "run") == [
+        f"{i}/{name}" for i in (0, 1) for name in ("checkpoint-2", "emergency-4")
+    ]

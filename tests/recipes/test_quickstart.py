@@ -1,4 +1,6 @@
-"""The real thing, small: `recipes/quickstart.sh` on a tiny model, and an interrupted run that goes on."""
+"""The real thing, small: `recipes/quickstart.sh` on a tiny model, and an interrupted run that goes
+on.
+"""
 
 import json
 import math
@@ -24,15 +26,36 @@ UNTRAINED = math.log(258)
 
 
 def run(*words, folder=ROOT, timeout=280, **variables):
-    """A command's status and output; on the CPU, with the Python that runs the tests instead of an environment of its own."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("ISLAND_", "ACCELERATE_"))}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FSDP_DEMO_PYTHON": sys.executable, **variables}
+    """A command's status and output; on the CPU, with the Python that runs the tests instead of an
+    environment of its own.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ISLAND_", "ACCELERATE_"))
+    }
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "FSDP_DEMO_PYTHON": sys.executable,
+        **variables,
+    }
     words = [str(word) for word in words]
-    return subprocess.run(words, env=env, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
+    return subprocess.run(
+        words,
+        env=env,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+    )
 
 
 def without_context():
-    """Loss on the validation rows of the best model that knows no context: the frequencies of the bytes, known in advance."""
+    """Loss on the validation rows of the best model that knows no context: the frequencies of the
+    bytes, known in advance.
+    """
     rows = load_data("stdlib", ByteTokenizer(), 128, validation_rows=32).validation.ids
     counts = np.bincount(rows.flatten())
     return -float(np.sum(counts * np.log(np.maximum(counts, 1) / counts.sum())) / counts.sum())
@@ -45,7 +68,19 @@ def quickstart(*options, **how):
 @pytest.mark.timeout(300)
 def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
     done = quickstart(
-        *("--cpu", "--model", "tiny", "--lr", 0.012, "--steps", 100, "--batch-size", 4, "--sequence-length", 128),
+        *(
+            "--cpu",
+            "--model",
+            "tiny",
+            "--lr",
+            0.012,
+            "--steps",
+            100,
+            "--batch-size",
+            4,
+            "--sequence-length",
+            128,
+        ),
         *("--eval-every", 50, "--eval-batches", 8, "--log-every", 25, "--output", tmp_path),
     )
     assert done.returncode == 0, done.stdout
@@ -53,20 +88,45 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
     assert summary["loss_start"] == pytest.approx(UNTRAINED, abs=0.3)
     assert summary["loss_end"] < without_context() - 0.15, done.stdout
     assert summary["digests_equal"] is True and summary["drift"] is None
-    assert {k: summary[k] for k in ("preset", "islands", "procs", "steps")} == {"preset": "demo", "islands": 2, "procs": 2, "steps": 100}
-    assert summary["tokens"] == 100 * 2 * 2 * 4 * 128 and summary["parameters"] == 459_904 and summary["exchanges"] == 100
+    assert {k: summary[k] for k in ("preset", "islands", "procs", "steps")} == {
+        "preset": "demo",
+        "islands": 2,
+        "procs": 2,
+        "steps": 100,
+    }
+    assert (
+        summary["tokens"] == 100 * 2 * 2 * 4 * 128
+        and summary["parameters"] == 459_904
+        and summary["exchanges"] == 100
+    )
     assert summary["bytes_full_per_island"] == 2 * 459_904 * 100
     assert 0 < summary["bytes_sent_per_island"] < summary["bytes_full_per_island"] / 40
-    assert summary["ratio"] == pytest.approx(summary["bytes_full_per_island"] / summary["bytes_sent_per_island"])
+    assert summary["ratio"] == pytest.approx(
+        summary["bytes_full_per_island"] / summary["bytes_sent_per_island"]
+    )
     assert 0 <= summary["wait_share"] < 1 and summary["tokens_per_second"] > 100
     assert (tmp_path / "report.png").stat().st_size > 10_000
     for name in ("island0", "island1"):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines] == [25, 50, 75, 100]
-        assert {"loss", "lr", "tokens", "tokens_per_second", "bytes_sent", "seconds_waiting"} <= set(lines[0])
-        assert lines[-1]["tokens"] == summary["tokens"] and lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"]
+        assert {
+            "loss",
+            "lr",
+            "tokens",
+            "tokens_per_second",
+            "bytes_sent",
+            "seconds_waiting",
+        } <= set(lines[0])
+        assert (
+            lines[-1]["tokens"] == summary["tokens"]
+            and lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"]
+        )
     assert "bf16 all-reduce would send" in done.stdout and "yes, bit for bit" in done.stdout
-    assert sum("validation loss" in line for line in done.stdout.splitlines()) == 4  # three evaluations and the table: island 0 only
+    # three evaluations and the table: island 0 only
+    assert sum("validation loss" in line for line in done.stdout.splitlines()) == 4
 
 
 @pytest.mark.slow
@@ -76,11 +136,22 @@ def test_islands_that_were_given_other_options_refuse_each_other(tmp_path):
     script.write_text(
         "import os, sys\n"
         f"sys.path[:0] = [{str(RECIPES)!r}]\n"
-        "sys.argv += ['--steps', '1' + os.environ['ISLAND_RANK'], '--model', 'tiny', '--output', os.environ['ISLAND_NAME']]\n"
+        "sys.argv += ['--steps', '1' + os.environ['ISLAND_RANK'], '--model', 'tiny', '--output', "
+        "os.environ['ISLAND_NAME']]\n"
         "import pretrain; pretrain.main()\n"
     )
     options = ["--islands", 2, "--procs", 1, "--cpu", "--launcher", "torchrun"]
-    done = run(sys.executable, "-m", "fsdp_demo.cli", "rehearse", *options, "--", script, folder=tmp_path, timeout=180)
+    done = run(
+        sys.executable,
+        "-m",
+        "fsdp_demo.cli",
+        "rehearse",
+        *options,
+        "--",
+        script,
+        folder=tmp_path,
+        timeout=180,
+    )
     assert done.returncode == 1 and "steps: 10 here, 11 there" in done.stdout, done.stdout
 
 
@@ -88,16 +159,46 @@ def test_islands_that_were_given_other_options_refuse_each_other(tmp_path):
 @pytest.mark.timeout(600)
 def test_compare_prints_one_table(tmp_path):
     done = quickstart(
-        *("--compare", "full,demo,diloco", "--link", "100Mbit", "--rtt", "40ms", "--procs", 1, "--launcher", "torchrun", "--cpu"),
-        *("--model", "tiny", "--lr", 0.004, "--steps", 12, "--sequence-length", 64, "--eval-batches", 2, "--output", tmp_path),
+        *(
+            "--compare",
+            "full,demo,diloco",
+            "--link",
+            "100Mbit",
+            "--rtt",
+            "40ms",
+            "--procs",
+            1,
+            "--launcher",
+            "torchrun",
+            "--cpu",
+        ),
+        *(
+            "--model",
+            "tiny",
+            "--lr",
+            0.004,
+            "--steps",
+            12,
+            "--sequence-length",
+            64,
+            "--eval-batches",
+            2,
+            "--output",
+            tmp_path,
+        ),
         timeout=580,
     )
     assert done.returncode == 0, done.stdout
     runs = json.loads((tmp_path / "compare.json").read_text())
     assert [run["preset"] for run in runs] == ["full", "demo", "diloco"]
     full, demo, diloco = runs
-    assert demo["bytes_sent_per_island"] < diloco["bytes_sent_per_island"] < full["bytes_sent_per_island"]
-    assert full["seconds"] * full["wait_share"] > 12 * 3 * 0.04  # three messages a step, each a round trip
+    assert (
+        demo["bytes_sent_per_island"]
+        < diloco["bytes_sent_per_island"]
+        < full["bytes_sent_per_island"]
+    )
+    # three messages a step, each a round trip
+    assert full["seconds"] * full["wait_share"] > 12 * 3 * 0.04
     assert [run["digests_equal"] for run in runs] == [True, True, True]
     assert "period=" in done.stdout and len((tmp_path / "compare.md").read_text().splitlines()) == 5
 
@@ -128,11 +229,13 @@ def test_help_names_every_option_of_the_recipe():
             assert f"--{name}" in text or f"--no-{name}" in text
 
 
-# -- interrupted and resumed ------------------------------------------------------------------------------------------------
+# -- interrupted and resumed ---------------------------------------------------------------------
 
 
 def interrupted(rank, preset):
-    """Six steps in one go, and three steps, a save, a new process's worth of objects, three steps: parameters of both."""
+    """Six steps in one go, and three steps, a save, a new process's worth of objects, three steps:
+    parameters of both.
+    """
     import pretrain
     from accelerate.state import AcceleratorState, GradientState
 
@@ -142,7 +245,9 @@ def interrupted(rank, preset):
     from fsdp_demo.hosts.torch_params import unwrap
     from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 
-    rows = torch.randint(0, 256, (6, 2, 2, 2, 32), generator=torch.Generator().manual_seed(2))[:, rank.island, rank.proc]
+    rows = torch.randint(0, 256, (6, 2, 2, 2, 32), generator=torch.Generator().manual_seed(2))[
+        :, rank.island, rank.proc
+    ]
     config = fsdp_demo.preset(preset, **({} if preset == "demo" else {"period": 2}))
     emergency = rank.folder / f"saved{rank.island}"
     run = os.environ["ISLAND_RUN"]
@@ -151,7 +256,8 @@ def interrupted(rank, preset):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         accelerator = island_accelerator()
-        torch.manual_seed(0 if not saved else 7)  # the resumed run starts from other weights, which must not matter
+        # the resumed run starts from other weights, which must not matter
+        torch.manual_seed(0 if not saved else 7)
         model = pretrain.load_model("tiny", 258)
         optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), 0.01)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -186,4 +292,7 @@ def interrupted(rank, preset):
 @pytest.mark.parametrize("preset", ["demo", "diloco", "decoupled_momentum"])
 def test_an_interrupted_run_goes_on_bit_for_bit(run_ranks, preset):
     for equal, files in run_ranks(interrupted, islands=2, procs=2, args=(preset,), timeout=120):
-        assert equal and files == ["exchange", *(f"rank{r}.{kind}" for r in range(2) for kind in ("json", "safetensors"))]
+        assert equal and files == [
+            "exchange",
+            *(f"rank{r}.{kind}" for r in range(2) for kind in ("json", "safetensors")),
+        ]

@@ -1,4 +1,6 @@
-"""The recipes' own parts: data, models, report, and short runs for the flags. What training reaches is tested by `test_quickstart.py`."""
+"""The recipes' own parts: data, models, report, and short runs for the flags. What training reaches
+is tested by `test_quickstart.py`.
+"""
 
 import json
 import math
@@ -31,14 +33,17 @@ def own_cache(tmp_path, everywhere):
 
 def documents(count=400, words=60, seed=0):
     rng = np.random.default_rng(seed)
-    return [f"document {i}: " + " ".join(str(n) for n in rng.integers(0, 1000, words)) for i in range(count)]
+    return [
+        f"document {i}: " + " ".join(str(n) for n in rng.integers(0, 1000, words))
+        for i in range(count)
+    ]
 
 
 def texts(rows):
     return [TOKENIZER.decode(row["input_ids"]) for row in rows]
 
 
-# -- packing ----------------------------------------------------------------------------------------------------------------
+# -- packing -------------------------------------------------------------------------------------
 
 
 def test_pack_puts_eos_after_every_document_and_loses_nothing_but_the_end():
@@ -56,13 +61,15 @@ def test_byte_tokenizer_round_trip():
 
 
 def test_collate_pads_rows_of_unequal_length_and_ignores_the_padding_in_the_loss():
-    batch = data.Collate(257)([{"input_ids": np.array([1, 2, 3])}, {"input_ids": [4], "labels": [5]}])
+    batch = data.Collate(257)(
+        [{"input_ids": np.array([1, 2, 3])}, {"input_ids": [4], "labels": [5]}]
+    )
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 257, 257]]
     assert batch["labels"].tolist() == [[1, 2, 3], [5, -100, -100]]
     assert batch["input_ids"].dtype == torch.int64
 
 
-# -- stdlib -----------------------------------------------------------------------------------------------------------------
+# -- stdlib --------------------------------------------------------------------------------------
 
 
 def test_stdlib_files_are_disjoint_sorted_and_without_tests():
@@ -70,7 +77,10 @@ def test_stdlib_files_are_disjoint_sorted_and_without_tests():
     assert not set(train) & set(held_out) and data.stdlib_files() == (train, held_out)
     assert train == sorted(train) and 0.02 < len(held_out) / len(train) < 0.12
     root = sysconfig.get_paths()["stdlib"]
-    assert not any({"site-packages", "test", "tests"} & set(path.relative_to(root).parts) for path in train + held_out)
+    assert not any(
+        {"site-packages", "test", "tests"} & set(path.relative_to(root).parts)
+        for path in train + held_out
+    )
     assert sum(path.stat().st_size for path in train) > 3e6
 
 
@@ -86,7 +96,7 @@ def test_stdlib_islands_get_disjoint_rows_and_equal_validation(monkeypatch):
     assert bytes(whole.train.ids.flatten()[: len(first)].astype(np.uint8)) == first
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------
 
 
 def write(folder, kind, docs):
@@ -95,16 +105,23 @@ def write(folder, kind, docs):
         for i, text in enumerate(docs):
             (folder / f"{i:04d}.txt").write_text(text + "\n\nsecond paragraph")
     elif kind == "jsonl":
-        (folder / "a.jsonl").write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(docs)))
+        (folder / "a.jsonl").write_text(
+            "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(docs))
+        )
     elif kind == "parquet":
-        datasets.Dataset.from_dict({"content": docs, "id": list(range(len(docs)))}).to_parquet(str(folder / "a.parquet"))
+        datasets.Dataset.from_dict({"content": docs, "id": list(range(len(docs)))}).to_parquet(
+            str(folder / "a.parquet")
+        )
     return folder
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_local_files_are_packed_and_split_by_island(tmp_path, kind):
     folder = write(tmp_path / kind, kind, documents(120 if kind == "txt" else 400))
-    parts = [data.load_data(str(folder), TOKENIZER, 64, island=i, islands=2, validation_rows=8) for i in range(2)]
+    parts = [
+        data.load_data(str(folder), TOKENIZER, 64, island=i, islands=2, validation_rows=8)
+        for i in range(2)
+    ]
     seen = [set(texts(part.train)) for part in parts]
     assert seen[0] and seen[1] and not seen[0] & seen[1]
     assert abs(len(parts[0].train) - len(parts[1].train)) <= 1
@@ -112,7 +129,9 @@ def test_local_files_are_packed_and_split_by_island(tmp_path, kind):
     assert held_out[0] == held_out[1] and len(held_out[0]) == 8
     assert not set(held_out[0]) & (seen[0] | seen[1])
     rows = [row["input_ids"] for part in parts for row in part.train]
-    assert all(len(row) == 64 for row in rows) and any(TOKENIZER.eos_token_id in row for row in rows)
+    assert all(len(row) == 64 for row in rows) and any(
+        TOKENIZER.eos_token_id in row for row in rows
+    )
     if kind == "txt":  # a file is a document: the paragraph break stays inside it
         assert any("\n\nsecond" in text for text in seen[0] | seen[1])
 
@@ -127,9 +146,13 @@ def test_one_long_text_file_is_cut_at_a_line_for_validation(tmp_path):
 
 def test_ready_input_ids_are_taken_as_they_are(tmp_path):
     rows = [[i, i + 1, i + 2] + [7] * (i % 3) for i in range(100)]
-    datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": rows}).to_parquet(str(tmp_path / "ready.parquet"))
+    datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": rows}).to_parquet(
+        str(tmp_path / "ready.parquet")
+    )
     part = data.load_data(str(tmp_path / "ready.parquet"), TOKENIZER, 64, validation_rows=5)
-    found = [list(row["input_ids"]) for row in part.train] + [list(row["input_ids"]) for row in part.validation]
+    found = [list(row["input_ids"]) for row in part.train] + [
+        list(row["input_ids"]) for row in part.validation
+    ]
     assert sorted(found) == sorted(rows)
     batch = next(iter(part.loaders(8)[0]))
     assert batch["input_ids"].shape[0] == 8 and set(batch) == {"input_ids", "labels"}
@@ -148,7 +171,12 @@ def test_streams_are_split_by_island_and_have_common_validation(tmp_path):
     parts = []
     for island in range(2):
         train, held_out = (data.to_rows(part, TOKENIZER, 64) for part in opened())
-        parts.append((texts(data.split_by_island(train, island, 2, seed=island)), texts(data.first_rows(held_out, 8))))
+        parts.append(
+            (
+                texts(data.split_by_island(train, island, 2, seed=island)),
+                texts(data.first_rows(held_out, 8)),
+            )
+        )
     assert parts[0][0] and not set(parts[0][0]) & set(parts[1][0])
     assert parts[0][1] == parts[1][1] and not set(parts[0][1]) & set(parts[0][0] + parts[1][0])
 
@@ -191,11 +219,19 @@ def test_hub_tokenizer_from_a_folder(tmp_path):
 
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
     tokenizer = data.load_tokenizer(str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id) == (4, 1, 1)
-    assert data.pack(tokenizer.encode(["a b b", "b"]), 2, tokenizer.eos_token_id).tolist() == [[2, 3], [3, 1], [3, 1]]
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path / "no_end")
+    assert data.pack(tokenizer.encode(["a b b", "b"]), 2, tokenizer.eos_token_id).tolist() == [
+        [2, 3],
+        [3, 1],
+        [3, 1],
+    ]
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(
+        tmp_path / "no_end"
+    )
     with pytest.raises(ValueError, match="neither an EOS"):
         data.load_tokenizer(str(tmp_path / "no_end"))
 
@@ -204,8 +240,12 @@ def test_forever_repeats_in_another_order_and_skips_on_resume(accelerate_state):
     from accelerate import Accelerator, DataLoaderConfiguration
 
     torch.manual_seed(3)
-    rows = data.Data(data.Rows(np.arange(40).reshape(20, 2)), data.Rows(np.arange(4).reshape(2, 2)), 257)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    rows = data.Data(
+        data.Rows(np.arange(40).reshape(20, 2)), data.Rows(np.arange(4).reshape(2, 2)), 257
+    )
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
     loader = accelerator.prepare(rows.loaders(2)[0])
     batches = data.forever(loader)
     seen = [next(batches)["input_ids"][:, 0].tolist() for _ in range(30)]
@@ -219,15 +259,22 @@ def test_forever_repeats_in_another_order_and_skips_on_resume(accelerate_state):
 def test_too_little_data_for_a_batch_is_refused(accelerate_state):
     from accelerate import Accelerator
 
-    loader = Accelerator(cpu=True).prepare(data.Data(data.Rows(np.zeros((3, 4), int)), data.Rows(np.zeros((1, 4), int)), 0).loaders(4)[0])
+    loader = Accelerator(cpu=True).prepare(
+        data.Data(data.Rows(np.zeros((3, 4), int)), data.Rows(np.zeros((1, 4), int)), 0).loaders(4)[
+            0
+        ]
+    )
     with pytest.raises(ValueError, match="no full batch"):
         next(data.forever(loader))
 
 
-# -- models -----------------------------------------------------------------------------------------------------------------
+# -- models --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("tiny", 459_904), ("small", 3_280_128), ("llama-3.2-1b", 1_235_814_400)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("tiny", 459_904), ("small", 3_280_128), ("llama-3.2-1b", 1_235_814_400)],
+)
 def test_parameter_counts(name, parameters):
     import pretrain
 
@@ -236,7 +283,10 @@ def test_parameter_counts(name, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert next(model.parameters()).dtype == torch.float32
     if name == "llama-3.2-1b":
-        assert model.config.rope_parameters["rope_theta"] == 500_000 and model.config.rope_parameters["factor"] == 32
+        assert (
+            model.config.rope_parameters["rope_theta"] == 500_000
+            and model.config.rope_parameters["factor"] == 32
+        )
 
 
 def test_model_with_too_few_tokens_is_refused():
@@ -256,7 +306,7 @@ def test_schedules_rise_and_end_at_a_tenth():
         assert values[-1] == pytest.approx(end, abs=1e-6)
 
 
-# -- flags that change how a step is computed -------------------------------------------------------------------------------
+# -- flags that change how a step is computed ----------------------------------------------------
 
 
 def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
@@ -265,26 +315,40 @@ def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
     model = pretrain.load_model("tiny", TOKENIZER.vocab_size)
     names = [name for name, _ in model.named_parameters()]
     pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(), torch.device("cpu"))
-    assert not model.is_activation_checkpointing and not any(m._compiled_call_impl for m in model.modules())
+    assert not model.is_activation_checkpointing and not any(
+        m._compiled_call_impl for m in model.modules()
+    )
     how = pretrain.CrossArguments(activation_checkpointing=True, compile="aot_eager")
     pretrain.checkpoint_and_compile(model, how, torch.device("cpu"))
-    assert [type(m).__name__ for m in model.modules() if m._compiled_call_impl] == ["LlamaDecoderLayer"] * 2
-    assert model.is_activation_checkpointing and [name for name, _ in model.named_parameters()] == names
+    assert [type(m).__name__ for m in model.modules() if m._compiled_call_impl] == [
+        "LlamaDecoderLayer"
+    ] * 2
+    assert (
+        model.is_activation_checkpointing
+        and [name for name, _ in model.named_parameters()] == names
+    )
     monkeypatch.setattr(pretrain.shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="needs a C.. compiler.*--compile aot_eager"):
-        pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(compile="inductor"), torch.device("cpu"))
+        pretrain.checkpoint_and_compile(
+            model, pretrain.CrossArguments(compile="inductor"), torch.device("cpu")
+        )
 
 
 def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
     """dynamo gives up, and runs eagerly, at the ninth version of one function."""
     import pretrain
 
-    config = json.loads((pretrain.MODELS / "tiny.json").read_text()) | {"num_hidden_layers": 10, "use_cache": True}
+    config = json.loads((pretrain.MODELS / "tiny.json").read_text()) | {
+        "num_hidden_layers": 10,
+        "use_cache": True,
+    }
     (tmp_path / "deep.json").write_text(json.dumps(config))
 
     def compiled():
         model = pretrain.load_model(str(tmp_path / "deep.json"), TOKENIZER.vocab_size)
-        pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(compile="eager"), torch.device("cpu"))
+        pretrain.checkpoint_and_compile(
+            model, pretrain.CrossArguments(compile="eager"), torch.device("cpu")
+        )
         model(input_ids=torch.zeros(2, 8, dtype=torch.int64))
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -296,9 +360,18 @@ def test_compile_takes_a_backend_or_none():
     from transformers import HfArgumentParser
 
     def parsed(*words):
-        return HfArgumentParser(pretrain.CrossArguments).parse_args_into_dataclasses(list(words))[0].compile
+        return (
+            HfArgumentParser(pretrain.CrossArguments)
+            .parse_args_into_dataclasses(list(words))[0]
+            .compile
+        )
 
-    assert [parsed(), parsed("--compile"), parsed("--compile", "eager"), parsed("--compile", "--bf16")] == [
+    assert [
+        parsed(),
+        parsed("--compile"),
+        parsed("--compile", "eager"),
+        parsed("--compile", "--bf16"),
+    ] == [
         None,
         "inductor",
         "eager",
@@ -308,14 +381,16 @@ def test_compile_takes_a_backend_or_none():
 
 def rows_file(folder, rows):
     """A file of ready rows; one in twenty of them is held out."""
-    datasets.Dataset.from_dict({"input_ids": [[i % 256, i // 256, *range(30)] for i in range(rows)]}).to_parquet(
-        str(folder / "rows.parquet")
-    )
+    datasets.Dataset.from_dict(
+        {"input_ids": [[i % 256, i // 256, *range(30)] for i in range(rows)]}
+    ).to_parquet(str(folder / "rows.parquet"))
     return folder / "rows.parquet"
 
 
 def recipe(rank, folder, *options):
-    """A run of the recipe in this process: the numbers of the rows it trained on, batch by batch."""
+    """A run of the recipe in this process: the numbers of the rows it trained on, batch by
+    batch.
+    """
     import pretrain
 
     seen = []
@@ -325,11 +400,28 @@ def recipe(rank, folder, *options):
             seen.append((batch["input_ids"][:, 0] + 256 * batch["input_ids"][:, 1]).tolist())
             yield batch
 
-    common = ("--model", "tiny", "--sequence-length", 32, "--batch-size", 2, "--eval-every", 0, "--eval-batches", 2, "--log-every", 2)
+    common = (
+        "--model",
+        "tiny",
+        "--sequence-length",
+        32,
+        "--batch-size",
+        2,
+        "--eval-every",
+        0,
+        "--eval-batches",
+        2,
+        "--log-every",
+        2,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "forever", recorded)
         patch.setattr(report, "draw", lambda *_: None)
-        patch.setattr(sys, "argv", ["pretrain.py", *map(str, common), *map(str, options), "--output", str(folder)])
+        patch.setattr(
+            sys,
+            "argv",
+            ["pretrain.py", *map(str, common), *map(str, options), "--output", str(folder)],
+        )
         pretrain.main()
     return seen
 
@@ -337,22 +429,39 @@ def recipe(rank, folder, *options):
 def told(folder, island=0):
     """Summary and lines of an island."""
     lines = (folder / f"island{island}" / "metrics.jsonl").read_text().splitlines()
-    return json.loads((folder / f"island{island}" / "summary.json").read_text()), [json.loads(line) for line in lines]
+    return json.loads((folder / f"island{island}" / "summary.json").read_text()), [
+        json.loads(line) for line in lines
+    ]
 
 
 def two_nodes(rank):
     """What a launcher of two machines with two ranks each tells the rank."""
     local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank.proc % 2)}
-    return {"ISLAND_COUNT": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **local}  # the group is there already
+    # the group is there already
+    return {"ISLAND_COUNT": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **local}
 
 
 def test_mesh_is_one_world_in_which_no_row_is_seen_twice_or_lost(run_ranks, tmp_path):
-    source = rows_file(tmp_path, 51)  # 2 are held out: 49, of which 6 steps of 4 ranks x 2 rows take all but the last
+    # 2 are held out: 49, of which 6 steps of 4 ranks x 2 rows take all but the last
+    source = rows_file(tmp_path, 51)
     steps, options = 6, ("--exchange", "demo", "--mesh", "--data", source, "--peak-tflops", 0.01)
-    ranks = run_ranks(recipe, islands=1, procs=4, env=two_nodes, args=(tmp_path / "out", "--steps", steps, *options))
-    held_out = set(data.load_data(str(source), TOKENIZER, 32, validation_rows=4).validation[i]["input_ids"][0] for i in range(2))
+    ranks = run_ranks(
+        recipe,
+        islands=1,
+        procs=4,
+        env=two_nodes,
+        args=(tmp_path / "out", "--steps", steps, *options),
+    )
+    held_out = set(
+        data.load_data(str(source), TOKENIZER, 32, validation_rows=4).validation[i]["input_ids"][0]
+        for i in range(2)
+    )
     seen = [row for batches in ranks for batch in batches for row in batch]
-    assert len(seen) == len(set(seen)) == 48 and not held_out & set(seen) and set(seen) < set(range(51))
+    assert (
+        len(seen) == len(set(seen)) == 48
+        and not held_out & set(seen)
+        and set(seen) < set(range(51))
+    )
     summary, lines = told(tmp_path / "out")
     assert {k: summary[k] for k in ("islands", "procs", "tokens", "digests_equal")} == {
         "islands": 2,
@@ -360,33 +469,81 @@ def test_mesh_is_one_world_in_which_no_row_is_seen_twice_or_lost(run_ranks, tmp_
         "tokens": steps * 4 * 2 * 32,
         "digests_equal": True,
     }
-    assert [line["step"] for line in lines] == [2, 4, 6] and lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"] > 0
+    assert [line["step"] for line in lines] == [2, 4, 6] and lines[-1]["bytes_sent"] == summary[
+        "bytes_sent_per_island"
+    ] > 0
     for line in lines:  # 4 ranks of 0.01 Tflops
-        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * report.flops_per_token(tiny(), 32) / 4e10)
-        assert line["global_loss"] == pytest.approx(math.log(258), abs=0.5) and line["peak_memory"] > 50e6
+        assert line["mfu"] == pytest.approx(
+            line["tokens_per_second"] * report.flops_per_token(tiny(), 32) / 4e10
+        )
+        assert (
+            line["global_loss"] == pytest.approx(math.log(258), abs=0.5)
+            and line["peak_memory"] > 50e6
+        )
 
 
 def test_islands_send_what_a_mesh_sends_and_agree_on_the_loss(run_ranks, tmp_path):
     source, options = rows_file(tmp_path, 60), ("--steps", 4, "--exchange", "demo")
     run_ranks(recipe, islands=2, procs=2, args=(tmp_path / "islands", *options, "--data", source))
-    run_ranks(recipe, islands=1, procs=4, env=two_nodes, args=(tmp_path / "mesh", *options, "--data", source, "--mesh"))
-    (mesh, _), (summary, lines), (_, others) = told(tmp_path / "mesh"), told(tmp_path / "islands"), told(tmp_path / "islands", 1)
+    run_ranks(
+        recipe,
+        islands=1,
+        procs=4,
+        env=two_nodes,
+        args=(tmp_path / "mesh", *options, "--data", source, "--mesh"),
+    )
+    (mesh, _), (summary, lines), (_, others) = (
+        told(tmp_path / "mesh"),
+        told(tmp_path / "islands"),
+        told(tmp_path / "islands", 1),
+    )
     same = ("bytes_sent_per_island", "islands", "procs", "tokens", "exchanges", "parameters")
     assert {k: summary[k] for k in same} == {k: mesh[k] for k in same}
     assert summary["loss_start"] == pytest.approx(mesh["loss_start"], rel=1e-6)
     assert summary["mfu"] is None and summary["digests_equal"] is True
-    for here, there in zip(lines, others, strict=True):  # each island's own loss, and the one of both
-        assert here["loss"] != there["loss"] and here["global_loss"] == pytest.approx(there["global_loss"], rel=1e-6)
+    # each island's own loss, and the one of both
+    for here, there in zip(lines, others, strict=True):
+        assert here["loss"] != there["loss"] and here["global_loss"] == pytest.approx(
+            there["global_loss"], rel=1e-6
+        )
 
 
 def test_compiled_and_recomputed_run_learns_the_same(run_ranks, tmp_path):
     source, runs = rows_file(tmp_path, 60), {}
-    for name, flags in {"plain": (), "both": ("--compile", "aot_eager", "--activation-checkpointing")}.items():
-        options = ("--steps", 4, "--data", source, "--exchange", "full", "--lr", 0.01, "--warmup-steps", 0, *flags)
-        runs[name] = run_ranks(recipe, islands=1, procs=2, env={"ISLAND_COUNT": "1"}, timeout=100, args=(tmp_path / name, *options))
+    for name, flags in {
+        "plain": (),
+        "both": ("--compile", "aot_eager", "--activation-checkpointing"),
+    }.items():
+        options = (
+            "--steps",
+            4,
+            "--data",
+            source,
+            "--exchange",
+            "full",
+            "--lr",
+            0.01,
+            "--warmup-steps",
+            0,
+            *flags,
+        )
+        runs[name] = run_ranks(
+            recipe,
+            islands=1,
+            procs=2,
+            env={"ISLAND_COUNT": "1"},
+            timeout=100,
+            args=(tmp_path / name, *options),
+        )
     (plain, _), (both, _) = told(tmp_path / "plain"), told(tmp_path / "both")
-    assert both["compile"] == "aot_eager" and both["activation_checkpointing"] and plain["compile"] is None
-    assert plain["loss_end"] < plain["loss_start"] - 0.1 and both["loss_end"] == pytest.approx(plain["loss_end"], rel=1e-4)
+    assert (
+        both["compile"] == "aot_eager"
+        and both["activation_checkpointing"]
+        and plain["compile"] is None
+    )
+    assert plain["loss_end"] < plain["loss_start"] - 0.1 and both["loss_end"] == pytest.approx(
+        plain["loss_end"], rel=1e-4
+    )
     assert runs["both"] == runs["plain"]
 
 
@@ -423,14 +580,20 @@ def tiny(**changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pretrain.MODELS / "tiny.json", **changes))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(pretrain.MODELS / "tiny.json", **changes)
+        )
 
 
 def test_flops_are_those_of_the_matrices_and_of_attention():
     layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128  # q and o, k and v, MLP, norms
     head, attention = 258 * 128, 2 * 128
-    assert report.flops_per_token(tiny(), 100) == 6 * (2 * layer + 128 + head) + 12 * attention * 100
-    assert report.flops_per_token(tiny(tie_word_embeddings=True), 100) == report.flops_per_token(tiny(), 100)
+    assert (
+        report.flops_per_token(tiny(), 100) == 6 * (2 * layer + 128 + head) + 12 * attention * 100
+    )
+    assert report.flops_per_token(tiny(tie_word_embeddings=True), 100) == report.flops_per_token(
+        tiny(), 100
+    )
 
 
 def test_peak_is_known_by_name_or_given(monkeypatch):
@@ -444,15 +607,19 @@ def test_peak_is_known_by_name_or_given(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert report.peak_flops(torch.device("cuda")) == peak * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
-    assert report.peak_flops(torch.device("cuda")) is None and report.peak_flops(torch.device("cuda"), 5) == 5e12
+    assert (
+        report.peak_flops(torch.device("cuda")) is None
+        and report.peak_flops(torch.device("cuda"), 5) == 5e12
+    )
     assert report.peak_flops(torch.device("cpu")) is None
 
 
-# -- report -----------------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------
 
 
 def test_full_bytes_is_a_ring_all_reduce_of_bf16_gradients():
-    assert report.full_bytes(1000, 10, 2) == 2 * 1 * 1000 * 10  # (R - 1) / R of the buffer twice, 2 bytes each
+    # (R - 1) / R of the buffer twice, 2 bytes each
+    assert report.full_bytes(1000, 10, 2) == 2 * 1 * 1000 * 10
     assert report.full_bytes(1000, 10, 4) == 3 * 1000 * 10
     assert report.full_bytes(1000, 10, 1) == 0
 

@@ -1,1 +1,3 @@
-"""What the tests stand on: ranks forked by a server with one thread, markers set by what a test uses, and guards."""
+"""What the tests stand on: ranks forked by a server with one thread, markers set by what a test
+uses, and guards.
+"""

@@ -1,10 +1,14 @@
-"""An accelerator for machines without one: tensors that say they lie on another device, and are computed by the CPU.
+"""An accelerator for machines without one: tensors that say they lie on another device, and are
+computed by the CPU.
 
-Within an `Accelerator` the device DEVICE exists. What would make the host wait for a GPU, or fail there, is refused: reading a tensor,
-whatever decides by values how large a result is, mixing it with tensors of the host, and copies between host and device that wait, or are
-not from or to pinned memory. `plug_in` gives it streams, which do everything at once and write down in which order they were asked.
+Within an `Accelerator` the device DEVICE exists. What would make the host wait for a GPU, or fail
+there, is refused: reading a tensor, whatever decides by values how large a result is, mixing it
+with tensors of the host, and copies between host and device that wait, or are not from or to pinned
+memory. `plug_in` gives it streams, which do everything at once and write down in which order they
+were asked.
 
-Not played: what a GPU computes differs in rounding, and nothing here shows how fast it is, only how many kernels it is given.
+Not played: what a GPU computes differs in rounding, and nothing here shows how fast it is, only how
+many kernels it is given.
 """
 
 from __future__ import annotations
@@ -23,21 +27,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_demo.compression import small_floats, transform
 
 DEVICE = torch.device("lazy", 0)  # a type of device that torch knows, and that no library serves
-UNCOUNTED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
+UNCOUNTED = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What lists, tuples and dicts hold: an operation has no others, and torch's own walk takes ten times as long."""
+    """What lists, tuples and dicts hold: an operation has no others, and torch's own walk takes ten
+    times as long.
+    """
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in _leaves(part)]
-    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, (list, tuple)) else [value]
+    return (
+        [leaf for part in value for leaf in _leaves(part)]
+        if isinstance(value, (list, tuple))
+        else [value]
+    )
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same with `function` of each of `_leaves`."""
     if isinstance(value, dict):
         return {key: _mapped(function, part) for key, part in value.items()}
-    return type(value)([_mapped(function, part) for part in value]) if isinstance(value, (list, tuple)) else function(value)
+    return (
+        type(value)([_mapped(function, part) for part in value])
+        if isinstance(value, (list, tuple))
+        else function(value)
+    )
 
 
 class Synchronised(AssertionError):
@@ -52,7 +74,9 @@ class There(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> There:
         place = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        out = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=DEVICE, **place)
+        out = Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=DEVICE, **place
+        )
         out.inner = inner
         return out
 
@@ -64,14 +88,18 @@ class There(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} on the device, where there is no Accelerator: {threading.current_thread().name}")
+        raise AssertionError(
+            f"{func} on the device, where there is no Accelerator: "
+            f"{threading.current_thread().name}"
+        )
 
 
 class Accelerator(TorchDispatchMode):
     """Runs operations on the device in this thread, and refuses those that are named above.
 
     Attributes:
-        kernels: how often each operation ran on the device that is not a view and does more than take memory.
+        kernels: how often each operation ran on the device that is not a view and does more than
+            take memory.
         lenient: nothing is refused.
     """
 
@@ -84,7 +112,9 @@ class Accelerator(TorchDispatchMode):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within this context the host may wait for the device: before training starts, and to look at what came out."""
+        """Within this context the host may wait for the device: before training starts, and to look
+        at what came out.
+        """
         before, self.lenient = self.lenient, True
         try:
             yield
@@ -106,42 +136,71 @@ class Accelerator(TorchDispatchMode):
         if target is not None:
             kwargs["device"] = torch.device("cpu")
         if not self.lenient:
-            (_check_copy if name in ("copy_", "_to_copy") else _check)(func, name, args, kwargs, tensors, to_device)
+            (_check_copy if name in ("copy_", "_to_copy") else _check)(
+                func, name, args, kwargs, tensors, to_device
+            )
         if not func.is_view and name not in UNCOUNTED:
             self.kernels[name] += 1
         known = {id(t.inner): t for t in there}
-        inner_args, inner_kwargs = _mapped(lambda t: t.inner if isinstance(t, There) else t, (args, kwargs))
+        inner_args, inner_kwargs = _mapped(
+            lambda t: t.inner if isinstance(t, There) else t, (args, kwargs)
+        )
         found = func(*inner_args, **inner_kwargs)
         if name == "copy_":
             return args[0]
         return (
-            _mapped(lambda t: known.get(id(t)) if id(t) in known else There(t) if isinstance(t, Tensor) else t, found)
+            _mapped(
+                lambda t: (
+                    known.get(id(t)) if id(t) in known else There(t) if isinstance(t, Tensor) else t
+                ),
+                found,
+            )
             if to_device
             else found
         )
 
 
-def _check(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], to_device: bool) -> None:
-    places = [t for t in _leaves(args[1]) if isinstance(t, Tensor)] if name in ("index", "index_put", "index_put_") else []
+def _check(
+    func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], to_device: bool
+) -> None:
+    places = (
+        [t for t in _leaves(args[1]) if isinstance(t, Tensor)]
+        if name in ("index", "index_put", "index_put_")
+        else []
+    )
     masks = any(t.dtype in (torch.bool, torch.uint8) for t in places)
-    if masks or torch.Tag.data_dependent_output in func.tags or (torch.Tag.dynamic_output_shape in func.tags and name != "index"):
+    if (
+        masks
+        or torch.Tag.data_dependent_output in func.tags
+        or (torch.Tag.dynamic_output_shape in func.tags and name != "index")
+    ):
         raise Synchronised(f"{name} reads {tensors[0]}")
-    if any(not isinstance(t, There) and not (t.dim() == 0 and torch.Tag.pointwise in func.tags) for t in tensors):
+    if any(
+        not isinstance(t, There) and not (t.dim() == 0 and torch.Tag.pointwise in func.tags)
+        for t in tensors
+    ):
         raise AssertionError(f"{name} mixes tensors of the device and of the host: {tensors}")
 
 
-def _check_copy(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], to_device: bool) -> None:
+def _check_copy(
+    func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], to_device: bool
+) -> None:
     source, target = (args[1], args[0]) if name == "copy_" else (args[0], None)
     if isinstance(source, There) == (to_device if target is None else isinstance(target, There)):
         return
     host = target if isinstance(source, There) else source
     if not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2]):
-        raise Synchronised(f"a copy of {tuple(source.shape)} from {source.device.type} to the other side waits")
+        raise Synchronised(
+            f"a copy of {tuple(source.shape)} from {source.device.type} to the other side waits"
+        )
     if host is None or host.untyped_storage()._cdata not in Accelerator.pinned:
-        raise Synchronised(f"a copy of {tuple(source.shape)} from {source.device.type} to the other side: the host's memory is not pinned")
+        raise Synchronised(
+            f"a copy of {tuple(source.shape)} from {source.device.type} to the other side: the "
+            "host's memory is not pinned"
+        )
 
 
-# ---- streams -----------------------------------------------------------------------------------------------------------
+# ---- streams -----------------------------------------------------------------------------------
 
 
 class Stream:
@@ -208,7 +267,9 @@ def pin(t: Tensor) -> Tensor:
 
 @contextmanager
 def plug_in() -> Iterator[Plug]:
-    """Within this context the device has streams, and the host memory that is pinned for it; constants made for it go at the end."""
+    """Within this context the device has streams, and the host memory that is pinned for it;
+    constants made for it go at the end.
+    """
     plug, cached, plain = Plug(), (transform._matrix, small_floats.table), torch.empty
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:

@@ -1,4 +1,6 @@
-"""Machines of the membership protocol on a bench: a test says which frame comes where, and when who freezes, proposes and adopts."""
+"""Machines of the membership protocol on a bench: a test says which frame comes where, and when who
+freezes, proposes and adopts.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ class Bench:
         record: the newest one in the store.
     """
 
-    def __init__(self, members: str = "ABC", lines: int = 2, window: int = 2, min_continue: int = 1):
+    def __init__(
+        self, members: str = "ABC", lines: int = 2, window: int = 2, min_continue: int = 1
+    ):
         self.members = [Member("ABCDE".index(x)) for x in members]
         self.lines = lines
         self.record = first_record(self.members)
         self.ranks: dict[At, Rank] = {
-            (m, r): entered(m, r, lines, self.record, window, min_continue) for m in self.members for r in range(lines)
+            (m, r): entered(m, r, lines, self.record, window, min_continue)
+            for m in self.members
+            for r in range(lines)
         }
         self.frames: list[tuple[At, At, moves.Received]] = []
         self.votes: list[tuple[At, moves.Voted]] = []
@@ -42,7 +48,11 @@ class Bench:
                 frame = moves.Received(a.view, a.epoch, at[0], a.n, a.kind, a.piece, a.landed)
                 self.frames += [(at, (m, at[1]), frame) for m in a.to if (m, at[1]) in self.ranks]
             elif isinstance(action, moves.CastVote):
-                self.votes += [((at[0], r), moves.Voted(action.ballot, action.epoch)) for r in range(self.lines) if r != at[1]]
+                self.votes += [
+                    ((at[0], r), moves.Voted(action.ballot, action.epoch))
+                    for r in range(self.lines)
+                    if r != at[1]
+                ]
             elif isinstance(action, moves.PostReport):
                 self.reports.append(action.report)
             else:
@@ -55,8 +65,12 @@ class Bench:
             if at[0] in (who or self.members):
                 self.tell(at, moves.Launched(n, kind))
 
-    def let(self, sender: Any = None, to: Any = None, line: int | None = None, n: int | None = None) -> None:
-        """Let frames through that are on their way, and those that follow from them, of these islands and this line."""
+    def let(
+        self, sender: Any = None, to: Any = None, line: int | None = None, n: int | None = None
+    ) -> None:
+        """Let frames through that are on their way, and those that follow from them, of these
+        islands and this line.
+        """
         while found := [f for f in self.frames if fits(f, sender, to, line, n)]:
             self.frames.remove(found[0])
             if found[0][2].view == self.ranks[found[0][1]].record.view:
@@ -64,7 +78,9 @@ class Bench:
 
     def vote(self, member: Member | None = None, rank: int | None = None) -> None:
         """Let votes through to these ranks."""
-        while found := [v for v in self.votes if member in (None, v[0][0]) and rank in (None, v[0][1])]:
+        while found := [
+            v for v in self.votes if member in (None, v[0][0]) and rank in (None, v[0][1])
+        ]:
             self.votes.remove(found[0])
             self.tell(*found[0])
 
@@ -73,7 +89,10 @@ class Bench:
         for (m, line), rank in list(self.ranks.items()):
             for peer in self.members:
                 if peer != m and self.ranks[peer, line].record.view == rank.record.view:
-                    self.tell((m, line), moves.LandedHeard(rank.record.view, peer, self.ranks[peer, line].landed))
+                    self.tell(
+                        (m, line),
+                        moves.LandedHeard(rank.record.view, peer, self.ranks[peer, line].landed),
+                    )
 
     def freeze(self, *who: Member, lost: tuple[Member, ...] = ()) -> None:
         """All ranks of these islands hear of a change, after they have lost those."""
@@ -88,7 +107,9 @@ class Bench:
         return next((a.record for a in found if isinstance(a, moves.ProposeRecord)), None)
 
     def change(self, *who: Member, adopt: bool = True) -> Record:
-        """These freeze and report; their record becomes the newest and, if wanted, they adopt it."""
+        """These freeze and report; their record becomes the newest and, if wanted, they adopt
+        it.
+        """
         self.freeze(*who)
         record = self.propose((who[0], 0))
         assert record is not None
@@ -114,7 +135,9 @@ class Bench:
 
     def sealed(self, member: Member, rank: int = 0) -> int:
         """Below which message this rank may seal a checkpoint."""
-        return max([a.below for a in self.did[member, rank] if isinstance(a, moves.SealAllowed)], default=0)
+        return max(
+            [a.below for a in self.did[member, rank] if isinstance(a, moves.SealAllowed)], default=0
+        )
 
 
 def replaced_lost(rank: Rank, member: Member) -> Rank:
@@ -125,5 +148,8 @@ def replaced_lost(rank: Rank, member: Member) -> Rank:
 def fits(item: Any, sender: Any, to: Any, line: int | None, n: int | None) -> bool:
     """Whether a frame is among those that are let through."""
     (a, _), (b, r), frame = item
-    ends = all(w is None or x == w or (not isinstance(w, Member) and x in w) for w, x in [(sender, a), (to, b)])
+    ends = all(
+        w is None or x == w or (not isinstance(w, Member) and x in w)
+        for w, x in [(sender, a), (to, b)]
+    )
     return ends and line in (None, r) and n in (None, frame.n)

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from . import guard
 from .ranks import Call, Job, Rank, encode
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
@@ -34,7 +42,9 @@ def end_with(parent: int) -> None:
 
 
 def live(rank: Rank, call: Call, job: Job, endpoint: str, pipe: int) -> None:
-    """Do the job, send (value's pickle, error) through `pipe` and end the process by `os._exit`: nothing of the server runs twice."""
+    """Do the job, send (value's pickle, error) through `pipe` and end the process by `os._exit`:
+    nothing of the server runs twice.
+    """
     status, value, error = 1, None, None
     try:
         _prepare(rank, call)
@@ -46,7 +56,10 @@ def live(rank: Rank, call: Call, job: Job, endpoint: str, pipe: int) -> None:
     except BaseException as raised:
         if isinstance(raised, SystemExit):
             status = raised.code if isinstance(raised.code, int) else 1
-        value, error = None, f"exit {status}" if isinstance(raised, SystemExit) else traceback.format_exc()
+        value, error = (
+            None,
+            f"exit {status}" if isinstance(raised, SystemExit) else traceback.format_exc(),
+        )
     with contextlib.suppress(BaseException):
         with os.fdopen(pipe, "wb") as file:
             file.write(pickle.dumps((value, error)))
@@ -72,11 +85,24 @@ def _prepare(rank: Rank, call: Call) -> None:
 def _environment(rank: Rank, call: Call, job: Job, endpoint: str) -> None:
     """The test's variables, without what a launcher set there, and those of this rank."""
     os.environ.clear()
-    os.environ.update({k: v for k, v in call.environ.items() if not k.startswith("ISLAND_") and k not in LAUNCHER})
-    os.environ.update(call.common, ISLAND_ENDPOINT=endpoint, ISLAND_RANK=str(rank.island), ISLAND_NAME=f"island{rank.island}")
-    os.environ.update(RANK=str(rank.proc), LOCAL_RANK=str(rank.proc), WORLD_SIZE=str(rank.procs), LOCAL_WORLD_SIZE=str(rank.procs))
+    os.environ.update(
+        {k: v for k, v in call.environ.items() if not k.startswith("ISLAND_") and k not in LAUNCHER}
+    )
+    os.environ.update(
+        call.common,
+        ISLAND_ENDPOINT=endpoint,
+        ISLAND_RANK=str(rank.island),
+        ISLAND_NAME=f"island{rank.island}",
+    )
+    os.environ.update(
+        RANK=str(rank.proc),
+        LOCAL_RANK=str(rank.proc),
+        WORLD_SIZE=str(rank.procs),
+        LOCAL_WORLD_SIZE=str(rank.procs),
+    )
     os.environ.update(job.env(rank) if callable(job.env) else job.env or {})
-    if os.environ["ISLAND_COUNT"] == "":  # env={"ISLAND_COUNT": ""}: play a process that is on no island
+    # env={"ISLAND_COUNT": ""}: play a process that is on no island
+    if os.environ["ISLAND_COUNT"] == "":
         for name in [n for n in os.environ if n.startswith("ISLAND_")]:
             del os.environ[name]
 
@@ -87,7 +113,13 @@ def _in_group(rank: Rank, job: Job) -> Any:
     if not (rank.procs > 1 if job.group is None else job.group):
         return call()
     init = f"file://{rank.folder}/island{rank.island}"
-    dist.init_process_group("gloo", init_method=init, rank=rank.proc, world_size=rank.procs, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=init,
+        rank=rank.proc,
+        world_size=rank.procs,
+        timeout=datetime.timedelta(seconds=60),
+    )
     value = call()
     if dist.is_initialized():
         dist.barrier()

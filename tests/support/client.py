@@ -17,8 +17,11 @@ from .ranks import Call, Outcome
 from .server import PIPE
 
 IMPORTS = 240.0  # seconds that the server may take besides: it imports the modules of the tests
-# Plugins that a server does not need, some of which have threads; -s: its ranks have files of their own.
-OPTIONS = "-s -p no:xdist -p no:cacheprovider -p no:hypothesispytest -p tests.support.server".split()
+# Plugins that a server does not need, some of which have threads; -s: its ranks have files of their
+# own.
+OPTIONS = (
+    "-s -p no:xdist -p no:cacheprovider -p no:hypothesispytest -p tests.support.server".split()
+)
 
 
 class RankServer:
@@ -44,7 +47,9 @@ class RankServer:
         except (EOFError, ConnectionError) as error:
             self.end()
             raise RuntimeError(f"the rank server died:\n{self._said()}") from error
-        except BaseException:  # also a time limit of pytest and Ctrl+C: what comes later would be the answer to another question
+        except BaseException:
+            # also a time limit of pytest and Ctrl+C: what comes later would be the answer to
+            # another question
             self.end()
             raise
         if not good:
@@ -65,7 +70,8 @@ class RankServer:
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ISLAND_", "PYTEST_"))}
-        env |= {PIPE: str(theirs.fileno()), "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow starts a thread at its import
+        # pyarrow starts a thread at its import
+        env |= {PIPE: str(theirs.fileno()), "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *OPTIONS],

@@ -1,4 +1,6 @@
-"""Durable stores in processes of their own, for tests that run in a rank (`run_ranks(fn, 1, 1)`), where a fork is cheap and safe."""
+"""Durable stores in processes of their own, for tests that run in a rank (`run_ranks(fn, 1, 1)`),
+where a fork is cheap and safe.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Durable:
     def _serve(self, writer: int) -> None:
         from fsdp_demo.launch.durable_store import DurableStore
 
-        store = DurableStore(f"zmq://127.0.0.1:{self.port}", self._file, self._token, **self._bounds)
+        store = DurableStore(
+            f"zmq://127.0.0.1:{self.port}", self._file, self._token, **self._bounds
+        )
         os.write(writer, b"%d" % store.port)
         os.close(writer)
         store.serve_while(lambda: True)
@@ -74,4 +78,8 @@ class Durable:
         """A client of its own, of the store or of a relay before it."""
         from fsdp_demo.comm.store_zeromq import ZeroMQStore
 
-        return ZeroMQStore(f"zmq://127.0.0.1:{port or self.port}", self._token if token is None else token, deadline)
+        return ZeroMQStore(
+            f"zmq://127.0.0.1:{port or self.port}",
+            self._token if token is None else token,
+            deadline,
+        )

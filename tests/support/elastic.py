@@ -1,4 +1,5 @@
-"""Islands that come and go as threads of one process: real connections, drivers and membership, a store in memory, and deaths at will.
+"""Islands that come and go as threads of one process: real connections, drivers and membership, a
+store in memory, and deaths at will.
 
 Use it inside `run_ranks(fn, 1, 1)`, so that threads and sockets end with a process of their own.
 """
@@ -41,7 +42,8 @@ class Islands:
     """`count` islands of `ranks` ranks each.
 
     Args:
-        dead, timeout: see `meet.elastic_peers`. store: in memory; `change` of it may lead addresses elsewhere.
+        dead, timeout: see `meet.elastic_peers`. store: in memory; `change` of it may lead addresses
+            elsewhere.
         token: the run's secret.
 
     Attributes:
@@ -49,9 +51,23 @@ class Islands:
         results: what each thread returned, or the exception that it raised.
     """
 
-    def __init__(self, count: int, ranks: int = 1, dead: float = 2.0, timeout: float = 20.0, store: Asker | None = None, token: str = ""):
+    def __init__(
+        self,
+        count: int,
+        ranks: int = 1,
+        dead: float = 2.0,
+        timeout: float = 20.0,
+        store: Asker | None = None,
+        token: str = "",
+    ):
         warm()
-        self.count, self.ranks, self.dead, self.timeout, self.token = count, ranks, dead, timeout, token
+        self.count, self.ranks, self.dead, self.timeout, self.token = (
+            count,
+            ranks,
+            dead,
+            timeout,
+            token,
+        )
         self.store = store or Asker(dist.HashStore(), "the test", 5.0)
         self.names = {slot: f"island{slot}" for slot in range(count)}
         self.lines: dict[tuple[int, int], ElasticPeerGroup] = {}
@@ -60,7 +76,10 @@ class Islands:
         self._hubs: dict[Any, tuple[int, int]] = {}
         self._met = threading.Barrier(count * ranks)
         self._undo: list[Callable[[], Any]] = []
-        self._replace(meet, "expelled", lambda place, record: self.expelled.append((place.slot, place.rank)))  # it would end the process
+        # it would end the process
+        self._replace(
+            meet, "expelled", lambda place, record: self.expelled.append((place.slot, place.rank))
+        )
 
     def _replace(self, target: Any, name: str, value: Any) -> None:
         before = getattr(target, name)
@@ -69,7 +88,16 @@ class Islands:
 
     def line(self, slot: int, rank: int) -> ElasticPeerGroup:
         """Meet the others."""
-        meeting = Meeting(self.store, "line", slot, self.count, tuple(self.names.values()), "127.0.0.1", self.timeout, self.token)
+        meeting = Meeting(
+            self.store,
+            "line",
+            slot,
+            self.count,
+            tuple(self.names.values()),
+            "127.0.0.1",
+            self.timeout,
+            self.token,
+        )
         place = Place(slot, rank, self.ranks, self.names)
         line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, self.dead)
         line.begun = True
@@ -80,8 +108,12 @@ class Islands:
         """(slot, rank) of a hub; None before it has met."""
         return self._hubs.get(hub)
 
-    def run(self, fn: Callable[[ElasticPeerGroup], Any], limit: float = 40.0) -> dict[tuple[int, int], Any]:
-        """fn(line) on a thread for each rank, all at once when all have met; then they wait for each other, and part."""
+    def run(
+        self, fn: Callable[[ElasticPeerGroup], Any], limit: float = 40.0
+    ) -> dict[tuple[int, int], Any]:
+        """fn(line) on a thread for each rank, all at once when all have met; then they wait for
+        each other, and part.
+        """
 
         def work(slot: int, rank: int) -> None:
             line = None
@@ -99,7 +131,11 @@ class Islands:
                 if line is not None:
                     line.release()
 
-        threads = [threading.Thread(target=work, args=(s, r)) for s in range(self.count) for r in range(self.ranks)]
+        threads = [
+            threading.Thread(target=work, args=(s, r))
+            for s in range(self.count)
+            for r in range(self.ranks)
+        ]
         for t in threads:
             t.start()
         end = time.monotonic() + limit
@@ -113,7 +149,9 @@ class Islands:
         return self.results
 
     def survivors(self, *lost: int) -> list[Any]:
-        """What the ranks of all other islands returned, slot by slot; none of them may have failed."""
+        """What the ranks of all other islands returned, slot by slot; none of them may have
+        failed.
+        """
         found = []
         for who in sorted(self.results):
             if who[0] not in lost:
@@ -122,16 +160,18 @@ class Islands:
                 found.append(self.results[who])
         return found
 
-    # ---- deaths --------------------------------------------------------------------------------------------------------
+    # ---- deaths --------------------------------------------------------------------------------
 
     def kill(self, slot: int, rank: int = 0) -> None:
-        """As SIGKILL would: its connections close with what has left them, and nothing of it runs any more."""
+        """As SIGKILL would: its connections close with what has left them, and nothing of it runs
+        any more.
+        """
         if (slot, rank) in self.lines:
             self.lines[slot, rank]._driver.do(lambda: die(self.lines[slot, rank]._driver))
 
     def kill_at_frame(self, k: int, *victims: tuple[int, int]) -> list[int]:
-        """Kill each of the victims when it hands its k-th piece over, from 0; the ones before have left. The count goes on in what is
-        returned, one for each victim."""
+        """Kill each of the victims when it hands its k-th piece over, from 0; the ones before have
+        left. The count goes on in what is returned, one for each victim."""
         counts, plain = [0] * len(victims), Wire.post_send
 
         def post_send(wire: Wire, piece: Any, number: int) -> None:
@@ -146,7 +186,9 @@ class Islands:
         return counts
 
     def kill_in(self, method: str, *victims: tuple[int, int], after: bool = False) -> None:
-        """Kill each of the victims when its driver does this the first time: "_freeze", "_report", "_propose", "_adopted"."""
+        """Kill each of the victims when its driver does this the first time: "_freeze", "_report",
+        "_propose", "_adopted".
+        """
         plain, done = getattr(driver.Driver, method), set[tuple[int, int]]()
 
         def hooked(me: driver.Driver, action: Any) -> None:
@@ -159,7 +201,14 @@ class Islands:
             if not after:
                 plain(me, action)
 
-        self._replace(driver, "_ACTIONS", {kind: hooked if action is plain else action for kind, action in driver._ACTIONS.items()})
+        self._replace(
+            driver,
+            "_ACTIONS",
+            {
+                kind: hooked if action is plain else action
+                for kind, action in driver._ACTIONS.items()
+            },
+        )
 
 
 def die(me: driver.Driver) -> None:
@@ -180,7 +229,7 @@ def descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------------
+# ---- messages ----------------------------------------------------------------------------------
 
 
 def body(slot: int, n: int, size: int = 300) -> Tensor:
@@ -191,7 +240,10 @@ def body(slot: int, n: int, size: int = 300) -> Tensor:
 def vectors(slot: int, n: int, scale: int = 1) -> list[tuple[Tensor, str]]:
     """Its vectors in message n: whole numbers, one of each code."""
     generator = torch.Generator().manual_seed(100 * slot + n)
-    return [(torch.randint(-8, 9, (scale * size,), generator=generator).float(), code) for size, code in zip(LENGTHS, CODES, strict=True)]
+    return [
+        (torch.randint(-8, 9, (scale * size,), generator=generator).float(), code)
+        for size, code in zip(LENGTHS, CODES, strict=True)
+    ]
 
 
 def weight(slot: int) -> float:
@@ -200,17 +252,26 @@ def weight(slot: int) -> float:
 
 
 def mean_of(slots: Sequence[int], n: int, weights: Sequence[float], scale: int = 1) -> list[Tensor]:
-    """What the mean over these islands must be, bit by bit: the calculations of a reduce among exactly them."""
+    """What the mean over these islands must be, bit by bit: the calculations of a reduce among
+    exactly them.
+    """
     found = [vectors(s, n, scale) for s in slots]
     spans = [(v.numel(), code) for v, code in found[0]]
     sent = [collectives.shares(own, len(slots)) for own in found]
     each = [list(weights)] * len(spans)
-    parts = [collectives.part_of_mean([s[j][HEADER.size :] for s in sent], spans, each, j) for j in range(len(slots))]
+    parts = [
+        collectives.part_of_mean([s[j][HEADER.size :] for s in sent], spans, each, j)
+        for j in range(len(slots))
+    ]
     return collectives.whole([p[HEADER.size :] for p in parts], spans)
 
 
-def exchanged(line: ElasticPeerGroup, n: int, scale: int = 1) -> tuple[tuple[int, ...], list[Tensor]]:
-    """Message n, of a kind that follows from n; of whom it was, and all that came back. What can be known beforehand is compared."""
+def exchanged(
+    line: ElasticPeerGroup, n: int, scale: int = 1
+) -> tuple[tuple[int, ...], list[Tensor]]:
+    """Message n, of a kind that follows from n; of whom it was, and all that came back. What can be
+    known beforehand is compared.
+    """
     slot, head = line.slot, replace(line.header(PAYLOAD, n), weight=weight(line.slot))
     kind = n % 4
     if kind == 0:
@@ -218,13 +279,23 @@ def exchanged(line: ElasticPeerGroup, n: int, scale: int = 1) -> tuple[tuple[int
         sizes = [300] * len(came)
     elif kind == 1:
         own = vectors(slot, n, scale)
-        arrived = line.exchange(head, body(slot, n, 40), own, lambda headers: [[h.weight for h in headers]] * len(own))
+        arrived = line.exchange(
+            head, body(slot, n, 40), own, lambda headers: [[h.weight for h in headers]] * len(own)
+        )
         came, sizes = arrived.bodies, [40] * len(arrived.bodies)
         means = mean_of(line.slots, n, [weight(s) for s in line.slots], scale)
-        exact = sum(weight(s) * vectors(s, n, scale)[0][0] for s in line.slots) / sum(weight(s) for s in line.slots)
-        assert torch.equal(arrived.means[0], exact), f"message {n}: the mean is not that of {line.slots}"
-        assert all(torch.equal(a, b) for a, b in zip(arrived.means, means, strict=True)), f"message {n}"
-        assert arrived.slots == line.slots and [h.weight for h in arrived.headers] == [weight(s) for s in line.slots]
+        exact = sum(weight(s) * vectors(s, n, scale)[0][0] for s in line.slots) / sum(
+            weight(s) for s in line.slots
+        )
+        assert torch.equal(arrived.means[0], exact), (
+            f"message {n}: the mean is not that of {line.slots}"
+        )
+        assert all(torch.equal(a, b) for a, b in zip(arrived.means, means, strict=True)), (
+            f"message {n}"
+        )
+        assert arrived.slots == line.slots and [h.weight for h in arrived.headers] == [
+            weight(s) for s in line.slots
+        ]
         _compare(came, line, n, sizes)
         return line.slots, came + arrived.means
     elif kind == 2:
@@ -267,6 +338,8 @@ def agree(found: list[list[Any]]) -> list[tuple[int, ...]]:
     for other in found[1:]:
         assert [of for of, _ in other] == slots
         for n, (one, two) in enumerate(zip(found[0], other, strict=True)):
-            assert len(one[1]) == len(two[1]) and all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True)), f"message {n}"
+            assert len(one[1]) == len(two[1]) and all(
+                torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True)
+            ), f"message {n}"
     assert all(set(b) <= set(a) for a, b in zip(slots, slots[1:], strict=False)), slots
     return slots

@@ -26,7 +26,9 @@ class Result:
 def model() -> nn.Module:
     """Two layers of 64, numbered as transformers number theirs."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
 
 
 def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +36,9 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 16, generator=generator)
     w = torch.randn(16, 2, generator=torch.Generator().manual_seed(99)) / 4
-    return x, torch.tanh(x @ w).sum(1, keepdim=True) + 0.1 * torch.randn(count, 1, generator=generator)
+    return x, torch.tanh(x @ w).sum(1, keepdim=True) + 0.1 * torch.randn(
+        count, 1, generator=generator
+    )
 
 
 def trained(config: ExchangeConfig, steps: int, count: int = 2, lr: float = 3e-3) -> list[Result]:
@@ -60,8 +64,13 @@ def trained(config: ExchangeConfig, steps: int, count: int = 2, lr: float = 3e-3
         with exchange.outer_parameters(net):
             out.anchor = validation()
         exchange.finish()
-        out.after, out.final, out.equal = validation(), [p.detach().clone() for p in net.parameters()], exchange.digests_equal()
+        out.after, out.final, out.equal = (
+            validation(),
+            [p.detach().clone() for p in net.parameters()],
+            exchange.digests_equal(),
+        )
         return out
 
-    made: list[Any] = [model() for _ in range(count)]  # not in the threads: they would draw from one generator
+    # not in the threads: they would draw from one generator
+    made: list[Any] = [model() for _ in range(count)]
     return threaded.values(threaded.islands(work, count, timeout=60.0))

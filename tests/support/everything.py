@@ -1,7 +1,9 @@
-"""The membership protocol in every order, with nothing left out: for cases so small that this can be done.
+"""The membership protocol in every order, with nothing left out: for cases so small that this can
+be done.
 
-Each launch, frame, vote, beat, suspicion, crash, freeze, report, proposal and adoption is a step of its own, of each rank, and any of
-them may come next. What comes out is compared with `explorer.py`, which leaves out what its docstring argues away.
+Each launch, frame, vote, beat, suspicion, crash, freeze, report, proposal and adoption is a step of
+its own, of each rank, and any of them may come next. What comes out is compared with `explorer.py`,
+which leaves out what its docstring argues away.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from .invariants import Outcome, Violation
 
 
 class World(NamedTuple):
-    """ranks: None if crashed. frames: (from, to) -> what is on the way, in order. votes: (to, vote). records: what the store holds."""
+    """ranks: None if crashed. frames: (from, to) -> what is on the way, in order. votes: (to,
+    vote). records: what the store holds.
+    """
 
     ranks: tuple[Rank | None, ...]
     got: tuple[tuple[Outcome | None, ...], ...]
@@ -30,22 +34,36 @@ class World(NamedTuple):
 
 
 class Everything:
-    """`islands` x `lines` ranks, one message of each kind; at most `changes` records and `crashes` crashed islands.
+    """`islands` x `lines` ranks, one message of each kind; at most `changes` records and `crashes`
+    crashed islands.
 
     Attributes:
         worlds: how many states were visited.
-        endings: for each that nothing can be added to: slot and contributors delivered, of each member of the newest record.
+        endings: for each that nothing can be added to: slot and contributors delivered, of each
+            member of the newest record.
     """
 
-    def __init__(self, kinds: tuple[Kind, ...], islands: int, lines: int, changes: int = 1, crashes: int = 1):
-        self.kinds, self.islands, self.lines, self.changes, self.crashes = kinds, islands, lines, changes, crashes
+    def __init__(
+        self, kinds: tuple[Kind, ...], islands: int, lines: int, changes: int = 1, crashes: int = 1
+    ):
+        self.kinds, self.islands, self.lines, self.changes, self.crashes = (
+            kinds,
+            islands,
+            lines,
+            changes,
+            crashes,
+        )
         self.endings: set[Any] = set()
         self.worlds = 0
 
     def run(self) -> Everything:
         """Visit all; raise a `Violation` of I1, I2 or "stuck"."""
         record = first_record(Member(i) for i in range(self.islands))
-        ranks = tuple(entered(m, r, self.lines, record, len(self.kinds)) for m in record.members for r in range(self.lines))
+        ranks = tuple(
+            entered(m, r, self.lines, record, len(self.kinds))
+            for m in record.members
+            for r in range(self.lines)
+        )
         none: tuple[None, ...] = (None,) * len(self.kinds)
         start = World(ranks, (none,) * len(ranks), (), frozenset(), (), (record,), self.crashes)
         seen, todo = {start}, [start]
@@ -90,7 +108,12 @@ class Everything:
     def _faults(self, w: World) -> Iterator[World]:
         """A suspicion, right or wrong, or the crash of an island."""
         for at, rank in enumerate(w.ranks):
-            if rank is not None and rank.state == "running" and len(w.records) <= self.changes and rank.record == w.records[-1].bare():
+            if (
+                rank is not None
+                and rank.state == "running"
+                and len(w.records) <= self.changes
+                and rank.record == w.records[-1].bare()
+            ):
                 for m in rank.record.members:
                     yield self._fed(w, at, moves.PeerLost(m)) if m != rank.me else w
         if w.crashes and len(w.records) <= self.changes:
@@ -112,12 +135,18 @@ class Everything:
             frames = dict(w.frames)
             for m in action.to:
                 link = (at, m.slot * self.lines + rank.rank)
-                frame = moves.Received(action.view, action.epoch, rank.me, action.n, action.kind, action.piece)
+                frame = moves.Received(
+                    action.view, action.epoch, rank.me, action.n, action.kind, action.piece
+                )
                 frames[link] = (*frames.get(link, ()), frame)
             return w._replace(frames=_sorted(frames))
         if isinstance(action, moves.CastVote):
             first = at - at % self.lines
-            to = {(k, moves.Voted(action.ballot, action.epoch)) for k in range(first, first + self.lines) if k != at}
+            to = {
+                (k, moves.Voted(action.ballot, action.epoch))
+                for k in range(first, first + self.lines)
+                if k != at
+            }
             return w._replace(votes=w.votes | to)
         if isinstance(action, moves.PostReport):
             return w._replace(reports=(*w.reports, action.report))
@@ -130,7 +159,10 @@ class Everything:
     def _delivered(self, w: World, at: int, action: moves.Deliver) -> World:
         if w.got[at][action.n] is not None:
             raise Violation("I2", f"{action} twice")
-        own = tuple((action.contributors, action.pieces) if n == action.n else g for n, g in enumerate(w.got[at]))
+        own = tuple(
+            (action.contributors, action.pieces) if n == action.n else g
+            for n, g in enumerate(w.got[at])
+        )
         w = w._replace(got=(*w.got[:at], own, *w.got[at + 1 :]))
         outcomes = {w.got[k][action.n] for k in self._members(w)} - {None}
         if len(outcomes) > 1:
@@ -138,10 +170,14 @@ class Everything:
         return w
 
     def _members(self, w: World) -> list[int]:
-        return [m.slot * self.lines + line for m in w.records[-1].members for line in range(self.lines)]
+        return [
+            m.slot * self.lines + line for m in w.records[-1].members for line in range(self.lines)
+        ]
 
     def _end(self, w: World) -> None:
-        """Nothing more happens by itself: the members have all, or one of them crashed and nobody has noticed yet."""
+        """Nothing more happens by itself: the members have all, or one of them crashed and nobody
+        has noticed yet.
+        """
         members = self._members(w)
         if any(w.ranks[k] is None for k in members):
             return
@@ -149,11 +185,18 @@ class Everything:
             rank = w.ranks[k]
             if rank is None or rank.state != "running" or rank.open or None in w.got[k]:
                 raise Violation("stuck", f"{rank}")
-        sets = {m.slot: tuple(tuple(x.slot for x in got[0]) for got in w.got[m.slot * self.lines] if got) for m in w.records[-1].members}
+        sets = {
+            m.slot: tuple(
+                tuple(x.slot for x in got[0]) for got in w.got[m.slot * self.lines] if got
+            )
+            for m in w.records[-1].members
+        }
         self.endings.add(tuple(sorted(sets.items())))
 
 
-def _sorted(frames: dict[tuple[int, int], tuple[moves.Received, ...]]) -> tuple[tuple[tuple[int, int], tuple[moves.Received, ...]], ...]:
+def _sorted(
+    frames: dict[tuple[int, int], tuple[moves.Received, ...]],
+) -> tuple[tuple[tuple[int, int], tuple[moves.Received, ...]], ...]:
     return tuple(sorted((link, left) for link, left in frames.items() if left))
 
 
@@ -163,4 +206,9 @@ def renamed(endings: set[Any], islands: int) -> set[Any]:
 
 
 def _named(ending: Any, p: tuple[int, ...]) -> Any:
-    return tuple(sorted((p[slot], tuple(tuple(sorted(p[x] for x in xs)) for xs in sets)) for slot, sets in ending))
+    return tuple(
+        sorted(
+            (p[slot], tuple(tuple(sorted(p[x] for x in xs)) for xs in sets))
+            for slot, sets in ending
+        )
+    )

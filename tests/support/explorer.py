@@ -1,23 +1,32 @@
-"""Every history of a few messages under `fsdp_demo.comm.membership`, up to histories that differ in nothing a rank could notice.
+"""Every history of a few messages under `fsdp_demo.comm.membership`, up to histories that differ in
+nothing a rank could notice.
 
-A state is: for each rank its machine, the frames and votes on the way to it, a record it has not adopted yet, and what it delivered;
-and what was sealed by whom ever. `Explorer.run` visits every state that can be reached and checks the invariants after every step.
+A state is: for each rank its machine, the frames and votes on the way to it, a record it has not
+adopted yet, and what it delivered; and what was sealed by whom ever. `Explorer.run` visits every
+state that can be reached and checks the invariants after every step.
 
-What is left out, and why nothing is lost by it (tests/comm/test_membership_exhaustive.py compares with `everything.py`, which leaves
-out nothing, where that is small enough):
+What is left out, and why nothing is lost by it (tests/comm/test_membership_exhaustive.py compares
+with `everything.py`, which leaves out nothing, where that is small enough):
 
-1. Steps of different ranks do not touch each other, but through what is sent. So all that a rank does in a view before it freezes is put
-   before the first freeze of the change; what comes to a frozen rank later (K1) follows the freezes at once.
-2. A crashed island, a stopped, a slow and an unheard one take no part in the reports of a change. All are one choice here: whose ranks
-   report. What such an island did before is explored; what it does later reaches nobody who counts, but for what it seals, which it
-   might as well have sealed before the change.
-3. Of a change only whose reports count matters, not who suspected whom; `largest` has its own tests.
-4. Ranks adopt a record at once, but for one rank at most that has voted in the old view and has not delivered: it lags for as long as
-   it likes, and hears the votes of ranks that are further (K24). Who lags without having voted just receives later.
-5. A vote, a beat or a share of leg 1 that completes nothing is put off until it does, or until a frame behind it is wanted.
-6. A message that a rank launches before a change is launched when the view begins; what it receives before it launches may as well come
-   later. Else it is launched in a later view, and that while it is frozen comes to the same as when it has adopted: checked.
-7. Islands are alike and lines are alike: states that differ by names alone are one. Epochs are counted from the newest.
+1. Steps of different ranks do not touch each other, but through what is sent. So all that a rank
+   does in a view before it freezes is put before the first freeze of the change; what comes to a
+   frozen rank later (K1) follows the freezes at once.
+2. A crashed island, a stopped, a slow and an unheard one take no part in the reports of a change.
+   All are one choice here: whose ranks report. What such an island did before is explored; what it
+   does later reaches nobody who counts, but for what it seals, which it might as well have sealed
+   before the change.
+3. Of a change only whose reports count matters, not who suspected whom; `largest` has its own
+   tests.
+4. Ranks adopt a record at once, but for one rank at most that has voted in the old view and has not
+   delivered: it lags for as long as it likes, and hears the votes of ranks that are further (K24).
+   Who lags without having voted just receives later.
+5. A vote, a beat or a share of leg 1 that completes nothing is put off until it does, or until a
+   frame behind it is wanted.
+6. A message that a rank launches before a change is launched when the view begins; what it receives
+   before it launches may as well come later. Else it is launched in a later view, and that while it
+   is frozen comes to the same as when it has adopted: checked.
+7. Islands are alike and lines are alike: states that differ by names alone are one. Epochs are
+   counted from the newest.
 8. A state that was met with more changes left is not entered again with fewer.
 """
 
@@ -47,15 +56,16 @@ class Explorer(Invariants):
     """`islands` x `lines` ranks, one message of each of `kinds`, at most `changes` changes.
 
     Args:
-        late: who may launch a message in a later view than others do. Nobody: all is launched at the start; "island": the ranks of an
-            island alike; "rank": each rank for itself.
+        late: who may launch a message in a later view than others do. Nobody: all is launched at
+            the start; "island": the ranks of an island alike; "rank": each rank for itself.
         idle: also changes that leave nobody out.
         machine: the class of the machine, for mutants.
         unchecked: names of invariants that are not checked.
 
     Attributes:
         states, steps: how many were visited.
-        endings: what came out: for each island that stayed, whose contributions it delivered; and the same of what was sealed.
+        endings: what came out: for each island that stayed, whose contributions it delivered; and
+            the same of what was sealed.
     """
 
     def __init__(
@@ -69,11 +79,21 @@ class Explorer(Invariants):
         machine: type[Rank] = Rank,
         unchecked: frozenset[str] = frozenset(),
     ):
-        self.kinds, self.islands, self.lines, self.changes, self.unchecked = kinds, islands, lines, changes, unchecked
+        self.kinds, self.islands, self.lines, self.changes, self.unchecked = (
+            kinds,
+            islands,
+            lines,
+            changes,
+            unchecked,
+        )
         self.late, self.idle, self.machine = late, idle, machine
         self.states = self.steps = 0
         self.endings: set[Any] = set()
-        names = list(itertools.product(itertools.permutations(range(islands)), itertools.permutations(range(lines))))
+        names = list(
+            itertools.product(
+                itertools.permutations(range(islands)), itertools.permutations(range(lines))
+            )
+        )
         self._names = [Relabel(i, line, 0) for i, line in names]
         at = [(i, line) for i in range(islands) for line in range(lines)]
         self._orders = [[at.index((i.index(a), line.index(b))) for a, b in at] for i, line in names]
@@ -82,11 +102,12 @@ class Explorer(Invariants):
         self._renamed: dict[int, tuple[int, ...]] = {0: (0,) * len(names)}
         self._kept: dict[Any, Any] = {}
 
-    # ---- the search ----------------------------------------------------------------------------------------------------------------------
+    # ---- the search ----------------------------------------------------------------------------
 
     def run(self) -> Explorer:
         """Visit everything; raise the first `Violation`."""
-        gc.disable()  # there are no circles: the collector would look through millions of values, again and again
+        # there are no circles: the collector would look through millions of values, again and again
+        gc.disable()
         try:
             self._search()
         finally:
@@ -117,20 +138,28 @@ class Explorer(Invariants):
         self.states = len(seen)
 
     def _futures(self, key: Key) -> Iterator[Key]:
-        """For every set of islands that may be the members after the next change, and all that their ranks may launch before it: the state
-        with these marked, the others run ahead."""
+        """For every set of islands that may be the members after the next change, and all that
+        their ranks may launch before it: the state with these marked, the others run ahead."""
         alive, found = [i for i in range(self.islands) if key[i * self.lines]], dict[Key, None]()
         for size in range(len(alive) if self.idle else len(alive) - 1, 0, -1):
             for stay in itertools.combinations(alive, size):
                 for until in self._launches(key, stay):
-                    state = (*(self._marked(i, at // self.lines in stay, until.get(at, 0)) for at, i in enumerate(key[:-1])), key[-1])
+                    state = (
+                        *(
+                            self._marked(i, at // self.lines in stay, until.get(at, 0))
+                            for at, i in enumerate(key[:-1])
+                        ),
+                        key[-1],
+                    )
                     for at in until:
                         state = self._done(state, at, *self._launched(state[at]))
                     found[self._named(state)] = None
         return map(self._run_out, found)
 
     def _launches(self, key: Key, stay: tuple[int, ...]) -> Iterator[dict[int, int]]:
-        """How many messages each rank of these islands has launched at the next change. It launches them at once."""
+        """How many messages each rank of these islands has launched at the next change. It launches
+        them at once.
+        """
         ranks = [i * self.lines + line for i in stay for line in range(self.lines)]
         each = [range(self._node(key[at]).machine.next, len(self.kinds) + 1) for at in ranks]
         for counts in itertools.product(*each) if self.late != "nobody" else ():
@@ -146,13 +175,17 @@ class Explorer(Invariants):
 
     @remembered
     def _launched(self, i: int) -> Local:
-        """The rank launches what it launches in this view; one that lags does so when it has adopted its record."""
+        """The rank launches what it launches in this view; one that lags does so when it has
+        adopted its record.
+        """
         node = self._node(i)
         numbers = range(node.machine.next, node.until) if node.pending is None else ()
         return self._fed(i, tuple(moves.Launched(n, self.kinds[n]) for n in numbers))
 
     def _run_out(self, key: Key) -> Key:
-        """All that the islands do which are not marked to stay, in one order: a rank that lags adopts last."""
+        """All that the islands do which are not marked to stay, in one order: a rank that lags
+        adopts last.
+        """
         while (after := self._eager(key)) is not None:
             key = after
         return key
@@ -177,14 +210,32 @@ class Explorer(Invariants):
         heard, n = (0,) * self.islands, len(self.kinds)
         key = []
         for i, line in itertools.product(range(self.islands), range(self.lines)):
-            machine = self.machine(members[i], line, self.lines, n, 1, record, "running", none, 0, 0, 0, 0, heard, (), none)
+            machine = self.machine(
+                members[i],
+                line,
+                self.lines,
+                n,
+                1,
+                record,
+                "running",
+                none,
+                0,
+                0,
+                0,
+                0,
+                heard,
+                (),
+                none,
+            )
             key.append(self._id(Node(machine, ((),) * self.islands, (), None, (None,) * n)))
         state = (*key, self._id((None,) * n))
         for at, k in itertools.product(range(len(key)), range(n) if self.late == "nobody" else ()):
-            state = self._done(state, at, *self._fed(state[at], (moves.Launched(k, self.kinds[k]),)))
+            state = self._done(
+                state, at, *self._fed(state[at], (moves.Launched(k, self.kinds[k]),))
+            )
         return state
 
-    # ---- names ---------------------------------------------------------------------------------------------------------------------------
+    # ---- names ---------------------------------------------------------------------------------
 
     def _named(self, key: Key) -> Key:
         """The same state under the names that make its numbers the smallest."""
@@ -192,10 +243,14 @@ class Explorer(Invariants):
         for i in key:
             names = self._renamed.get(i)
             if names is None:
-                names = self._renamed[i] = tuple(self._id(self._rename(self._values[i], name)) for name in self._names)
+                names = self._renamed[i] = tuple(
+                    self._id(self._rename(self._values[i], name)) for name in self._names
+                )
             all_names.append(names)
         last = all_names[-1]
-        return min((*[all_names[at][k] for at in order], last[k]) for k, order in enumerate(self._orders))
+        return min(
+            (*[all_names[at][k] for at in order], last[k]) for k, order in enumerate(self._orders)
+        )
 
     def _rename(self, value: Any, name: Relabel) -> Any:
         if not isinstance(value, Node):
@@ -205,9 +260,17 @@ class Explorer(Invariants):
             inbox[name.islands[slot]] = name(frames)
         votes = tuple(sorted(name(value.votes), key=lambda v: v.ballot))
         got = tuple(outcome(got, name) for got in value.got)
-        return Node(name(value.machine), tuple(inbox), votes, name(value.pending), got, value.stays, value.until)
+        return Node(
+            name(value.machine),
+            tuple(inbox),
+            votes,
+            name(value.pending),
+            got,
+            value.stays,
+            value.until,
+        )
 
-    # ---- steps within a view -------------------------------------------------------------------------------------------------------------
+    # ---- steps within a view -------------------------------------------------------------------
 
     def _steps(self, key: Key) -> Iterator[Key]:
         for at, i in enumerate(key[:-1]):
@@ -227,28 +290,43 @@ class Explorer(Invariants):
         voted = {b.n for b in node.machine.ballots if b.rank == node.machine.rank}
         for vote in node.votes:
             if vote.ballot.n in voted:
-                yield self._fed(self._id(node._replace(votes=tuple(v for v in node.votes if v != vote))), (vote,))
+                yield self._fed(
+                    self._id(node._replace(votes=tuple(v for v in node.votes if v != vote))),
+                    (vote,),
+                )
         if node.pending is not None:
             yield self._adopt(i)
             return
         if node.machine.next < len(self.kinds) and not node.stays:
             yield self._fed(i, (moves.Launched(node.machine.next, self.kinds[node.machine.next]),))
-        for slot, frames in enumerate(node.inbox):  # the next frame of one sender, with the shares before it
+        # the next frame of one sender, with the shares before it
+        for slot, frames in enumerate(node.inbox):
             count = next((k for k, f in enumerate(frames) if f.piece.what != "share"), None)
             if count is not None:
                 yield self._arrived(i, {slot: count + 1})
         for n, kind in enumerate(self.kinds):  # the last shares that were missing
             settled, have = node.machine.record.settlement(n), node.machine._entry(n).shares
-            missing = [m for m in settled.contributors if m not in have and m != node.machine.me] if kind != "gather" else []
+            missing = (
+                [m for m in settled.contributors if m not in have and m != node.machine.me]
+                if kind != "gather"
+                else []
+            )
             heads = [node.inbox[m.slot][0] for m in missing if node.inbox[m.slot]]
-            if missing and len(heads) == len(missing) and all(f.n == n and f.piece.what == "share" for f in heads):
+            if (
+                missing
+                and len(heads) == len(missing)
+                and all(f.n == n and f.piece.what == "share" for f in heads)
+            ):
                 yield self._arrived(i, {m.slot: 1 for m in missing})
 
     def _arrived(self, i: int, counts: dict[int, int]) -> Local:
         """So many frames of each slot come."""
         node = self._node(i)
         inbox = tuple(frames[counts.get(slot, 0) :] for slot, frames in enumerate(node.inbox))
-        return self._fed(self._id(node._replace(inbox=inbox)), tuple(f for slot, c in counts.items() for f in node.inbox[slot][:c]))
+        return self._fed(
+            self._id(node._replace(inbox=inbox)),
+            tuple(f for slot, c in counts.items() for f in node.inbox[slot][:c]),
+        )
 
     def _beat(self, key: Key, at: int) -> Key | None:
         """Beats of all members on the line, when they say that more is stable."""
@@ -260,7 +338,9 @@ class Explorer(Invariants):
 
     @remembered
     def _beats(self, i: int) -> tuple[tuple[int, ...], int]:
-        """Where the members of this rank's line are, and what it has freed; nowhere, if it has not adopted its record."""
+        """Where the members of this rank's line are, and what it has freed; nowhere, if it has not
+        adopted its record.
+        """
         node = self._node(i)
         members = node.machine.record.members if node.pending is None else ()
         return tuple(m.slot * self.lines + node.machine.rank for m in members), node.machine.freed
@@ -272,7 +352,11 @@ class Explorer(Invariants):
     @remembered
     def _beaten(self, i: int, landed: int) -> Local:
         machine = self._node(i).machine
-        beats = (moves.LandedHeard(machine.record.view, m, landed) for m in machine.record.members if m != machine.me)
+        beats = (
+            moves.LandedHeard(machine.record.view, m, landed)
+            for m in machine.record.members
+            if m != machine.me
+        )
         return self._fed(i, tuple(beats))
 
     def _fed(self, i: int, events: tuple[moves.Event, ...]) -> Local:
@@ -283,7 +367,9 @@ class Explorer(Invariants):
             machine, actions = machine.step(event)
             for action in actions:
                 if isinstance(action, moves.Deliver):
-                    self._check("I2", got[action.n] is None, "{} delivers {} twice", machine.me, action.n)
+                    self._check(
+                        "I2", got[action.n] is None, "{} delivers {} twice", machine.me, action.n
+                    )
                     got[action.n] = (action.contributors, action.pieces)
                 asked.append(action)
         votes = tuple(v for v in node.votes if got[v.ballot.n] is None)
@@ -308,7 +394,11 @@ class Explorer(Invariants):
 
     def _send(self, state: list[int], at: int, action: moves.Send) -> None:
         machine = self._node(state[at]).machine
-        frame = self._id(moves.Received(action.view, action.epoch, machine.me, action.n, action.kind, action.piece))
+        frame = self._id(
+            moves.Received(
+                action.view, action.epoch, machine.me, action.n, action.kind, action.piece
+            )
+        )
         for m in action.to:
             to = m.slot * self.lines + machine.rank
             state[to] = self._sent(state[to], machine.me.slot, frame) if state[to] else 0
@@ -316,7 +406,11 @@ class Explorer(Invariants):
     @remembered
     def _sent(self, i: int, slot: int, frame: int) -> int:
         node = self._node(i)
-        inbox = (*node.inbox[:slot], (*node.inbox[slot], self._values[frame]), *node.inbox[slot + 1 :])
+        inbox = (
+            *node.inbox[:slot],
+            (*node.inbox[slot], self._values[frame]),
+            *node.inbox[slot + 1 :],
+        )
         return self._id(node._replace(inbox=inbox))
 
     def _cast(self, state: list[int], at: int, action: moves.CastVote) -> None:
@@ -332,7 +426,7 @@ class Explorer(Invariants):
         votes = tuple(sorted({*node.votes, voted}, key=lambda v: v.ballot))
         return i if node.got[voted.ballot.n] is not None else self._id(node._replace(votes=votes))
 
-    # ---- a change ------------------------------------------------------------------------------------------------------------------------
+    # ---- a change ------------------------------------------------------------------------------
 
     @remembered
     def _change(self, key: Key) -> list[Key]:
@@ -349,7 +443,9 @@ class Explorer(Invariants):
 
     @remembered
     def _settled(self, key: Key, reports: tuple[int, ...]) -> list[Key]:
-        """All that may come of these frozen ranks. What one of them proposes is a function of record and reports, but for a mutant."""
+        """All that may come of these frozen ranks. What one of them proposes is a function of
+        record and reports, but for a mutant.
+        """
         ranks, found = [at for at, i in enumerate(key[:-1]) if i], []
         alike = self.machine._proposal is Rank._proposal
         for record in {self._record(key[at], reports) for at in (ranks[:1] if alike else ranks)}:
@@ -364,7 +460,9 @@ class Explorer(Invariants):
             return 0
         node = self._node(i)
         opened = tuple(replace(e, shares=frozenset()) for e in node.machine.open)
-        return self._id(node._replace(machine=replace(node.machine, open=opened), inbox=((),) * self.islands))
+        return self._id(
+            node._replace(machine=replace(node.machine, open=opened), inbox=((),) * self.islands)
+        )
 
     @remembered
     def _frozen(self, i: int) -> tuple[int, int]:
@@ -374,13 +472,18 @@ class Explorer(Invariants):
         return after, self._id(report)
 
     def _late(self, key: Key, ranks: list[int]) -> Iterator[Key]:
-        """Frames that come to frozen ranks: they must change nothing (I7). Where that is not checked, they come as they like."""
+        """Frames that come to frozen ranks: they must change nothing (I7). Where that is not
+        checked, they come as they like.
+        """
         if "I7" not in self.unchecked:
             for at in ranks:
                 self._deaf(key[at])
             yield key
             return
-        prefixes = [list(itertools.product(*(range(len(f), -1, -1) for f in self._node(key[at]).inbox))) for at in ranks]
+        prefixes = [
+            list(itertools.product(*(range(len(f), -1, -1) for f in self._node(key[at]).inbox)))
+            for at in ranks
+        ]
         for picked in itertools.product(*prefixes):
             after = key
             for at, counts in zip(ranks, picked, strict=True):
@@ -393,17 +496,27 @@ class Explorer(Invariants):
     def _deaf(self, i: int) -> None:
         node = self._node(i)
         for frame in itertools.chain(*node.inbox):
-            self._check("I7", node.machine.step(frame)[0] == node.machine, "{} is frozen and takes {}", node.machine.me, frame)
+            self._check(
+                "I7",
+                node.machine.step(frame)[0] == node.machine,
+                "{} is frozen and takes {}",
+                node.machine.me,
+                frame,
+            )
 
     @remembered
     def _record(self, i: int, reports: tuple[int, ...]) -> int:
         """What this rank proposes."""
-        (action,) = self._node(i).machine.step(moves.ReportsSeen(tuple(self._values[r] for r in reports), waited=True))[1]
+        (action,) = self._node(i).machine.step(
+            moves.ReportsSeen(tuple(self._values[r] for r in reports), waited=True)
+        )[1]
         assert isinstance(action, moves.ProposeRecord)
         return self._id(replace(action.record, history=""))
 
     def _adopted(self, key: Key, record: int, ranks: list[int]) -> Iterator[Key]:
-        """The record is in the store. What the adopting ranks send is on its way; at most one rank lags."""
+        """The record is in the store. What the adopting ranks send is on its way; at most one rank
+        lags.
+        """
         state = [*key]
         for at in ranks:
             state[at] = self._pending(key[at], record)
@@ -421,21 +534,33 @@ class Explorer(Invariants):
     @remembered
     def _pending(self, i: int, record: int) -> int:
         """The rank when the record is in the store."""
-        return self._id(self._node(i)._replace(pending=replace(self._values[record], forwards=()), stays=None, until=0))
+        return self._id(
+            self._node(i)._replace(
+                pending=replace(self._values[record], forwards=()), stays=None, until=0
+            )
+        )
 
     @remembered
     def _adopting(self, i: int, record: int) -> list[moves.Send]:
         """What the rank sends when it adopts the record."""
-        return [a for a in self._node(i).machine.step(moves.RecordSeen(self._values[record]))[1] if isinstance(a, moves.Send)]
+        return [
+            a
+            for a in self._node(i).machine.step(moves.RecordSeen(self._values[record]))[1]
+            if isinstance(a, moves.Send)
+        ]
 
     @remembered
     def _late_launch(self, i: int, record: int) -> None:
-        """What is launched while the rank is frozen comes to the same as what is launched when it has adopted."""
+        """What is launched while the rank is frozen comes to the same as what is launched when it
+        has adopted.
+        """
         machine, seen = self._node(i).machine, moves.RecordSeen(self._values[record])
         launches = [moves.Launched(n, self.kinds[n]) for n in range(machine.next, len(self.kinds))]
         before, after = ([*launches, seen], [seen, *launches]) if launches else ([], [])
         (one, sent), (two, later) = self._after(machine, before), self._after(machine, after)
-        self._check("launch", (one, sent) == (two, later), "{}: sent {} or {}", machine.me, sent, later)
+        self._check(
+            "launch", (one, sent) == (two, later), "{}: sent {} or {}", machine.me, sent, later
+        )
 
     def _after(self, machine: Rank, events: list[Any]) -> tuple[Rank, list[moves.Action]]:
         asked: list[moves.Action] = []
@@ -452,13 +577,21 @@ class Explorer(Invariants):
 
     @remembered
     def _adopt(self, i: int) -> Local:
-        """One rank reads the record; its sends are under way already. Votes of the old view that come now must count for nothing."""
+        """One rank reads the record; its sends are under way already. Votes of the old view that
+        come now must count for nothing.
+        """
         node = self._node(i)
         assert node.pending is not None
         stale = tuple(v for v in node.votes if v.ballot.view < node.pending.view)
         votes = tuple(v for v in node.votes if v not in stale)
-        after, actions = self._fed(self._id(node._replace(votes=votes, pending=None)), (moves.RecordSeen(node.pending),))
-        self._check("I6", self._node(after).machine.record == node.pending.bare(), "a rank goes on under another record than the store's")
+        after, actions = self._fed(
+            self._id(node._replace(votes=votes, pending=None)), (moves.RecordSeen(node.pending),)
+        )
+        self._check(
+            "I6",
+            self._node(after).machine.record == node.pending.bare(),
+            "a rank goes on under another record than the store's",
+        )
         actions = tuple(a for a in actions if not isinstance(a, moves.Send))
         after, launched = self._launched(after) if node.stays else (after, ())
         after, more = self._fed(after, stale)

@@ -1,4 +1,5 @@
-"""What no process of the tests may do unseen: fork with several threads, or start a process in a test of the fast tier.
+"""What no process of the tests may do unseen: fork with several threads, or start a process in a
+test of the fast tier.
 
 An audit hook sees both wherever they happen. It stays for the life of the process.
 """
@@ -41,8 +42,12 @@ def alone(test: str | None) -> None:
 def _hook(event: str, args: tuple[Any, ...]) -> None:
     if event not in STARTS or not _State.watches:
         return
-    if _State.alone is not None:  # pytest's failure is no Exception: the code under test does not swallow it
+    # pytest's failure is no Exception: the code under test does not swallow it
+    if _State.alone is not None:
         what = f"{event} {args[1] if event == 'subprocess.Popen' else ''}".strip()
-        pytest.fail(f"{_State.alone} starts a process ({what}) but has no marker for it: name what starts it in tests/support/kinds.py")
+        pytest.fail(
+            f"{_State.alone} starts a process ({what}) but has no marker for it: name what starts "
+            "it in tests/support/kinds.py"
+        )
     if event in FORKS:
         threads.assert_one("this process")

@@ -1,7 +1,9 @@
-"""A run that is recorded at one of its islands, and newcomers that are fed from the record: what joining does, without a transport.
+"""A run that is recorded at one of its islands, and newcomers that are fed from the record: what
+joining does, without a transport.
 
-`Record` is the desk of a donor's line and notes what comes back on it. `Fed` is what a newcomer's line follows: the snapshot of one step,
-and the ticks and messages since. Everything goes through its form on a wire.
+`Record` is the desk of a donor's line and notes what comes back on it. `Fed` is what a newcomer's
+line follows: the snapshot of one step, and the ticks and messages since. Everything goes through
+its form on a wire.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from fsdp_demo.exchange import replay
 
 
 class Record:
-    """The desk of a line: somebody asks for a snapshot at every step. It notes the messages of the line, too.
+    """The desk of a line: somebody asks for a snapshot at every step. It notes the messages of the
+    line, too.
 
     Attributes:
-        snapshots: by step, as bytes, with the futures of what is under way. ticks: as bytes, by step.
-        messages: what came back within steps, in order. marks: step and snapshot without tensors of checkpoints that may be brought.
+        snapshots: by step, as bytes, with the futures of what is under way. ticks: as bytes, by
+            step.
+        messages: what came back within steps, in order. marks: step and snapshot without tensors of
+            checkpoints that may be brought.
     """
 
     wanted = follows = True
@@ -47,16 +52,25 @@ class Record:
             self.messages.append(kept(arrived := swap(*args, **kwargs)))
             return arrived
 
-        def gathered(data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True) -> list[torch.Tensor]:
+        def gathered(
+            data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True
+        ) -> list[torch.Tensor]:
             bodies = gather(data, kind, step, setup)
             if kind == NORM:
-                self.messages.append(ReceivedMessage([line.header(NORM, step)] * len(bodies), [b.clone() for b in bodies], []))
+                self.messages.append(
+                    ReceivedMessage(
+                        [line.header(NORM, step)] * len(bodies), [b.clone() for b in bodies], []
+                    )
+                )
             return bodies
 
         line.exchange, line.all_gather = exchanged, gathered
 
     def hand(self, snapshot: Snapshot, under_way: list[Future[ReceivedMessage]]) -> None:
-        self.snapshots[snapshot.head["stand"]["step"]] = [part.clone() for part in snapshot.pack()], list(under_way)
+        self.snapshots[snapshot.head["stand"]["step"]] = (
+            [part.clone() for part in snapshot.pack()],
+            list(under_way),
+        )
 
     def hold(self) -> bool:
         return False
@@ -71,15 +85,20 @@ class Record:
 def kept(arrived: ReceivedMessage) -> ReceivedMessage:
     """With memory of its own."""
     return ReceivedMessage(
-        list(arrived.headers), [b.clone() for b in arrived.bodies], [m.clone() for m in arrived.means], slots=arrived.slots
+        list(arrived.headers),
+        [b.clone() for b in arrived.bodies],
+        [m.clone() for m in arrived.means],
+        slots=arrived.slots,
     )
 
 
 class Fed:
-    """What a newcomer's line follows: the record from the snapshot of `step` on, up to step `until`.
+    """What a newcomer's line follows: the record from the snapshot of `step` on, up to step
+    `until`.
 
     Attributes:
-        taken: how many messages were taken. asked: the sizes for which room was made. goes_on: the step from which it goes on by itself.
+        taken: how many messages were taken. asked: the sizes for which room was made. goes_on: the
+            step from which it goes on by itself.
     brought: what it has.
     """
 
@@ -98,7 +117,8 @@ class Fed:
         self.waits -= 1
         if self.waits >= 0:
             return None
-        if (marked := self.record.marks.get(brings.get(OWN, ""))) is not None:  # all since that is kept
+        # all since that is kept
+        if (marked := self.record.marks.get(brings.get(OWN, ""))) is not None:
             self.at, self.parts = marked
             self.queue = [packed(m) for m in self.record.messages if m.headers[0].step >= self.at]
         return self.parts[0]
@@ -124,21 +144,33 @@ class Fed:
 
 
 class Follower(PeerGroup):
-    """A newcomer's line, which sends nothing. said: step and weight of each payload that it would send."""
+    """A newcomer's line, which sends nothing. said: step and weight of each payload that it would
+    send.
+    """
 
     def __init__(self, fed: Fed, islands: int):
         super().__init__(None, islands - 1, islands, [f"island{i}" for i in range(islands)], 5.0)
         self.following, self.said = fed, []
 
-    def exchange(self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False) -> ReceivedMessage:
+    def exchange(
+        self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False
+    ) -> ReceivedMessage:
         assert self.following is not None and header.kind == PAYLOAD
         self.said.append((header.step, header.weight))
-        wanted = Expected(header.kind, header.step, body.numel(), [(v.numel(), code) for v, code in vectors], self.size)
+        wanted = Expected(
+            header.kind,
+            header.step,
+            body.numel(),
+            [(v.numel(), code) for v, code in vectors],
+            self.size,
+        )
         arrived = self.following.arrived(wanted)
         weigh(arrived.headers)
         return arrived
 
-    def all_gather(self, data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True) -> list[torch.Tensor]:
+    def all_gather(
+        self, data: torch.Tensor, kind: int = 0, step: int = 0, setup: bool = True
+    ) -> list[torch.Tensor]:
         assert self.following is not None and kind == NORM, "asked outside of a step"
         return self.following.arrived(Expected(kind, step, data.numel(), (), self.size)).bodies
 
@@ -158,14 +190,19 @@ class Joining(Topology):
         return (None if self.fed is None else Follower(self.fed, self.islands)), self.active_copies
 
 
-def topology(fed: Fed | None, islands: int = 2, active_copies: int = 1, kind: str = "mesh", **fields: Any) -> Joining:
+def topology(
+    fed: Fed | None, islands: int = 2, active_copies: int = 1, kind: str = "mesh", **fields: Any
+) -> Joining:
     """Of the last of `islands` islands, as a newcomer."""
     return Joining(kind, islands - 1, islands, "newcomer", **fields).follow(fed, active_copies)
 
 
 def stand(runtime: Any) -> dict[str, Any]:
     """Copies of all that joining is about, on this rank."""
-    states = [{k: torch.as_tensor(v).clone() for k, v in s.items()} for _, s in runtime.shards.optimizer_states()]
+    states = [
+        {k: torch.as_tensor(v).clone() for k, v in s.items()}
+        for _, s in runtime.shards.optimizer_states()
+    ]
     delta = [c for c in runtime.channels if c.channel.source == "delta" and c.anchor is not None]
     return {
         "step": runtime.step,
@@ -174,9 +211,15 @@ def stand(runtime: Any) -> dict[str, Any]:
         "anchors": {c.channel.name: c.anchor.clone() for c in delta},
         "momenta": {c.channel.name: c.momentum.clone() for c in delta if c.momentum is not None},
         "away": [(c.anchor - c.pack("parameter")).abs().sum() for c in delta],
-        "clocks": (dict(runtime.applied), dict(runtime.queue.last), [(f.step, f.members, list(f.parts)) for f in runtime.queue.flights]),
+        "clocks": (
+            dict(runtime.applied),
+            dict(runtime.queue.last),
+            [(f.step, f.members, list(f.parts)) for f in runtime.queue.flights],
+        ),
         "history": runtime.queue.history.digest,
-        "accumulators": [c.accumulator.clone() for c in runtime.channels if c.accumulator is not None],
+        "accumulators": [
+            c.accumulator.clone() for c in runtime.channels if c.accumulator is not None
+        ],
         "loss": runtime.queue.watch.loss,
         "norms": runtime.queue.norms.state([(f.members, f.step) for f in runtime.queue.flights]),
     }
@@ -194,7 +237,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def watched(each: Callable[[Any], None]) -> pytest.MonkeyPatch:
-    """From now on `each(runtime)` is called behind every step that a newcomer of this process makes up for; undo the patch."""
+    """From now on `each(runtime)` is called behind every step that a newcomer of this process makes
+    up for; undo the patch.
+    """
     patch, take = pytest.MonkeyPatch(), replay._take
 
     def taken(runtime: Any, tick: Tick) -> None:

@@ -1,15 +1,18 @@
-"""The way of one step, or of a checkpoint, through the files of the package, as docs/architecture.md counts it.
+"""The way of one step, or of a checkpoint, through the files of the package, as
+docs/architecture.md counts it.
 
-    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo
-    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step streaming_diloco period=10 delay=5 layers=1
-    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save FOLDER
-    fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo fsdp-demo
+    rehearse --islands 2 --procs 1 -- tests/support/journey.py step streaming_diloco period=10
+    delay=5 layers=1 fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save
+    FOLDER fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
 
-What counts is a function of the package that is entered for the first time, in the thread that trains or, at the place where it was given
-its work, in the thread that sends. A function whose body is one simple statement looks something up or hands on: it does not count.
-Functions that follow each other in one file are a stay. A stay in a file that was left before is a return.
+What counts is a function of the package that is entered for the first time, in the thread that
+trains or, at the place where it was given its work, in the thread that sends. A function whose body
+is one simple statement looks something up or hands on: it does not count. Functions that follow
+each other in one file are a stay. A stay in a file that was left before is a return.
 
-Who reads breadth first, in each file all that the way enters there, opens a file again only if files call each other in a circle.
+Who reads breadth first, in each file all that the way enters there, opens a file again only if
+files call each other in a circle.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ class Journey:
     """Follows this process inside `with`. Make it before the threads that it is to see."""
 
     def __init__(self) -> None:
-        self._entered: dict[str, dict[tuple[str, str, int], None]] = {"MainThread": {}, "exchange": {}}
+        self._entered: dict[str, dict[tuple[str, str, int], None]] = {
+            "MainThread": {},
+            "exchange": {},
+        }
         self._calls: set[tuple[str, str]] = set()
         self._on = False
         threading.setprofile(self._look)
@@ -60,9 +66,12 @@ class Journey:
             return
         code, name = frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         entered[code.co_filename, name, code.co_firstlineno] = None
-        if counts(code) and "<locals>" not in name:  # what is defined inside another function is read there
+        # what is defined inside another function is read there
+        if counts(code) and "<locals>" not in name:
             above = frame.f_back
-            while above is not None and not (above.f_code.co_filename.startswith(str(ROOT)) and counts(above.f_code)):
+            while above is not None and not (
+                above.f_code.co_filename.startswith(str(ROOT)) and counts(above.f_code)
+            ):
                 above = above.f_back
             if above is not None and above.f_code.co_filename != code.co_filename:
                 self._calls.add((short(above.f_code.co_filename), short(code.co_filename)))
@@ -88,10 +97,14 @@ class Journey:
 
     @property
     def order(self) -> list[str]:
-        """The files so that each stands before those that it calls; without those in a circle, or behind one."""
+        """The files so that each stands before those that it calls; without those in a circle, or
+        behind one.
+        """
         out: list[str] = []
         left = list(dict.fromkeys(file for file, _ in self.stays))
-        while ready := next((f for f in left if not any(b == f and a in left for a, b in self._calls)), ""):
+        while ready := next(
+            (f for f in left if not any(b == f and a in left for a, b in self._calls)), ""
+        ):
             out.append(ready)
             left.remove(ready)
         return out
@@ -102,7 +115,10 @@ class Journey:
             print(f"{i + 1:3} {'^' if file in seen else ' '} {file:34} {', '.join(names)}")
             seen.add(file)
         floors = Counter(file.partition("/")[0] for file in seen)
-        print(f"{len(seen)} files, {len(self.stays)} stays, {len(self.stays) - len(seen)} returns; files of each package: {dict(floors)}")
+        print(
+            f"{len(seen)} files, {len(self.stays)} stays, {len(self.stays) - len(seen)} returns; "
+            f"files of each package: {dict(floors)}"
+        )
         print(f"each once, in this order: {' '.join(self.order)}")
         print(f"in a circle, or behind one: {' '.join(sorted(seen - {*self.order})) or 'none'}")
 
@@ -151,10 +167,14 @@ class Run:
         config = fsdp_demo.preset(name, **changes)
         self.delay = config.channels[0].schedule.delay
         self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), lr=1e-3)
-        self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, topology=topology)
+        self.exchange = fsdp_demo.attach(
+            self.optimizer, config, model=self.model, topology=topology
+        )
 
     def step(self) -> None:
-        generator = torch.Generator().manual_seed(100 * self.exchange.step + self.exchange.topology.island)
+        generator = torch.Generator().manual_seed(
+            100 * self.exchange.step + self.exchange.topology.island
+        )
         self.model(torch.randn(4, 64, generator=generator)).square().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -181,14 +201,18 @@ def save(folder: str) -> Journey:
     for _ in range(5):
         run.step()
     with run.journey as journey:
-        checkpoints.save(run.exchange.step, lambda part: snapshot(run.exchange).write(part / "exchange"))
+        checkpoints.save(
+            run.exchange.step, lambda part: snapshot(run.exchange).write(part / "exchange")
+        )
     run.exchange.finish()
     checkpoints.close()
     return journey
 
 
 def load(folder: str) -> Journey:
-    """What `attach(state=...)` does with it: the islands are connected before, and agree first on a step."""
+    """What `attach(state=...)` does with it: the islands are connected before, and agree first on a
+    step.
+    """
     topology = fsdp_demo.Topology.from_env()
     checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
@@ -205,7 +229,9 @@ def main(what: str, *given: str) -> None:
     """`what` with its arguments on this island; the first island prints."""
     torch.set_num_threads(1)
     changes = {key: int(value) for key, value in (text.split("=") for text in given if "=" in text)}
-    journey = {"step": step, "save": save, "load": load}[what](*[text for text in given if "=" not in text], **changes)
+    journey = {"step": step, "save": save, "load": load}[what](
+        *[text for text in given if "=" not in text], **changes
+    )
     if fsdp_demo.Topology.from_env().island == 0:
         journey.show()
 

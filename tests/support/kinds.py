@@ -1,7 +1,8 @@
 """Which tests start processes: found in what they use, not written by hand.
 
-`ranks`: a fixture is built on the rank server. `launch`: the test's function, one of its fixtures, or a function of tests/ or recipes/
-that these reach by name, mentions something that starts processes.
+`ranks`: a fixture is built on the rank server. `launch`: the test's function, one of its fixtures,
+or a function of tests/ or recipes/ that these reach by name, mentions something that starts
+processes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(str(ROOT / folder) + "/" for folder in ("tests", "recipes"))
-STARTS = {"fork", "forkpty", "Popen", "subprocess", "posix_spawn", "system", "multiprocessing", "spawn", "NotebookClient"}
+STARTS = {
+    "fork",
+    "forkpty",
+    "Popen",
+    "subprocess",
+    "posix_spawn",
+    "system",
+    "multiprocessing",
+    "spawn",
+    "NotebookClient",
+}
 Code = types.CodeType
 
 
@@ -50,7 +61,12 @@ def _launches(function: Any) -> bool:
     queue = [function]
     while queue:
         code, scope = _code(queue.pop())
-        if code is None or code in seen or not code.co_filename.startswith(OURS) or "/tests/support/" in code.co_filename:
+        if (
+            code is None
+            or code in seen
+            or not code.co_filename.startswith(OURS)
+            or "/tests/support/" in code.co_filename
+        ):
             continue
         seen.add(code)
         names = set(_names(code))
@@ -75,14 +91,20 @@ def _names(code: Code) -> Iterator[str]:
 
 
 def _reached(names: set[str], scope: dict[str, Any]) -> Iterator[Any]:
-    """What these names stand for: functions, methods of classes, and what of a module of ours is mentioned beside it."""
+    """What these names stand for: functions, methods of classes, and what of a module of ours is
+    mentioned beside it.
+    """
     for name in names:
         thing = scope.get(name)
-        if isinstance(thing, types.ModuleType) and str(getattr(thing, "__file__", None)).startswith(OURS):
+        if isinstance(thing, types.ModuleType) and str(getattr(thing, "__file__", None)).startswith(
+            OURS
+        ):
             yield from (vars(thing)[n] for n in names if n in vars(thing))
         elif inspect.isclass(thing):
             yield from (getattr(m, "__func__", m) for m in vars(thing).values())
         elif isinstance(thing, list | tuple | dict):
-            yield from (x for x in (thing.values() if isinstance(thing, dict) else thing) if callable(x))
+            yield from (
+                x for x in (thing.values() if isinstance(thing, dict) else thing) if callable(x)
+            )
         else:
             yield thing

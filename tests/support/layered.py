@@ -1,7 +1,9 @@
-"""Models with numbered layers, and a training loop that also does schedules, accumulation and recording.
+"""Models with numbered layers, and a training loop that also does schedules, accumulation and
+recording.
 
-`Layered` is the probe with layers: its loss is the sum of <p, G_p>, so that gradients are given from outside and exact. `Small` is
-a real model with a real loss, for computing in bf16; its gradients are recorded, since they depend on the parameters and on the sharding.
+`Layered` is the probe with layers: its loss is the sum of <p, G_p>, so that gradients are given
+from outside and exact. `Small` is a real model with a real loss, for computing in bf16; its
+gradients are recorded, since they depend on the parameters and on the sharding.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ Tensors = dict[str, torch.Tensor]
 LAYERS = 5
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (40, 50),
-    **{f"layers.{i}.{part}": shape for i in range(LAYERS) for part, shape in (("weight", (66, 64)), ("bias", (9,)))},
+    **{
+        f"layers.{i}.{part}": shape
+        for i in range(LAYERS)
+        for part, shape in (("weight", (66, 64)), ("bias", (9,)))
+    },
     "norm.weight": (33,),
     "head.weight": (30, 70),
 }
@@ -33,7 +39,9 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(SHAPES[f"layers.0.{part}"])) for part in ("weight", "bias"))
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(SHAPES[f"layers.0.{part}"])) for part in ("weight", "bias")
+        )
 
     def forward(self, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return (self.weight * weight).sum() + (self.bias * bias).sum()
@@ -44,7 +52,9 @@ class Layered(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = (probe.Held(SHAPES[f"{n}.weight"]) for n in ("embed", "norm", "head"))
+        self.embed, self.norm, self.head = (
+            probe.Held(SHAPES[f"{n}.weight"]) for n in ("embed", "norm", "head")
+        )
         self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
         with torch.no_grad():
             for n, p in self.named_parameters():
@@ -52,19 +62,26 @@ class Layered(nn.Module):
 
     def forward(self, g: Tensors) -> torch.Tensor:
         total = sum(getattr(self, n)(g[f"{n}.weight"]) for n in ("embed", "norm", "head"))
-        return total + sum(layer(g[f"layers.{i}.weight"], g[f"layers.{i}.bias"]) for i, layer in enumerate(self.layers))
+        return total + sum(
+            layer(g[f"layers.{i}.weight"], g[f"layers.{i}.bias"])
+            for i, layer in enumerate(self.layers)
+        )
 
 
 @dataclass(frozen=True)
 class Given:
-    """A model whose gradients are given: how it is made, and what each process of 2 of an island feeds."""
+    """A model whose gradients are given: how it is made, and what each process of 2 of an island
+    feeds.
+    """
 
     make: Callable[[int], nn.Module]
     gradient: Callable[[int, int, int, int], Tensors]
 
     def start(self, seed: int) -> Tensors:
         """The initial parameters that are not frozen."""
-        return {n: p.detach().clone() for n, p in self.make(seed).named_parameters() if p.requires_grad}
+        return {
+            n: p.detach().clone() for n, p in self.make(seed).named_parameters() if p.requires_grad
+        }
 
     def island_gradient(self, seed: int, t: int, island: int) -> Tensors:
         """The exact mean gradient of an island."""
@@ -72,10 +89,16 @@ class Given:
         return {n: (a[n] + b[n]) / 2 for n in a}
 
     def feed(self, seed: int) -> Callable[..., torch.Tensor]:
-        """For `train`: the loss of one micro-batch of `micro`. Two have 1/4 and 3/4 of the gradient, which adds up exactly."""
+        """For `train`: the loss of one micro-batch of `micro`. Two have 1/4 and 3/4 of the
+        gradient, which adds up exactly.
+        """
 
         def loss(model: nn.Module, me: Any, t: int, m: int, micro: int) -> torch.Tensor:
-            g = self.gradient(seed, t, me.island, me.proc) if me.procs > 1 else self.island_gradient(seed, t, me.island)
+            g = (
+                self.gradient(seed, t, me.island, me.proc)
+                if me.procs > 1
+                else self.island_gradient(seed, t, me.island)
+            )
             share = {(1, 0): 1.0, (2, 0): 0.25, (2, 1): 0.75}[micro, m]
             return model({n: share * x for n, x in g.items()})
 
@@ -95,7 +118,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, inner, bias=False),
+            nn.Linear(inner, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -107,7 +133,11 @@ class Small(nn.Module):
     def __init__(self, seed: int = 0, words: int = 50, width: int = 64, inner: int = 96) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.norm, self.head = nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.embed, self.norm, self.head = (
+            nn.Embedding(words, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, words, bias=False),
+        )
         self.layers = nn.ModuleList([Block(width, inner) for _ in range(2)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -118,7 +148,9 @@ class Small(nn.Module):
 
 
 def small_loss(bf16: bool) -> Callable[..., torch.Tensor]:
-    """For `train`: cross-entropy of `Small` on random pairs of tokens; in bf16 under autocast, or by FSDP2's policy."""
+    """For `train`: cross-entropy of `Small` on random pairs of tokens; in bf16 under autocast, or
+    by FSDP2's policy.
+    """
 
     def loss(model: nn.Module, me: Any, t: int, m: int, micro: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * t + 100 * m + 10 * me.island + me.proc)
@@ -134,7 +166,11 @@ def shard(model: nn.Module, me: Any, bf16: bool) -> None:
     """FSDP2 over the island's processes, two layers as units of their own."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if bf16
+        else MixedPrecisionPolicy()
+    )
     mesh = me.mesh()
     for layer in getattr(model, "layers", [])[:2]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -156,10 +192,12 @@ def train(
     end: Callable[[fsdp_demo.Exchange], Any] | None = None,
     equal: Callable[[int], bool] = lambda t: True,
 ) -> dict[str, Any]:
-    """Train on this rank; the full parameters after every step, whether they were equal on all replicas (asked where `equal(t)`), and, if
-    `record`, gradients and parameters right before and after each inner step ("grads", "before", "after").
+    """Train on this rank; the full parameters after every step, whether they were equal on all
+    replicas (asked where `equal(t)`), and, if `record`, gradients and parameters right before
+    and after each inner step ("grads", "before", "after").
 
-    `inner` gets the named parameters. `end` may drain or finish the exchange; the parameters afterwards are in "final".
+    `inner` gets the named parameters. `end` may drain or finish the exchange; the parameters
+    afterwards are in "final".
     """
     sharded = sharded and me.procs > 1
     if sharded:
@@ -171,15 +209,21 @@ def train(
 
     def before_step(*_: Any) -> None:
         if hooks:
-            history["grads"].append({n: _local(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+            history["grads"].append(
+                {n: _local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            )
             history["before"].append(probe.parts(model))
 
     def after_step(*_: Any) -> None:
         if hooks:
             history["after"].append(probe.parts(model))
 
-    # Before attach, so that these hooks see what the exchange has not touched yet; steps that attach takes do not count.
-    handles = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+    # Before attach, so that these hooks see what the exchange has not touched yet; steps that
+    # attach takes do not count.
+    handles = [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
+    ]
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     hooks += handles if record else []
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if schedule else None
@@ -202,7 +246,11 @@ def train(
     if end:
         end(exchange)
         out["final"] = probe.parts(model)
-    out["metrics"], out["drift"], out["final_equal"] = exchange.metrics(), exchange.drift, exchange.digests_equal() if end else None
+    out["metrics"], out["drift"], out["final_equal"] = (
+        exchange.metrics(),
+        exchange.drift,
+        exchange.digests_equal() if end else None,
+    )
     exchange.detach()
     every = [*history["params"], *([out["final"]] if end else [])]
     whole = probe.complete(every, me if sharded else None)
@@ -210,7 +258,10 @@ def train(
     if end:
         out["final"] = whole[-1]
     if record:
-        out |= {k: probe.complete(history[k], me if sharded else None) for k in ("grads", "before", "after")}
+        out |= {
+            k: probe.complete(history[k], me if sharded else None)
+            for k in ("grads", "before", "after")
+        }
     return out
 
 

@@ -1,6 +1,8 @@
-"""Large matrices of cases: which of them every run takes. The others are slow: `FSDP_DEMO_SLOW=1 bash tests/run.sh` takes them all.
+"""Large matrices of cases: which of them every run takes. The others are slow: `FSDP_DEMO_SLOW=1
+bash tests/run.sh` takes them all.
 
-A row stays where it is the only one of its kind: each preset, each stage, each form of island is in some case that stays.
+A row stays where it is the only one of its kind: each preset, each stage, each form of island is in
+some case that stays.
 """
 
 from __future__ import annotations
@@ -11,28 +13,32 @@ from collections.abc import Iterable
 import pytest
 
 KEPT = {
-    # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as a whole}
+    # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as
+    # a whole}
     "channels/test_delays_oracle.py": {
-        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",
+        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
     },
     "channels/test_presets_oracle.py": {
         "test_coded_values_follow_the_oracle": r"-(2x1|2x2|3x1)$",
         "test_computing_in_bf16": r"^(full|streaming_diloco)-2x2$",
-        "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",
+        "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",  # noqa: E501
         "test_muloco_on_measured_updates": r"^2x2",
-        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",
+        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
     },
     "checkpoint/test_checkpoint.py": {
-        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, delayed|streaming_diloco)-True|^desloc-False",
+        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, "
+        r"delayed|streaming_diloco)-True|^desloc-False",
     },
     "checkpoint/test_cut_off.py": {
-        "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
+        "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
+        r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
     },
     "checkpoint/test_resharding_runs.py": {
         "test_the_loss_goes_on": r"^diloco$",
     },
     "comm/test_membership_exhaustive.py": {
-        "test_mutants_die": r"^(?!OwnView-gather-2)",  # OwnView-gather-1 is another end of the same mutant
+        # OwnView-gather-1 is another end of the same mutant
+        "test_mutants_die": r"^(?!OwnView-gather-2)",
     },
     "deepspeed/test_zero_accelerate.py": {
         "test_islands": r"zero2-attach0|zero3-attach1",
@@ -49,7 +55,7 @@ KEPT = {
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
         "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"zero3-parts",
-        "test_follows_the_oracle": r"full-zero1|demo-(zero2|zero3-p)|diloco-zero1|desloc-zero3-p|streaming_diloco-zero2",
+        "test_follows_the_oracle": r"full-zero1|demo-(zero2|zero3-p)|diloco-zero1|desloc-zero3-p|streaming_diloco-zero2",  # noqa: E501
     },
     "deepspeed/test_zero_recipes.py": {
         "test_a_resumed_run_is_the_uninterrupted_one": r"^3-",
@@ -57,8 +63,8 @@ KEPT = {
         "test_mesh_keeps_zero_inside_the_node": r"^3$",
     },
     "deepspeed/test_zero_shards.py": {
-        "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|wrapper)$|^diloco-zero3$",
-        "test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same": r"zero1-full|zero2-diloco|parts-demo|offload",
+        "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|wrapper)$|^diloco-zero3$",  # noqa: E501
+        "test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same": r"zero1-full|zero2-diloco|parts-demo|offload",  # noqa: E501
         "test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model": r"zero3-parts",
         "test_the_shards_of_an_island_make_up_every_parameter_once": r"False|parts|wrapper",
     },
@@ -76,13 +82,13 @@ KEPT = {
         "test_a_lost_island_leaves_a_checkpoint_to_go_on_from": r"zero2",
     },
     "exchange/test_exchange_oracle.py": {
-        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc)$",
+        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc)$",  # noqa: E501
         "test_everything_kept_is_a_dense_method": r"subtract-True",
         "test_islands_with_different_numbers_of_copies": r"procs0|^demo",
         "test_element_wise_presets_do_not_depend_on_the_sharding": r"diloco",
     },
     "exchange/test_memory.py": {
-        "test_the_plan_is_what_is_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",
+        "test_the_plan_is_what_is_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
     },
     "exchange/test_plan.py": {
         "test_the_plan_is_what_the_meter_counts": r"^2-1",
@@ -191,7 +197,7 @@ KEPT = {
         "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
     },
     "exchange/test_not_finite.py": {
-        "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",
+        "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",  # noqa: E501
     },
 }
 
@@ -201,5 +207,7 @@ def thin(items: Iterable[pytest.Item]) -> None:
     for item in items:
         path, _, name = item.nodeid.partition("::")
         kept = KEPT.get(path.removeprefix("tests/"), {}).get(name.partition("[")[0])
-        if kept is not None and (not kept or not re.search(kept, name.partition("[")[2].removesuffix("]"))):
+        if kept is not None and (
+            not kept or not re.search(kept, name.partition("[")[2].removesuffix("]"))
+        ):
             item.add_marker("slow")

@@ -1,5 +1,6 @@
-"""Ways to get the membership protocol wrong. Each must be found by the explorer: seven by any message that is launched at the start, one by
-a message that somebody launches late, one by a reduce before a gather."""
+"""Ways to get the membership protocol wrong. Each must be found by the explorer: seven by any
+message that is launched at the start, one by a message that somebody launches late, one by a
+reduce before a gather."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class VoteWithoutEpoch(Rank):
 
     def _agreed(self, n: int) -> bool:
         voted = {b.rank for b in self.ballots if b.n == n}
-        return Ballot(n, self.rank, self.record.view) in self.ballots and voted >= set(range(self.ranks))
+        return Ballot(n, self.rank, self.record.view) in self.ballots and voted >= set(
+            range(self.ranks)
+        )
 
 
 class OwnView(Rank):
@@ -73,7 +76,9 @@ class MixedMeans(Rank):
 
     def _made_of(self, entry: Open) -> frozenset[Piece] | None:
         oldest = {(p.what, p.of): p for p in sorted(entry.pieces, reverse=True)}
-        found = [oldest.get((p.what, p.of)) for p in needed(entry.kind, self.record.settlement(entry.n))]
+        found = [
+            oldest.get((p.what, p.of)) for p in needed(entry.kind, self.record.settlement(entry.n))
+        ]
         return None if None in found else frozenset(p for p in found if p is not None)
 
 
@@ -82,7 +87,10 @@ class LeavesLateOut(Rank):
 
     def _proposal(self, reports: settlement.Reports) -> Record:
         record, own = super()._proposal(reports), []
-        for settled in (record.settlement(n) for n in sorted({h.n for of in reports.values() for r in of for h in r.held})):
+        for settled in (
+            record.settlement(n)
+            for n in sorted({h.n for of in reports.values() for r in of for h in r.held})
+        ):
             sent = {m for m, of in reports.items() if all(_has_sent(r, settled.n) for r in of)}
             stay = tuple(m for m in settled.contributors if m in sent or m not in record.members)
             own.append(settled._replace(contributors=stay))
@@ -90,7 +98,10 @@ class LeavesLateOut(Rank):
 
 
 def _has_sent(report: Report, n: int) -> bool:
-    return n < report.landed or any(h.n == n and (h.kind == "reduce" or Piece("body", report.member) in h.pieces) for h in report.held)
+    return n < report.landed or any(
+        h.n == n and (h.kind == "reduce" or Piece("body", report.member) in h.pieces)
+        for h in report.held
+    )
 
 
 class BeginsAgain(Rank):
@@ -98,11 +109,23 @@ class BeginsAgain(Rank):
 
     def _proposal(self, reports: settlement.Reports) -> Record:
         record = super()._proposal(reports)
-        kinds = {h.n: h.kind for m in record.members for r in reports[m] for h in r.held if h.n >= record.stable}
-        again = [n for n, kind in kinds.items() if kind != "gather" and record.settlement(n).attempt == record.view]
+        kinds = {
+            h.n: h.kind
+            for m in record.members
+            for r in reports[m]
+            for h in r.held
+            if h.n >= record.stable
+        }
+        again = [
+            n
+            for n, kind in kinds.items()
+            if kind != "gather" and record.settlement(n).attempt == record.view
+        ]
         first = min(again, default=max(kinds, default=0))
         kept = tuple(s for s in record.settlements if s.n <= first)
-        return replace(record, settlements=kept, forwards=tuple(f for f in record.forwards if f.n <= first))
+        return replace(
+            record, settlements=kept, forwards=tuple(f for f in record.forwards if f.n <= first)
+        )
 
 
 MUTANTS: dict[type[Rank], str] = {

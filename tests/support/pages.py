@@ -1,7 +1,7 @@
 """The pages that users read, in pieces: fenced blocks with their marks, commands, sentences, links.
 
-A mark is one line directly above a fence: `<!-- not run: REASON -->`, or `<!-- run first: PATH -->` with a file of python (from the
-repository root) that gives the block what a reader has already.
+A mark is one line directly above a fence: `<!-- not run: REASON -->`, or `<!-- run first: PATH -->`
+with a file of python (from the repository root) that gives the block what a reader has already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ OPERATORS = set("|&;()<>")
 
 def pages() -> list[Path]:
     """README.md, docs/*.md and recipes/README.md."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes" / "README.md"]
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "recipes" / "README.md",
+    ]
 
 
 def name(page: Path) -> str:
@@ -56,7 +60,9 @@ def blocks(text: str) -> list[Block]:
             at += 1
             continue
         end = at + 1
-        while end < len(lines) and not re.match(rf"^ *{fence['ticks'][0]}{{{len(fence['ticks'])},}} *$", lines[end]):
+        while end < len(lines) and not re.match(
+            rf"^ *{fence['ticks'][0]}{{{len(fence['ticks'])},}} *$", lines[end]
+        ):
             end += 1
         mark = MARK.match(lines[at - 1]) if at else None
         marks = {mark["kind"]: mark["words"].strip()} if mark else {}
@@ -67,7 +73,7 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-# ---- commands ------------------------------------------------------------------------------------------------------------------
+# ---- commands ----------------------------------------------------------------------------------
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -99,7 +105,7 @@ def _simple(line: str) -> Iterator[list[str]]:
             command.append(word)
 
 
-# ---- prose ---------------------------------------------------------------------------------------------------------------------
+# ---- prose -------------------------------------------------------------------------------------
 
 
 def without_blocks(text: str) -> str:
@@ -112,7 +118,9 @@ def without_blocks(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """What a page says outside of code, tables and headings. Inline code counts as one word, of a link its text."""
+    """What a page says outside of code, tables and headings. Inline code counts as one word, of a
+    link its text.
+    """
     text = re.sub(r"<!--.*?-->", "", without_blocks(text), flags=re.DOTALL)
     text = re.sub(r"`[^`]+`", "code", text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)

@@ -1,7 +1,9 @@
-"""A model whose gradients are given from outside, on every kind of parameter, and the loop that trains it for real.
+"""A model whose gradients are given from outside, on every kind of parameter, and the loop that
+trains it for real.
 
-The loss is the sum of <p, G_p>, so the gradient of p is G_p whatever the parameters are. The G are multiples of
-2^-18 in [-2, 2]: means over two or four processes are exact in fp32, so a replica's gradient does not depend on how it is sharded.
+The loss is the sum of <p, G_p>, so the gradient of p is G_p whatever the parameters are. The G are
+multiples of 2^-18 in [-2, 2]: means over two or four processes are exact in fp32, so a replica's
+gradient does not depend on how it is sharded.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import fsdp_demo
 from .ranks import encode
 
 SHAPES = {
-    "layer.weight": (124, 122),  # 64 x 64 blocks with edges of 60 and 58; halves are flat blocks with a tail
+    # 64 x 64 blocks with edges of 60 and 58; halves are flat blocks with a tail
+    "layer.weight": (124, 122),
     "aligned.weight": (128, 128),  # halves fall on block edges
     "odd.weight": (131, 70),  # flat: 2 blocks, a tail, dense elements; uneven shards
     "embed.weight": (100, 50),  # no transform
@@ -81,18 +84,29 @@ class Probe(nn.Module):
 
 
 def integers(key: Any, shape: Any) -> torch.Tensor:
-    """A tensor of multiples of 2^-18 in [-2, 2] that depends on `key` only (and on torch's integer generator)."""
+    """A tensor of multiples of 2^-18 in [-2, 2] that depends on `key` only (and on torch's integer
+    generator).
+    """
     seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "little")
-    return torch.randint(-(2**19), 2**19 + 1, tuple(shape), generator=torch.Generator().manual_seed(seed)).float() / 2**18
+    return (
+        torch.randint(
+            -(2**19), 2**19 + 1, tuple(shape), generator=torch.Generator().manual_seed(seed)
+        ).float()
+        / 2**18
+    )
 
 
-def gradient(seed: int, t: int, island: int, proc: int, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+def gradient(
+    seed: int, t: int, island: int, proc: int, names: list[str] | None = None
+) -> dict[str, torch.Tensor]:
     """What process `proc` of 2 of an island feeds at step t."""
     chosen = [n for n in (names or TRAINED) if n != "sometimes" or island == 0]
     return {n: integers((seed, t, island, proc, n), SHAPES[n]) for n in chosen}
 
 
-def island_gradient(seed: int, t: int, island: int, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+def island_gradient(
+    seed: int, t: int, island: int, names: list[str] | None = None
+) -> dict[str, torch.Tensor]:
     """The mean gradient of an island, exact: the same whether one process computes it or two."""
     a, b = (gradient(seed, t, island, p, names) for p in (0, 1))
     return {n: (a[n] + b[n]) / 2 for n in a}
@@ -110,25 +124,40 @@ def shard(model: nn.Module, mesh: Any) -> None:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """Full copies of all parameters (collective inside an island that is sharded)."""
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def parts(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of what this rank holds of every parameter."""
-    return {n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for n, p in model.named_parameters()}
+    return {
+        n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
 
 
-def complete(history: list[dict[str, torch.Tensor]], me: Any | None) -> list[dict[str, torch.Tensor]]:
-    """Full tensors from the `parts` of all ranks of an island, for all steps at once (`me` None: they are whole already)."""
+def complete(
+    history: list[dict[str, torch.Tensor]], me: Any | None
+) -> list[dict[str, torch.Tensor]]:
+    """Full tensors from the `parts` of all ranks of an island, for all steps at once (`me` None:
+    they are whole already).
+    """
     if me is None:
         return history
     every: list[Any] = [None] * me.procs
     dist.all_gather_object(every, encode(history))
     every = [pickle.loads(rank) for rank in every]
-    return [{n: torch.cat([rank[t][n] for rank in every]) for n in step} for t, step in enumerate(history)]
+    return [
+        {n: torch.cat([rank[t][n] for rank in every]) for n in step}
+        for t, step in enumerate(history)
+    ]
 
 
-def backward(model: nn.Module, me: Any, t: int, seed: int, sharded: bool, names: list[str] | None = None) -> None:
+def backward(
+    model: nn.Module, me: Any, t: int, seed: int, sharded: bool, names: list[str] | None = None
+) -> None:
     """One micro-batch: the gradient of the island's mean arrives in `.grad`."""
     if me.procs == 1:
         g = island_gradient(seed, t, me.island, names)
@@ -154,7 +183,9 @@ def train(
     before: Callable[[int, fsdp_demo.Exchange], Any] | None = None,
     finish: bool = False,
 ) -> dict[str, Any]:
-    """Train on this rank; returns the full parameters after every step, and what else tests look at."""
+    """Train on this rank; returns the full parameters after every step, and what else tests look
+    at.
+    """
     sharded = sharded and me.procs > 1
     model = Probe(seed, names)
     if sharded:
@@ -171,10 +202,17 @@ def train(
         out["params"].append(parts(model))
         out["equal"].append(exchange.digests_equal())
         out["each"].append(each(t, exchange) if each else None)
-    out["metrics"], out["params"] = exchange.metrics(), complete(out["params"], me if sharded else None)
+    out["metrics"], out["params"] = (
+        exchange.metrics(),
+        complete(out["params"], me if sharded else None),
+    )
     if finish:
         exchange.finish()
-        out["final"], out["drift"], out["final_equal"] = whole(model), exchange.drift, exchange.digests_equal()
+        out["final"], out["drift"], out["final_equal"] = (
+            whole(model),
+            exchange.drift,
+            exchange.digests_equal(),
+        )
     else:
         exchange.detach()
     return out

@@ -1,4 +1,6 @@
-"""What a test and the rank server say to each other: a `Call` there, an `Outcome` of every rank back."""
+"""What a test and the rank server say to each other: a `Call` there, an `Outcome` of every rank
+back.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HUNG = "did not end"
 
 @dataclass(frozen=True)
 class Rank:
-    """Who a function run by `run_ranks` is: its island, its process in the island, and how many there are of each."""
+    """Who a function run by `run_ranks` is: its island, its process in the island, and how many
+    there are of each.
+    """
 
     island: int
     proc: int
@@ -44,7 +48,9 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """How one rank ended: its value, or its error as text, its exit status (negative: signal), what it wrote to the terminal."""
+    """How one rank ended: its value, or its error as text, its exit status (negative: signal), what
+    it wrote to the terminal.
+    """
 
     rank: int
     value: Any = None
@@ -67,7 +73,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `run_ranks`: the ranks, the pickled `Job`, and the surroundings of the test process."""
+    """One call of `run_ranks`: the ranks, the pickled `Job`, and the surroundings of the test
+    process.
+    """
 
     ranks: list[Rank]
     job: bytes
@@ -81,7 +89,9 @@ class Call:
 
 
 class _Pickler(dill.Pickler):
-    """dill's, but a module travels by its name: dill would send the contents of those outside of site-packages."""
+    """dill's, but a module travels by its name: dill would send the contents of those outside of
+    site-packages.
+    """
 
     dispatch = type(dill.Pickler.dispatch)(dill.Pickler.dispatch)
 
@@ -94,29 +104,47 @@ _Pickler.dispatch[types.ModuleType] = _by_name
 
 
 def pack(job: Job) -> bytes:
-    """The job as bytes. Functions of a module travel by name, nested ones by their code; the module's globals are those of the server."""
+    """The job as bytes. Functions of a module travel by name, nested ones by their code; the
+    module's globals are those of the server.
+    """
     out = io.BytesIO()
     try:
         _Pickler(out).dump(job)
     except Exception as error:
         raise TypeError(
-            f"the function for the ranks does not travel to them ({type(error).__name__}: {error}): it makes what cannot be pickled "
+            f"the function for the ranks does not travel to them ({type(error).__name__}: "
+            f"{error}): it makes what cannot be pickled "
             "itself, and holds no fixture of pytest"
         ) from error
     return out.getvalue()
 
 
 class _Values(pickle.Pickler):
-    """The standard one, but a plain tensor travels as its bytes: torch's own way writes a file for each, 0.3 ms there and 0.3 ms back."""
+    """The standard one, but a plain tensor travels as its bytes: torch's own way writes a file for
+    each, 0.3 ms there and 0.3 ms back.
+    """
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu" or value.layout != torch.strided:
+        if (
+            type(value) is not torch.Tensor
+            or value.requires_grad
+            or value.device.type != "cpu"
+            or value.layout != torch.strided
+        ):
             return NotImplemented
-        return _tensor, (value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape))
+        return _tensor, (
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            value.dtype,
+            tuple(value.shape),
+        )
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def encode(value: Any) -> bytes:
@@ -127,6 +155,8 @@ def encode(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Job:
-    """The job. Modules that it names are imported here, so that all ranks of later calls have them."""
+    """The job. Modules that it names are imported here, so that all ranks of later calls have
+    them.
+    """
     importlib.invalidate_caches()
     return dill.loads(data)

@@ -1,4 +1,6 @@
-"""The same state of the membership protocol with other names: islands and lines in another order, epochs counted from elsewhere."""
+"""The same state of the membership protocol with other names: islands and lines in another order,
+epochs counted from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,31 @@ from fsdp_demo.comm.moves import Received, Voted
 
 
 class Relabel:
-    """`islands[slot]` and `lines[rank]` are the new names; `shift` is added to epochs, views and attempts. Digests become empty."""
+    """`islands[slot]` and `lines[rank]` are the new names; `shift` is added to epochs, views and
+    attempts. Digests become empty.
+    """
 
     def __init__(self, islands: tuple[int, ...], lines: tuple[int, ...], shift: int):
         self.islands, self.lines, self.shift = islands, lines, shift
         self._do = {
             Member: lambda m: Member(islands[m.slot], m.incarnation),
-            Piece: lambda p: Piece(p.what, self(p.of), p.attempt + shift if p.what != "body" else 0),
+            Piece: lambda p: Piece(
+                p.what, self(p.of), p.attempt + shift if p.what != "body" else 0
+            ),
             Ballot: lambda b: Ballot(b.n, lines[b.rank], b.view + shift),
-            Settlement: lambda s: Settlement(s.n, tuple(sorted(map(self, s.contributors))), s.attempt + shift),
+            Settlement: lambda s: Settlement(
+                s.n, tuple(sorted(map(self, s.contributors))), s.attempt + shift
+            ),
             Record: self._record,
             Open: lambda o: replace(o, pieces=self(o.pieces), shares=self(o.shares)),
             Rank: self._rank,
-            Received: lambda r: replace(r, view=r.view + shift, epoch=r.epoch + shift, sender=self(r.sender), piece=self(r.piece)),
+            Received: lambda r: replace(
+                r,
+                view=r.view + shift,
+                epoch=r.epoch + shift,
+                sender=self(r.sender),
+                piece=self(r.piece),
+            ),
             Voted: lambda v: Voted(self(v.ballot), v.epoch + shift),
             frozenset: lambda s: frozenset(map(self, s)),
             tuple: lambda t: tuple(map(self, t)),
@@ -37,7 +51,9 @@ class Relabel:
         order = sorted(zip(map(self, r.members), r.base, strict=True))
         members, base = tuple(m for m, _ in order), tuple(b for _, b in order)
         settlements = tuple(map(self, r.settlements))
-        return Record(r.epoch + self.shift, r.view + self.shift, members, base, settlements, (), r.stable, "")
+        return Record(
+            r.epoch + self.shift, r.view + self.shift, members, base, settlements, (), r.stable, ""
+        )
 
     def _rank(self, r: Rank) -> Rank:
         heard = tuple(h for _, h in sorted(zip(map(self, r.record.members), r.heard, strict=True)))

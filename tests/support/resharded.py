@@ -1,4 +1,6 @@
-"""Ranks without processes, for tests of `resharding.convert`: channels with a state that is known as whole tensors."""
+"""Ranks without processes, for tests of `resharding.convert`: channels with a state that is known
+as whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ class Form:
     copies: int = 1
 
     def places(self, island: int) -> list[ShardPosition]:
-        return [ShardPosition(self.shards, s, self.copies, c) for c in range(self.copies) for s in range(self.shards)]
+        return [
+            ShardPosition(self.shards, s, self.copies, c)
+            for c in range(self.copies)
+            for s in range(self.shards)
+        ]
 
 
 class GivenShards:
@@ -54,7 +60,10 @@ class GivenShards:
     def __init__(self, place: ShardPosition, dtype: torch.dtype = torch.float32):
         self.device = torch.device("cpu")
         self._tensors = [shard_rows(theta(n), place.shards)[place.shard].to(dtype) for n in SHAPES]
-        self.params = [LocalParam(n, s, tuple(t.shape), dtype, False) for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)]
+        self.params = [
+            LocalParam(n, s, tuple(t.shape), dtype, False)
+            for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)
+        ]
 
     def read(self, source: str) -> list[torch.Tensor]:
         return self._tensors
@@ -71,14 +80,25 @@ def theta(name: str) -> torch.Tensor:
 
 @cache
 def value(island: int, channel: str, key: str, name: str) -> torch.Tensor:
-    """The whole tensor of a workspace of a saved island, not to be changed; anchors and momenta are those of all."""
-    return probe.integers((island if key not in ("anchor", "momentum") else "all", channel, key, name), SHAPES[name])
+    """The whole tensor of a workspace of a saved island, not to be changed; anchors and momenta are
+    those of all.
+    """
+    return probe.integers(
+        (island if key not in ("anchor", "momentum") else "all", channel, key, name), SHAPES[name]
+    )
 
 
 def make(
-    config: ExchangeConfig, form: Form, island: int, place: ShardPosition, fill: bool = False, dtype: torch.dtype = torch.float32
+    config: ExchangeConfig,
+    form: Form,
+    island: int,
+    place: ShardPosition,
+    fill: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of `value`."""
+    """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of
+    `value`.
+    """
     shards = GivenShards(place, dtype)
     here = Placement(shards, place, form.copies, None, form.islands)  # type: ignore[arg-type]
     bound = [ChannelRunner(c, here, config.seed) for c in expand(config, list(SHAPES))]
@@ -95,7 +115,13 @@ def make(
         "in_flight": [],
     }
     world = form.shards * form.copies
-    facts = {"kind": "islands", "island": island, "islands": form.islands, "name": f"island{island}", "run": "run"}
+    facts = {
+        "kind": "islands",
+        "island": island,
+        "islands": form.islands,
+        "name": f"island{island}",
+        "run": "run",
+    }
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
     at = {"step": STEP, "state": state, "applied": {}, "history": ""}
     rank = SimpleNamespace(channels=bound, shards=shards, config=config, topology=topology, **at)
@@ -104,9 +130,14 @@ def make(
 
 
 def local(c: ChannelRunner, place: ShardPosition, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A workspace of the channel's active copy with this rank's parts of whole tensors in it, element domain."""
+    """A workspace of the channel's active copy with this rank's parts of whole tensors in it,
+    element domain.
+    """
     assert c.layout is not None
-    parts = [shard_rows(tensors[c.shards.params[i].name], place.shards)[place.shard].contiguous() for i in c.covered]
+    parts = [
+        shard_rows(tensors[c.shards.params[i].name], place.shards)[place.shard].contiguous()
+        for i in c.covered
+    ]
     return c.layout.pack(parts, c.layout.new("cpu"))
 
 
@@ -120,7 +151,10 @@ def _fill(c: ChannelRunner, island: int, place: ShardPosition) -> None:
 
 
 def all_ranks(config: ExchangeConfig, form: Form, fill: bool = True) -> list[list[Any]]:
-    return [[make(config, form, i, place, fill) for place in form.places(i)] for i in range(form.islands)]
+    return [
+        [make(config, form, i, place, fill) for place in form.places(i)]
+        for i in range(form.islands)
+    ]
 
 
 def launch(ranks: list[list[Any]], step: int) -> None:
@@ -134,21 +168,31 @@ def launch(ranks: list[list[Any]], step: int) -> None:
             out = {}
             for c in mine:
                 names = [c.shards.params[i].name for i in c.covered]
-                source = local(c, c.position, {n: value(island, c.channel.name, "sent", n) for n in names})
+                source = local(
+                    c, c.position, {n: value(island, c.channel.name, "sent", n) for n in names}
+                )
                 if c.accumulator is not None:
                     c.accumulator.add_(transform(c.layout, source.clone()))
                 out[c.channel.name] = c.encode(step, source)
                 c.subtract(out[c.channel.name])
             sent.append(out)
         bits = [pack_bits([p for o in out.values() for p in o.present or []]) for out in sent]
-        bodies = [torch.cat([b, *(o.body for o in out.values() if o.body is not None)]) for b, out in zip(bits, sent, strict=True)]
+        bodies = [
+            torch.cat([b, *(o.body for o in out.values() if o.body is not None)])
+            for b, out in zip(bits, sent, strict=True)
+        ]
         vectors = [[v for o in out.values() for v in o.vectors] for out in sent]
         means = [torch.stack(list(vs)).mean(0) for vs in zip(*vectors, strict=True)]
-        headers = [{"digest": 0, "step": step, "weight": 1.0, "loss": float("nan"), "flags": 0} for _ in line]
+        headers = [
+            {"digest": 0, "step": step, "weight": 1.0, "loss": float("nan"), "flags": 0}
+            for _ in line
+        ]
         for rank, out in zip(line, sent, strict=True):
             arrived = {"headers": headers, "bodies": bodies, "means": means, "decoded": {}}
             parts = {n: vars(o) for n, o in out.items()}
-            rank.state["in_flight"].append({"step": step, "members": members, "parts": parts, "arrived": arrived})
+            rank.state["in_flight"].append(
+                {"step": step, "members": members, "parts": parts, "arrived": arrived}
+            )
 
 
 def save(ranks: list[list[Any]], folder: Path) -> list[Path]:
@@ -161,12 +205,16 @@ def save(ranks: list[list[Any]], folder: Path) -> list[Path]:
 
 
 def tensors(ranks: list[Any], channel: str, work: Any) -> list[dict[str, torch.Tensor]]:
-    """Per shard of one island the local tensors of a workspace, coefficients as they are; `work(rank)` gives the workspace."""
+    """Per shard of one island the local tensors of a workspace, coefficients as they are;
+    `work(rank)` gives the workspace.
+    """
     out: list[dict[str, torch.Tensor]] = []
     for rank in ranks:
         c = next(c for c in rank.channels if c.channel.name == channel)
         place = c.position
         if place.copy == 0:
-            out.append({c.shards.params[i].name: torch.zeros(c.shards.params[i].shape) for i in c.covered})
+            out.append(
+                {c.shards.params[i].name: torch.zeros(c.shards.params[i].shape) for i in c.covered}
+            )
         c.layout.unpack(work(rank), list(out[place.shard].values()))
     return out

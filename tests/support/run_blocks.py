@@ -1,6 +1,8 @@
-"""Runs the python blocks of a page, one after the other in one namespace: `python run_blocks.py < blocks.json`, a process of its own.
+"""Runs the python blocks of a page, one after the other in one namespace: `python run_blocks.py <
+blocks.json`, a process of its own.
 
-Nothing outside this machine can be reached. The input is {"page": path, "blocks": [[line, code], ...]}; an error shows the page's line.
+Nothing outside this machine can be reached. The input is {"page": path, "blocks": [[line, code],
+...]}; an error shows the page's line.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def refuse_network(event: str, args: tuple[Any, ...]) -> None:
             return
     except ValueError:
         pass
-    raise OSError(f"code in documents runs without a network, and asks for {host}: mark the block as not run, or change it")
+    raise OSError(
+        f"code in documents runs without a network, and asks for {host}: mark the block as not "
+        "run, or change it"
+    )
 
 
 def main() -> None:

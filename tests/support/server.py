@@ -1,8 +1,10 @@
-"""The rank server: a fresh interpreter with one thread that forks the ranks of a test process, one call after another.
+"""The rank server: a fresh interpreter with one thread that forks the ranks of a test process, one
+call after another.
 
-A plugin of pytest, so that test modules are imported as pytest imports them, with assertions rewritten. It never collects a test:
-`python -m pytest -p tests.support.server`, started by `client.py`, serves until its pipe closes. The pytest process itself has threads
-(execnet's, and those of whatever the tests use), so it must not fork.
+A plugin of pytest, so that test modules are imported as pytest imports them, with assertions
+rewritten. It never collects a test: `python -m pytest -p tests.support.server`, started by
+`client.py`, serves until its pipe closes. The pytest process itself has threads (execnet's, and
+those of whatever the tests use), so it must not fork.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int:
 
 
 class Server:
-    """Answers ("call", Call), ("store", name) and ("end", names) with (True, result) or (False, error as text)."""
+    """Answers ("call", Call), ("store", name) and ("end", names) with (True, result) or (False,
+    error as text).
+    """
 
     def __init__(self, pipe: Connection):
         self.pipe = pipe
@@ -53,7 +57,9 @@ class Server:
                     answer = True, self.answer(word, what)
                 except EOFError:
                     raise
-                except Exception:  # the test process ends this server and starts another: what a test has left here is gone
+                except Exception:
+                    # the test process ends this server and starts another: what a test has left
+                    # here is gone
                     answer = False, traceback.format_exc()
                 self.pipe.send(answer)
         except (EOFError, OSError):
@@ -109,9 +115,12 @@ class Ranks:
         self.selector.register(read, selectors.EVENT_READ, rank.rank)
 
     def collect(self) -> None:
-        """Read every pipe to its end, until the deadline, which moves near once a rank has failed."""
+        """Read every pipe to its end, until the deadline, which moves near once a rank has
+        failed.
+        """
         deadline, open_ = time.monotonic() + self.call.timeout, len(self.outcomes)
-        self.selector.register(self.server, selectors.EVENT_READ, None)  # the test process says nothing now: it closes, or it dies
+        # the test process says nothing now: it closes, or it dies
+        self.selector.register(self.server, selectors.EVENT_READ, None)
         while open_ and (left := deadline - time.monotonic()) > 0:
             for key, _ in self.selector.select(left):
                 if key.data is None:
@@ -135,7 +144,9 @@ class Ranks:
             self.outcomes[key.data].raw.clear()
 
     def reap(self) -> None:
-        """Wait for the children, which have closed their pipes; those that hang first say where (SIGUSR1), then are killed."""
+        """Wait for the children, which have closed their pipes; those that hang first say where
+        (SIGUSR1), then are killed.
+        """
         hung = [pid for pid, r in self.pids.items() if self.outcomes[r].error == HUNG]
         for pid in hung:
             os.kill(pid, signal.SIGUSR1)
@@ -148,7 +159,9 @@ class Ranks:
             while (done := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
                 time.sleep(0.005)
             if done[0] == 0:  # closed its pipe and yet does not end: `end` kills it
-                self.outcomes[r].error = self.outcomes[r].error or "gave its value and then did not exit"
+                self.outcomes[r].error = (
+                    self.outcomes[r].error or "gave its value and then did not exit"
+                )
                 continue
             self.outcomes[r].status = os.waitstatus_to_exitcode(done[1])
             del self.pids[pid]

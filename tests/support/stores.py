@@ -1,6 +1,8 @@
-"""TCPStores for the ranks, each in a process of its own: its threads must not run where ranks are forked.
+"""TCPStores for the ranks, each in a process of its own: its threads must not run where ranks are
+forked.
 
-A store of its own for every call: on a machine without a name server torch's store holds every 25th connection for five seconds.
+A store of its own for every call: on a machine without a name server torch's store holds every 25th
+connection for five seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Stores:
             self.end(name)
 
     def _start(self) -> tuple[int, int]:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=256)  # connections wait here until the store accepts them
+        # connections wait here until the store accepts them
+        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         port, parent = listener.getsockname()[1], os.getpid()
         pid = os.fork()
         if pid:
@@ -52,7 +55,15 @@ class Stores:
             for fd in self._close:
                 os.close(fd)
             wait = datetime.timedelta(seconds=60)
-            store = dist.TCPStore("127.0.0.1", port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+            store = dist.TCPStore(
+                "127.0.0.1",
+                port,
+                None,
+                True,
+                wait,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
             while store is not None:
                 signal.pause()
         finally:

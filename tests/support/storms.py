@@ -1,7 +1,9 @@
-"""Random lives of a run under the membership protocol: islands crash, are suspected, leave, join, while messages of all kinds go on.
+"""Random lives of a run under the membership protocol: islands crash, are suspected, leave, join,
+while messages of all kinds go on.
 
-Links, votes and beats are queues; the store answers at once. Which step comes next is drawn from a seeded generator. At the end all
-faults stop, and everything that can happen does: then the members must have delivered all messages and stand still in one epoch.
+Links, votes and beats are queues; the store answers at once. Which step comes next is drawn from a
+seeded generator. At the end all faults stop, and everything that can happen does: then the members
+must have delivered all messages and stand still in one epoch.
 """
 
 from __future__ import annotations
@@ -10,7 +12,16 @@ import random
 from typing import Any
 
 from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import Kind, Member, Piece, Record, Report, extended, first_record, needed
+from fsdp_demo.comm.epochs import (
+    Kind,
+    Member,
+    Piece,
+    Record,
+    Report,
+    extended,
+    first_record,
+    needed,
+)
 from fsdp_demo.comm.membership import Rank, entered
 
 from .invariants import Outcome, Violation
@@ -20,15 +31,31 @@ KINDS: tuple[Kind, ...] = ("gather", "reduce", "mixed")
 
 
 class Storm:
-    """One life. `slots` islands at most, `first` of them at the start, `lines` ranks each; `messages` are launched by who is there.
+    """One life. `slots` islands at most, `first` of them at the start, `lines` ranks each;
+    `messages` are launched by who is there.
 
     Attributes:
         events: how often each kind of fault happened.
     """
 
-    def __init__(self, seed: int, slots: int = 5, first: int = 4, lines: int = 2, messages: int = 12, faults: int = 4, window: int = 2):
+    def __init__(
+        self,
+        seed: int,
+        slots: int = 5,
+        first: int = 4,
+        lines: int = 2,
+        messages: int = 12,
+        faults: int = 4,
+        window: int = 2,
+    ):
         self.random = random.Random(seed)
-        self.slots, self.lines, self.messages, self.faults, self.window = slots, lines, messages, faults, window
+        self.slots, self.lines, self.messages, self.faults, self.window = (
+            slots,
+            lines,
+            messages,
+            faults,
+            window,
+        )
         self.kinds = [self.random.choice(KINDS) for _ in range(messages + 8 * window * slots)]
         self.records = [first_record(Member(i) for i in range(first))]
         self.ranks: dict[At, Rank] = {}
@@ -38,7 +65,9 @@ class Storm:
         self.got: dict[At, dict[int, Outcome]] = {}
         self.sealed: dict[int, Outcome] = {}
         self.incarnations = dict.fromkeys(range(slots), 0)
-        self.events = dict.fromkeys(("crash", "suspect", "leave", "early", "join", "change", "counted early", "all gone"), 0)
+        self.events = dict.fromkeys(
+            ("crash", "suspect", "leave", "early", "join", "change", "counted early", "all gone"), 0
+        )
         self.frozen: set[int] = set()
         for m in self.records[0].members:
             self._enter(m, self.records[0])
@@ -58,11 +87,15 @@ class Storm:
         self._check_end()
         return self
 
-    # ---- what may happen -----------------------------------------------------------------------------------------------------------------
+    # ---- what may happen -----------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """One step of one rank. Tries ranks in random order until one changes something; whether one did."""
-        if self.random.random() < 0.75 and (waiting := [k for k, frames in self.frames.items() if frames]):
+        """One step of one rank. Tries ranks in random order until one changes something; whether
+        one did.
+        """
+        if self.random.random() < 0.75 and (
+            waiting := [k for k, frames in self.frames.items() if frames]
+        ):
             link = self.random.choice(waiting)
             if self._arrive(link):
                 return True
@@ -72,20 +105,39 @@ class Storm:
 
     def _turn(self, at: At) -> bool:
         """Something that changes this rank, in random order of what there is."""
-        tries = [self._launch, self._vote, self._beat, self._hear, self._decide, self._look, self._any_frame]
+        tries = [
+            self._launch,
+            self._vote,
+            self._beat,
+            self._hear,
+            self._decide,
+            self._look,
+            self._any_frame,
+        ]
         self.random.shuffle(tries)
         return any(t(at) for t in tries)
 
     def _launch(self, at: At) -> bool:
         rank = self.ranks[at]
-        if rank.state not in ("running", "frozen") or rank.next >= self._end() or rank.next >= rank.landed + rank.window:
+        if (
+            rank.state not in ("running", "frozen")
+            or rank.next >= self._end()
+            or rank.next >= rank.landed + rank.window
+        ):
             return False
-        if 0 < rank.next == self._base(at) > max((r.landed for m, r in self.ranks.items() if self._has_begun(m)), default=0):
+        if (
+            0
+            < rank.next
+            == self._base(at)
+            > max((r.landed for m, r in self.ranks.items() if self._has_begun(m)), default=0)
+        ):
             return False  # a newcomer first applies all that comes before its base
         return self._feed(at, moves.Launched(rank.next, self.kinds[rank.next]))
 
     def _has_begun(self, at: At) -> bool:
-        return at[0] in self.records[-1].members and (self._base(at) == 0 or self.ranks[at].next > self._base(at))
+        return at[0] in self.records[-1].members and (
+            self._base(at) == 0 or self.ranks[at].next > self._base(at)
+        )
 
     def _base(self, at: At) -> int:
         record = self.ranks[at].record
@@ -102,7 +154,9 @@ class Storm:
     def _arrive(self, link: tuple[At, At]) -> bool:
         """The first frame of a link; one of a view that this end has not adopted waits."""
         rank, frames = self.ranks.get(link[1]), self.frames[link]
-        if rank is None or (frames[0].view > rank.record.view and rank.state in ("running", "frozen")):
+        if rank is None or (
+            frames[0].view > rank.record.view and rank.state in ("running", "frozen")
+        ):
             return False
         frame = frames.pop(0)
         if rank.state in ("running", "frozen") and frame.view == rank.record.view:
@@ -125,17 +179,25 @@ class Storm:
         rank = self.ranks[at]
         for m in rank.record.members:
             peer = self.ranks.get((m, at[1]))
-            if m != at[0] and peer is not None and self._feed(at, moves.LandedHeard(peer.record.view, m, peer.landed)):
+            if (
+                m != at[0]
+                and peer is not None
+                and self._feed(at, moves.LandedHeard(peer.record.view, m, peer.landed))
+            ):
                 return True
         return False
 
     def _hear(self, at: At) -> bool:
         """Of a change that has begun, or that a member is gone: its connection closes."""
         rank = self.ranks[at]
-        gone = [m for m in rank.record.members if m not in rank.lost and any((m, r) not in self.ranks for r in range(self.lines))]
-        return (rank.record.view in self.frozen and self._feed(at, moves.FrozenHeard(rank.record.view))) or any(
-            self._feed(at, moves.PeerLost(m)) for m in gone
-        )
+        gone = [
+            m
+            for m in rank.record.members
+            if m not in rank.lost and any((m, r) not in self.ranks for r in range(self.lines))
+        ]
+        return (
+            rank.record.view in self.frozen and self._feed(at, moves.FrozenHeard(rank.record.view))
+        ) or any(self._feed(at, moves.PeerLost(m)) for m in gone)
 
     def _decide(self, at: At, waited: bool = False) -> bool:
         rank = self.ranks[at]
@@ -144,12 +206,19 @@ class Storm:
         return due and self._feed(at, moves.ReportsSeen(tuple(self.reports), waited))
 
     def _look(self, at: At) -> bool:
-        """The next record. A running member reads the store only when something tells it to: see `_learn`."""
+        """The next record. A running member reads the store only when something tells it to: see
+        `_learn`.
+        """
         rank = self.ranks[at]
         if len(self.records) == rank.record.epoch + 1 or rank.state not in ("running", "frozen"):
             return False
         record = self.records[rank.record.epoch + 1]
-        if rank.state == "running" and at[0] in record.members and record.view == rank.record.view and self.random.random() < 0.9:
+        if (
+            rank.state == "running"
+            and at[0] in record.members
+            and record.view == rank.record.view
+            and self.random.random() < 0.9
+        ):
             return False
         return self._feed(at, moves.RecordSeen(record))
 
@@ -158,7 +227,7 @@ class Storm:
         while at in self.ranks and self.ranks[at].record.epoch < epoch:
             self._feed(at, moves.RecordSeen(self.records[self.ranks[at].record.epoch + 1]))
 
-    # ---- faults --------------------------------------------------------------------------------------------------------------------------
+    # ---- faults --------------------------------------------------------------------------------
 
     def _fault(self) -> None:
         kind = self.random.choice(("crash", "suspect", "suspect", "leave", "join", "join"))
@@ -187,17 +256,28 @@ class Storm:
         self.faults -= 1
 
     def _say_early(self, at: At) -> None:
-        """Its part of the message that it would launch next, to any of its peers (K21); some lines may not come so far."""
+        """Its part of the message that it would launch next, to any of its peers (K21); some lines
+        may not come so far.
+        """
         rank = self.ranks.get(at)
-        if rank is None or rank.state != "running" or rank.next >= rank.landed + rank.window or self.random.random() < 0.2:
+        if (
+            rank is None
+            or rank.state != "running"
+            or rank.next >= rank.landed + rank.window
+            or self.random.random() < 0.2
+        ):
             return
-        if not self._has_begun(at) or rank.next >= self._end():  # a newcomer that still follows has nothing of its own
+        # a newcomer that still follows has nothing of its own
+        if not self._has_begun(at) or rank.next >= self._end():
             return
-        kind = self.kinds[rank.next] if self.random.random() < 0.8 else self.random.choice(KINDS)  # a question may come in between
+        # a question may come in between
+        kind = self.kinds[rank.next] if self.random.random() < 0.8 else self.random.choice(KINDS)
         piece, record = Piece("early", at[0]), rank.record
         for m in rank.record.contributors(rank.next):
             if m != at[0] and self.random.random() < 0.7:
-                frame = moves.Received(record.view, record.epoch, at[0], rank.next, kind, piece, rank.landed)
+                frame = moves.Received(
+                    record.view, record.epoch, at[0], rank.next, kind, piece, rank.landed
+                )
                 self.frames.setdefault((at, (m, at[1])), []).append(frame)
                 self.events["early"] += 1
 
@@ -207,7 +287,7 @@ class Storm:
             self.ranks[m, line] = entered(m, line, self.lines, record, self.window)
             self.got[m, line] = {}
 
-    # ---- what a rank asks for ------------------------------------------------------------------------------------------------------------
+    # ---- what a rank asks for ------------------------------------------------------------------
 
     def _feed(self, at: At, event: moves.Event) -> bool:
         before = self.ranks.get(at)
@@ -224,16 +304,23 @@ class Storm:
 
     def _act(self, at: At, action: moves.Action) -> None:
         if isinstance(action, moves.Send):
-            frame = moves.Received(action.view, action.epoch, at[0], action.n, action.kind, action.piece, action.landed)
+            frame = moves.Received(
+                action.view, action.epoch, at[0], action.n, action.kind, action.piece, action.landed
+            )
             for m in action.to:
                 self.frames.setdefault((at, (m, at[1])), []).append(frame)
         elif isinstance(action, moves.CastVote):
-            self.votes += [((at[0], r), moves.Voted(action.ballot, action.epoch)) for r in range(self.lines) if r != at[1]]
+            self.votes += [
+                ((at[0], r), moves.Voted(action.ballot, action.epoch))
+                for r in range(self.lines)
+                if r != at[1]
+            ]
         elif isinstance(action, moves.PostReport):
             self.reports.append(action.report)
         elif isinstance(action, moves.Freeze):
             self.frozen.add(action.view)
-        elif isinstance(action, moves.ProposeRecord):  # compare_set; what stands there is handed in at once
+        elif isinstance(action, moves.ProposeRecord):
+            # compare_set; what stands there is handed in at once
             if action.record.epoch == len(self.records):
                 self._record(action.record)
             self._learn(at, action.record.epoch)
@@ -259,12 +346,21 @@ class Storm:
                 if n >= record.stable:
                     new = record.settlement(n)
                     same = outcome == (new.contributors, needed(self.kinds[n], new))
-                    self._check("I2", same, "{}, rank {}, delivered {}: {}, now {}", m, line, n, outcome, new)
+                    self._check(
+                        "I2",
+                        same,
+                        "{}, rank {}, delivered {}: {}, now {}",
+                        m,
+                        line,
+                        n,
+                        outcome,
+                        new,
+                    )
         for n in range(record.stable, max(r.next for r in self.ranks.values()) + 1):
             grown = set(record.settlement(n).contributors) - set(old.settlement(n).contributors)
             self._check("I3", not grown, "{} in record {} has {} again", n, record.epoch, grown)
 
-    # ---- invariants ----------------------------------------------------------------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------
 
     def _check(self, name: str, holds: bool, text: str, *about: object) -> None:
         if not holds:
@@ -279,41 +375,79 @@ class Storm:
         self.got[at][n] = outcome
         if at[0] not in self._members():
             return
-        same = all(got.get(n, outcome) == outcome for (m, _), got in self.got.items() if m in self._members())
+        same = all(
+            got.get(n, outcome) == outcome
+            for (m, _), got in self.got.items()
+            if m in self._members()
+        )
         self._check("I1", same, "{} delivers {} with {}", at, n, outcome)
         lacks = set(self.records[-1].contributors(n)) - set(outcome[0])
         self._check("I4", not lacks, "{} delivers {} without what {} gave", at, n, lacks)
         sealed = self.sealed.get(n, outcome)
-        self._check("I5", sealed == outcome, "{} delivers {} with {}, sealed is {}", at, n, outcome, sealed)
+        self._check(
+            "I5", sealed == outcome, "{} delivers {} with {}, sealed is {}", at, n, outcome, sealed
+        )
 
     def _freed(self, at: At, n: int) -> None:
         for m, base in zip(self.ranks[at].record.members, self.ranks[at].record.base, strict=True):
-            self._check("I8", n < base or n in self.got[m, at[1]], "{} frees {}, which {} has not delivered", at, n, m)
+            self._check(
+                "I8",
+                n < base or n in self.got[m, at[1]],
+                "{} frees {}, which {} has not delivered",
+                at,
+                n,
+                m,
+            )
 
     def _sealed(self, at: At, below: int) -> None:
         for n, outcome in self.got[at].items():
             if n < below:
                 sealed = self.sealed.setdefault(n, outcome)
-                self._check("I5", sealed == outcome, "{} seals {} as {}, sealed is {}", at, n, outcome, sealed)
+                self._check(
+                    "I5",
+                    sealed == outcome,
+                    "{} seals {} as {}, sealed is {}",
+                    at,
+                    n,
+                    outcome,
+                    sealed,
+                )
 
     def _check_kept(self, at: At) -> None:
         rank = self.ranks[at]
         if rank.state == "frozen":
             return
-        self._check("K10", len(rank.open) <= 2 * self.window or not self._beats_heard(rank), "{} keeps {}", at, rank.open)
+        self._check(
+            "K10",
+            len(rank.open) <= 2 * self.window or not self._beats_heard(rank),
+            "{} keeps {}",
+            at,
+            rank.open,
+        )
 
     def _beats_heard(self, rank: Rank) -> bool:
         """Whether it knows how far all members have landed."""
         peers = [self.ranks.get((m, rank.rank)) for m in rank.record.members]
-        return all(p is not None and p.landed == h or m == rank.me for m, p, h in zip(rank.record.members, peers, rank.heard, strict=True))
+        return all(
+            p is not None and p.landed == h or m == rank.me
+            for m, p, h in zip(rank.record.members, peers, rank.heard, strict=True)
+        )
 
     def _check_end(self) -> None:
-        """I9: some epoch goes on, if anybody is left; all of its members deliver everything, with one history."""
+        """I9: some epoch goes on, if anybody is left; all of its members deliver everything, with
+        one history.
+        """
         histories = set()
         newest = self.records[-1]
-        whole = [(m, b) for m, b in zip(newest.members, newest.base, strict=True) if all((m, r) in self.ranks for r in range(self.lines))]
+        whole = [
+            (m, b)
+            for m, b in zip(newest.members, newest.base, strict=True)
+            if all((m, r) in self.ranks for r in range(self.lines))
+        ]
         if not any(self._has_begun((m, r)) for m, _ in whole for r in range(self.lines)):
-            self.events["all gone"] += 1  # all members crashed, but newcomers that had not begun: the run starts again from a checkpoint
+            # all members crashed, but newcomers that had not begun: the run starts again from a
+            # checkpoint
+            self.events["all gone"] += 1
             return
         first = max(newest.base)
         for m in newest.members:
@@ -321,7 +455,15 @@ class Storm:
                 rank = self.ranks.get((m, line))
                 fine = rank is not None and rank.state == "running" and rank.record == newest.bare()
                 fine = fine and rank is not None and rank.landed == self._end() and not rank.open
-                self._check("I9", fine, "{}, rank {}, ends as {}; the newest record is {}", m, line, rank, newest)
+                self._check(
+                    "I9",
+                    fine,
+                    "{}, rank {}, ends as {}; the newest record is {}",
+                    m,
+                    line,
+                    rank,
+                    newest,
+                )
                 history = ""
                 for n in range(first, self._end()):
                     history = extended(history, n, self.got[m, line][n][0])

@@ -1,6 +1,8 @@
-"""Islands as threads of one process: real gloo groups, real messages and the whole exchange, without the cost of processes.
+"""Islands as threads of one process: real gloo groups, real messages and the whole exchange,
+without the cost of processes.
 
-For what needs many short runs. Use it inside `run_ranks(fn, 1, 1)`, so that the threads live and end in a process of their own.
+For what needs many short runs. Use it inside `run_ranks(fn, 1, 1)`, so that the threads live and
+end in a process of their own.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from .threads import warm
 
 
 def islands(fn: Callable[[int, Topology], Any], count: int = 2, timeout: float = 10.0) -> list[Any]:
-    """fn(island, topology) on `count` threads at once; what each returned, or the exception it raised."""
+    """fn(island, topology) on `count` threads at once; what each returned, or the exception it
+    raised.
+    """
     store, results = dist.HashStore(), [None] * count
     gc.freeze()  # what is there already need not be looked through at each end of an island
     warm()
 
     def work(i: int) -> None:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("line", store), i, count, datetime.timedelta(seconds=timeout))
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore("line", store), i, count, datetime.timedelta(seconds=timeout)
+        )
         try:
             results[i] = fn(i, Topology.from_group(group, timeout))
         except BaseException as error:  # pytest.fail is no Exception
@@ -59,9 +65,15 @@ def values(results: list[Any]) -> list[Any]:
 
 
 class Tap:
-    """Stands before a line's process group: `change(data, index)` may replace the bytes of the index-th message it sends."""
+    """Stands before a line's process group: `change(data, index)` may replace the bytes of the
+    index-th message it sends.
+    """
 
-    def __init__(self, exchange: Any, change: Callable[[torch.Tensor, int], torch.Tensor] = lambda data, index: data):
+    def __init__(
+        self,
+        exchange: Any,
+        change: Callable[[torch.Tensor, int], torch.Tensor] = lambda data, index: data,
+    ):
         self.group, self.change = exchange._peers.group, change
         self.sent: list[tuple[int, int]] = []  # to whom, bytes
         exchange._peers.group = self

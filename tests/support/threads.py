@@ -1,6 +1,8 @@
-"""A process may fork only while it has one thread: of several, only the one that forks goes on in the child.
+"""A process may fork only while it has one thread: of several, only the one that forks goes on in
+the child.
 
-A lock that another thread held at that moment stays locked in the child, and an allocator's background thread is missing.
+A lock that another thread held at that moment stays locked in the child, and an allocator's
+background thread is missing.
 """
 
 from __future__ import annotations
@@ -11,18 +13,35 @@ import sys
 import threading
 from pathlib import Path
 
-# What torch imports at the first optimizer or fully_shard: once before the first fork, instead of 0.8 s in every rank.
-LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.distributed.tensor")
+# What torch imports at the first optimizer or fully_shard: once before the first fork, instead of
+# 0.8 s in every rank.
+LAZY = (
+    "torch._dynamo",
+    "torch._dynamo.device_interface",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
 # What a library imports when it is first used: half of a short run's time.
 LATE = {
-    "fsdp_demo": ("encodings.idna", "fsdp_demo.attaching", "fsdp_demo.comm.meet", "fsdp_demo.comm.zeromq", "fsdp_demo.exchange.guard"),
+    "fsdp_demo": (
+        "encodings.idna",
+        "fsdp_demo.attaching",
+        "fsdp_demo.comm.meet",
+        "fsdp_demo.comm.zeromq",
+        "fsdp_demo.exchange.guard",
+    ),
     "accelerate": ("deepspeed",),
-    "deepspeed": ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3"),
+    "deepspeed": (
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+    ),
 }
 
 
 def names() -> list[str]:
-    """The threads of this process, also those that Python does not know (Linux); elsewhere those that it knows."""
+    """The threads of this process, also those that Python does not know (Linux); elsewhere those
+    that it knows.
+    """
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return [thread.name for thread in threading.enumerate()]
@@ -34,24 +53,33 @@ def names() -> list[str]:
 
 
 def assert_one(who: str) -> None:
-    """Raises AssertionError, with the names of the others, if this process has more than one thread."""
+    """Raises AssertionError, with the names of the others, if this process has more than one
+    thread.
+    """
     found = names()
     assert len(found) == 1, (
-        f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child has only the one that forks, and "
-        "the locks of the others as they were. Find what started them: an import, a DataLoader, a process group, a TCPStore"
+        f"{who} forks with {len(found)} threads, besides its own: {', '.join(found[1:])}. A child "
+        "has only the one that forks, and "
+        "the locks of the others as they were. Find what started them: an import, a DataLoader, a "
+        "process group, a TCPStore"
     )
 
 
 def preload() -> None:
-    """Import what is there and the modules imported so far import late, once instead of in every rank."""
+    """Import what is there and the modules imported so far import late, once instead of in every
+    rank.
+    """
     for name, others in LATE.items():
         for other in others if name in sys.modules else ():
-            with contextlib.suppress(ModuleNotFoundError):  # not installed, or another version of it
+            # not installed, or another version of it
+            with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(other)
 
 
 def warm() -> None:
-    """Do once, on one thread, what torch prepares at its first use: two threads that were first at once have crashed in it."""
+    """Do once, on one thread, what torch prepares at its first use: two threads that were first at
+    once have crashed in it.
+    """
     import torch
 
     for module in LAZY:
@@ -63,7 +91,9 @@ def warm() -> None:
 
 
 def _shard_once() -> None:
-    """A step of FSDP2 in a world of this process alone: its first use takes a third of a second in a rank."""
+    """A step of FSDP2 in a world of this process alone: its first use takes a third of a second in
+    a rank.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

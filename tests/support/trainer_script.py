@@ -1,4 +1,6 @@
-"""A Trainer script as users write them; `extra` is the one line under test. Run in a rank's process by tests/test_trainer*.py."""
+"""A Trainer script as users write them; `extra` is the one line under test. Run in a rank's process
+by tests/test_trainer*.py.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,24 @@ from transformers import (
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
 
-WORDS = "the of and to in a is that for it with as was on be by this are from at or an have not".split()
+WORDS = (
+    "the of and to in a is that for it with as was on be by this are from at or an have not".split()
+)
 
 
 def tokenizer():
     vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", *WORDS])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>"
+    )
 
 
 def texts(rows, seed):
-    """Sentences in which each word follows from the one before, most of the time: something to learn."""
+    """Sentences in which each word follows from the one before, most of the time: something to
+    learn.
+    """
     draw = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(rows):
@@ -47,12 +55,22 @@ def texts(rows, seed):
 
 def model():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 2, tie_word_embeddings=False, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(WORDS) + 2, tie_word_embeddings=False, **sizes)
+    )
 
 
 def fresh_state():
-    """Accelerate keeps its state in the process; a forked rank would inherit the parent's. A rank alone has no launcher."""
+    """Accelerate keeps its state in the process; a forked rank would inherit the parent's. A rank
+    alone has no launcher.
+    """
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     if os.environ.get("WORLD_SIZE") == "1":
@@ -65,8 +83,14 @@ def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axe
     fresh_state()
     set_seed(1)
     words = tokenizer()
-    raw = {"train": Dataset.from_dict({"text": texts(rows, 1)}), "eval": Dataset.from_dict({"text": texts(16, 2)})}
-    data = {name: part.map(lambda row: words(row["text"]), remove_columns=["text"]) for name, part in raw.items()}
+    raw = {
+        "train": Dataset.from_dict({"text": texts(rows, 1)}),
+        "eval": Dataset.from_dict({"text": texts(16, 2)}),
+    }
+    data = {
+        name: part.map(lambda row: words(row["text"]), remove_columns=["text"])
+        for name, part in raw.items()
+    }
     settings = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -82,7 +106,14 @@ def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axe
         "disable_tqdm": True,
     }
     if fsdp:
-        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}}
+        settings |= {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2,
+                "reshard_after_forward": True,
+                "state_dict_type": "SHARDED_STATE_DICT",
+            },
+        }
     if axes:
         settings["parallelism_config"] = axes
     args = TrainingArguments(**{**settings, **changes})
@@ -104,11 +135,15 @@ def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axe
 
 def parameters(trained):
     """The whole model as one vector, on every rank."""
-    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trained.model.parameters()]
+    parts = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p for p in trained.model.parameters()
+    ]
     return torch.cat([p.detach().flatten() for p in parts])
 
 
 def shards(trained):
     """What this rank holds, from the optimizer."""
     params = [p for group in trained.optimizer.param_groups for p in group["params"]]
-    return torch.cat([(p.to_local() if hasattr(p, "to_local") else p).detach().flatten().clone() for p in params])
+    return torch.cat(
+        [(p.to_local() if hasattr(p, "to_local") else p).detach().flatten().clone() for p in params]
+    )

@@ -9,6 +9,10 @@ from fsdp_demo.compression import transform as module
 from fsdp_demo.compression.blocks import Layout
 
 
-def transform(layout: Layout, work: Tensor, inverse: bool = False, products: str = "fp32") -> Tensor:
+def transform(
+    layout: Layout, work: Tensor, inverse: bool = False, products: str = "fp32"
+) -> Tensor:
     """`fsdp_demo.compression.transform.transform` with the DCT."""
-    return module.transform(Codec("dct", "topk", transform_precision=products), layout, work, inverse)
+    return module.transform(
+        Codec("dct", "topk", transform_precision=products), layout, work, inverse
+    )

@@ -1,6 +1,8 @@
-"""Small ZeRO engines in forked ranks, without a compiler and without ports: `import` this in the parent, so that ranks share DeepSpeed.
+"""Small ZeRO engines in forked ranks, without a compiler and without ports: `import` this in the
+parent, so that ranks share DeepSpeed.
 
-A rank's world is the default group that `run_ranks` made: an island (islands=2, procs=2), or all nodes (islands=1, procs=4).
+A rank's world is the default group that `run_ranks` made: an island (islands=2, procs=2), or all
+nodes (islands=1, procs=4).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 from deepspeed import comm
 from torch import nn
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at run time, only for inference
+# compiled at run time, only for inference
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 STAGES = {
@@ -57,10 +60,16 @@ class Aligned(Model):
 
 
 def settings(
-    stage: str, *, clip: float = 0.0, accumulate: int = 1, bf16: bool = False, offload: bool = False, **more: Any
+    stage: str,
+    *,
+    clip: float = 0.0,
+    accumulate: int = 1,
+    bf16: bool = False,
+    offload: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration as a dict. Stage "wrapper": bf16 with gradients accumulated in fp32, which `BF16_Optimizer` does;
-    "...-offload": the optimizer in host memory."""
+    """DeepSpeed's configuration as a dict. Stage "wrapper": bf16 with gradients accumulated in
+    fp32, which `BF16_Optimizer` does; "...-offload": the optimizer in host memory."""
     stage, offload = stage.removesuffix("-offload"), offload or stage.endswith("-offload")
     if stage == "wrapper":
         stage, bf16, more = "zero1", True, {"data_types": {"grad_accum_dtype": "fp32"}, **more}
@@ -96,8 +105,8 @@ def engine(
     model: nn.Module | None = None,
     **keywords: Any,
 ) -> Any:
-    """A DeepSpeed engine on the default group of this rank; equal weights everywhere unless `model` is given. Without `optimizer` the
-    configuration names one."""
+    """A DeepSpeed engine on the default group of this rank; equal weights everywhere unless `model`
+    is given. Without `optimizer` the configuration names one."""
     if not comm.is_initialized():
         deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     if model is None:
@@ -130,7 +139,9 @@ def train(made: Any, steps: range, rank: int, accumulate: int = 1) -> list[float
 
 def gathered(module: nn.Module) -> Any:
     """Within this context the model's own parameters are whole, at any stage."""
-    return deepspeed.zero.GatheredParameters([p for p in module.parameters() if hasattr(p, "ds_id")])
+    return deepspeed.zero.GatheredParameters(
+        [p for p in module.parameters() if hasattr(p, "ds_id")]
+    )
 
 
 @contextmanager
@@ -144,4 +155,8 @@ def whole(made: Any) -> dict[str, torch.Tensor]:
     """The fp32 parameters by name, gathered inside the island."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {n: safe_get_full_fp32_param(p).clone() for n, p in made.module.named_parameters() if p.requires_grad}
+    return {
+        n: safe_get_full_fp32_param(p).clone()
+        for n, p in made.module.named_parameters()
+        if p.requires_grad
+    }

@@ -1,9 +1,12 @@
 """`fsdp-demo export RUN OUT`: what a run has trained, as a folder for `from_pretrained`.
 
-The parameters are those that `Exchange.outer_parameters` shows at that step, from checkpoints alone:
+The parameters are those that `Exchange.outer_parameters` shows at that step, from checkpoints
+alone:
 
-* delta presets: the anchors, from the exchange states of one island; what no channel covers comes from its model;
-* presets that average parameters, and those that apply local deltas: the mean of all islands' models;
+* delta presets: the anchors, from the exchange states of one island; what no channel covers comes
+  from its model;
+* presets that average parameters, and those that apply local deltas: the mean of all islands'
+  models;
 * gradient presets: the model of any island, they are equal.
 """
 
@@ -32,15 +35,16 @@ KINDS = {
     "anchor": "the outer parameters (anchors), which all replicas share",
     "mean": "the mean over the replicas of all islands",
     "parameters": "those of every replica, which this method keeps equal",
-    "replica": "those of island {island} alone, **not** the mean over the islands that the method calls its model",
+    "replica": "those of island {island} alone, **not** the mean over the islands that the method "
+    "calls its model",
 }
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is exported: `kind` "anchor", "mean", "parameters" (equal on all islands) or "replica" (those of one island), at `step`, from
-    the checkpoints `parts` of the islands that are needed (folders, exchange state, number); `seen` are all that the run holds of this
-    step."""
+    """What is exported: `kind` "anchor", "mean", "parameters" (equal on all islands) or "replica"
+    (those of one island), at `step`, from the checkpoints `parts` of the islands that are needed
+    (folders, exchange state, number); `seen` are all that the run holds of this step."""
 
     kind: str
     step: int
@@ -71,12 +75,14 @@ def export(
         out: folder to write; made, or empty.
         step: of the checkpoints; default the newest that all islands which are needed have.
         island: take this island's replica alone.
-        model: config.json, folder or hub id of the architecture, for checkpoints without a config.json.
+        model: config.json, folder or hub id of the architecture, for checkpoints without a
+            config.json.
         tokenizer: hub id or folder; default the one saved with the run, if there is one.
         push_to_hub: repository to upload the folder to.
 
     Raises:
-        ValueError: nothing to export, islands missing, a checkpoint that is not whole, an OUT that is not empty.
+        ValueError: nothing to export, islands missing, a checkpoint that is not whole, an OUT that
+            is not empty.
     """
     from .card import write_card
 
@@ -96,7 +102,7 @@ def export(
     return chosen
 
 
-# ---- which checkpoints -----------------------------------------------------------------------------------------------------------------
+# ---- which checkpoints -------------------------------------------------------------------------
 
 
 def choose(run: Path, step: int | None, island: int | None) -> Chosen:
@@ -106,21 +112,33 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
     if not whole:
         raise ValueError(f"{run} holds no complete checkpoint with an exchange state{because}")
     if step is not None and step not in whole:
-        raise ValueError(f"{run} holds no complete checkpoint of step {step}: there are {listed(whole)}{because}")
+        raise ValueError(
+            f"{run} holds no complete checkpoint of step {step}: there are {listed(whole)}{because}"
+        )
     lacks: dict[int, list[int]] = {}
     for at in [step] if step is not None else sorted(whole, reverse=True):
         chosen, lacks[at] = _choice(at, whole[at], island)
         if chosen is not None:
             newer = [s for s in lacks if s > at]
             if newer:
-                log.warning("step %s is not whole on all islands that are needed%s: step %d is exported", listed(newer), because, at)
+                log.warning(
+                    "step %s is not whole on all islands that are needed%s: step %d is exported",
+                    listed(newer),
+                    because,
+                    at,
+                )
             return replace(chosen, seen=tuple(saved for _, saved in whole[at].values()))
     at = max(lacks)
     if island is not None:
-        raise ValueError(f"{run} holds nothing of island {island} at step {at}, there are islands {listed(whole[at])}{because}")
+        raise ValueError(
+            f"{run} holds nothing of island {island} at step {at}, there are islands "
+            f"{listed(whole[at])}{because}"
+        )
     raise ValueError(
-        f"step {at} needs all islands, since replicas differ and their mean is the model; not there (or not whole): island "
-        f"{listed(lacks[at])}. Bring {'their folders' if len(lacks[at]) > 1 else 'its folder'} beside the others in {run}, or export one "
+        f"step {at} needs all islands, since replicas differ and their mean is the model; not "
+        "there (or not whole): island "
+        f"{listed(lacks[at])}. Bring {'their folders' if len(lacks[at]) > 1 else 'its folder'} "
+        f"beside the others in {run}, or export one "
         f"replica with --island {min(whole[at])}{because}"
     )
 
@@ -130,7 +148,8 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, SavedExchan
     whole: dict[int, dict[int, tuple[Found, SavedExchange]]] = {}
     broken: list[str] = []
     for found in find(run):
-        if found.folder.name.startswith("emergency-"):  # shards of single ranks, without a model that can be read whole
+        # shards of single ranks, without a model that can be read whole
+        if found.folder.name.startswith("emergency-"):
             continue
         try:
             saved = found.open()
@@ -149,16 +168,22 @@ def _add(there: dict[int, tuple[Found, SavedExchange]], found: Found, saved: Sav
     for number in saved.islands:
         if number in there:
             raise ValueError(
-                f"{there[number][0].folder} and {found.folder} are both of island {number} at one step: name the folder of one run"
+                f"{there[number][0].folder} and {found.folder} are both of island {number} at one "
+                "step: name the folder of one run"
             )
         there[number] = (found, saved)
     kin = {(s.heads[0]["digest"], s.heads[0]["islands"]) for _, s in there.values()}
     if len(kin) > 1:
         folders = ", ".join(str(f.folder) for f, _ in there.values())
-        raise ValueError(f"{folders} were saved under different settings or numbers of islands: name the folder of one run")
+        raise ValueError(
+            f"{folders} were saved under different settings or numbers of islands: name the folder "
+            "of one run"
+        )
 
 
-def _choice(step: int, there: dict[int, tuple[Found, SavedExchange]], island: int | None) -> tuple[Chosen | None, list[int]]:
+def _choice(
+    step: int, there: dict[int, tuple[Found, SavedExchange]], island: int | None
+) -> tuple[Chosen | None, list[int]]:
     """(what one step gives, islands that it lacks)."""
     head = next(iter(there.values()))[1].heads[0]
     config, islands = ExchangeConfig.from_dict(head["config"]), int(head["islands"])
@@ -168,34 +193,56 @@ def _choice(step: int, there: dict[int, tuple[Found, SavedExchange]], island: in
     if missing:
         return None, missing
     parts = tuple((*there[i], i) for i in needed)
-    return Chosen("replica" if kind == "mean" and island is not None else kind, step, config, parts), []
+    return Chosen(
+        "replica" if kind == "mean" and island is not None else kind, step, config, parts
+    ), []
 
 
-# ---- folder ----------------------------------------------------------------------------------------------------------------------------
+# ---- folder ------------------------------------------------------------------------------------
 
 
 def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
-    """A transformers model with the exported tensors; parameters are made on no device, so only the tensors take memory."""
+    """A transformers model with the exported tensors; parameters are made on no device, so only the
+    tensors take memory.
+    """
     import transformers
 
     config = _architecture(chosen, given, run)
     named = (config.architectures or [""])[0]
     made = getattr(transformers, named, None)
     with torch.device("meta"):
-        model = made(config) if made is not None else transformers.AutoModelForCausalLM.from_config(config)
+        model = (
+            made(config)
+            if made is not None
+            else transformers.AutoModelForCausalLM.from_config(config)
+        )
     model.tie_weights()
-    tensors = _untied(model, outer_tensors(chosen.kind, [(found.folder, saved, island) for found, saved, island in chosen.parts]))
+    tensors = _untied(
+        model,
+        outer_tensors(
+            chosen.kind, [(found.folder, saved, island) for found, saved, island in chosen.parts]
+        ),
+    )
     foreign = sorted(set(tensors) - set(model.state_dict()))
     if foreign:
-        raise ValueError(f"{type(model).__name__} has no tensor {', '.join(foreign[:4])}: --model names another architecture")
+        raise ValueError(
+            f"{type(model).__name__} has no tensor {', '.join(foreign[:4])}: --model names another "
+            "architecture"
+        )
     try:
         model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{type(model).__name__}: {str(error).splitlines()[1].strip()}; --model names another size") from None
+        raise ValueError(
+            f"{type(model).__name__}: {str(error).splitlines()[1].strip()}; --model names another "
+            "size"
+        ) from None
     model.tie_weights()
     left = [name for name, t in model.state_dict().items() if t.is_meta]
     if left:
-        raise ValueError(f"the checkpoint lacks {', '.join(left[:4])}{' ...' if len(left) > 4 else ''} of {type(model).__name__}")
+        raise ValueError(
+            f"the checkpoint lacks {', '.join(left[:4])}{' ...' if len(left) > 4 else ''} of "
+            f"{type(model).__name__}"
+        )
     if getattr(model.config, "use_cache", None) is False:
         model.config.use_cache = True  # off for training; a model to use generates with it
     generation = _beside(chosen, run, "generation_config.json")
@@ -205,7 +252,9 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
 
 
 def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without second names of tied weights; what is saved under a second name alone gets the first."""
+    """Without second names of tied weights; what is saved under a second name alone gets the
+    first.
+    """
     first = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
         if first[id(p)] != name and name in tensors:
@@ -219,7 +268,10 @@ def _architecture(chosen: Chosen, given: str | None, run: Path) -> Any:
 
     where = given or _beside(chosen, run, "config.json")
     if where is None:
-        raise ValueError(f"{chosen.parts[0][0].folder} holds no config.json: say with --model which config.json, folder or hub id it is")
+        raise ValueError(
+            f"{chosen.parts[0][0].folder} holds no config.json: say with --model which "
+            "config.json, folder or hub id it is"
+        )
     try:
         return AutoConfig.from_pretrained(where)
     except OSError as error:
@@ -229,7 +281,9 @@ def _architecture(chosen: Chosen, given: str | None, run: Path) -> Any:
 def _beside(chosen: Chosen, run: Path, *names: str) -> Path | None:
     """The folder, from a checkpoint up to the run, that holds a file of one of these names."""
     folders = (folder for found, _, _ in chosen.parts for folder in above(found.folder, run))
-    return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
+    return next(
+        (folder for folder in folders if any((folder / name).is_file() for name in names)), None
+    )
 
 
 def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
@@ -237,7 +291,8 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     from transformers import AutoTokenizer
 
     where: Any = given or _beside(chosen, run, *TOKENIZER)
-    if where is None and (facts := _beside(chosen, run, FACTS)) is not None:  # recipes/pretrain.py names what it was given
+    # recipes/pretrain.py names what it was given
+    if where is None and (facts := _beside(chosen, run, FACTS)) is not None:
         named = json.loads((facts / FACTS).read_text()).get("tokenizer")
         where = named if named != "bytes" else None
     if where is None:
@@ -256,7 +311,12 @@ def upload(folder: Path, repository: str, chosen: Chosen) -> None:
     said = f"Step {chosen.step}, preset {chosen.config.preset}"
     try:
         huggingface_hub.create_repo(repository, exist_ok=True)
-        huggingface_hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message=said)
+        huggingface_hub.upload_folder(
+            repo_id=repository, folder_path=str(folder), commit_message=said
+        )
     except Exception as error:  # of the network, of the hub, of the login: many classes
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{folder} is written, its upload failed ({reason}): try `hf upload {repository} {folder}`") from error
+        raise ValueError(
+            f"{folder} is written, its upload failed ({reason}): try `hf upload {repository} "
+            f"{folder}`"
+        ) from error

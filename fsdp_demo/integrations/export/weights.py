@@ -1,4 +1,6 @@
-"""A run's parameters from its checkpoints alone: model files in the forms that loops write, anchors from exchange states."""
+"""A run's parameters from its checkpoints alone: model files in the forms that loops write, anchors
+from exchange states.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ FULL, SHARDED, ADAPTER = "pytorch_model_fsdp.bin", ".metadata", "adapter_model.s
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors in a checkpoint folder by plain name, on the CPU: safetensors, a distributed checkpoint, or FSDP's one file."""
+    """The model's tensors in a checkpoint folder by plain name, on the CPU: safetensors, a
+    distributed checkpoint, or FSDP's one file.
+    """
     from safetensors.torch import load_file
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -46,13 +50,19 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     else:
         if (folder / ADAPTER).is_file():
             raise ValueError(
-                f"{folder} holds an adapter of peft ({ADAPTER}), not a whole model: load it as it is, PeftModel.from_pretrained(BASE, "
-                f"{str(folder)!r}), where BASE is the model named in its adapter_config.json; with diloco and other presets that "
-                "have an anchor take a step right after an exchange, or trainer.save_model() at the end of the run"
+                f"{folder} holds an adapter of peft ({ADAPTER}), not a whole model: load it as it "
+                "is, PeftModel.from_pretrained(BASE, "
+                f"{str(folder)!r}), where BASE is the model named in its adapter_config.json; with "
+                "diloco and other presets that "
+                "have an anchor take a step right after an exchange, or trainer.save_model() at "
+                "the end of the run"
             )
         metadata = sorted(folder.glob(f"*/{SHARDED}"), key=lambda path: "optim" in path.parent.name)
         if not metadata:
-            raise ValueError(f"{folder} holds no model: looked for model.safetensors, {FULL}, model/*.safetensors and */{SHARDED}")
+            raise ValueError(
+                f"{folder} holds no model: looked for model.safetensors, {FULL}, "
+                f"model/*.safetensors and */{SHARDED}"
+            )
         found = _read_distributed(_PlainReader(str(metadata[0].parent)))
     return {plain_name(name): tensor for name, tensor in found.items()}
 
@@ -64,17 +74,27 @@ def _indexed(index: Path) -> list[Path]:
         ValueError: it is damaged, or names a file elsewhere.
     """
     try:
-        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        names = sorted(
+            {
+                str(name)
+                for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            }
+        )
     except UNREADABLE as error:
         raise ValueError(f"{index} is damaged ({error!r:.80}): take another step") from None
     for name in names:
         if not Path(os.path.normpath(index.parent / name)).is_relative_to(index.parent):
-            raise ValueError(f"{index} names {name!r}, which is not in its folder: allowed are files beside it; do not trust it")
+            raise ValueError(
+                f"{index} names {name!r}, which is not in its folder: allowed are files beside it; "
+                "do not trust it"
+            )
     return [index.parent / name for name in names]
 
 
 class _Names(pickle.Unpickler):
-    """Reads the `.metadata` of torch's distributed checkpoints, a pickle, and nothing else: no name outside this list is looked up."""
+    """Reads the `.metadata` of torch's distributed checkpoints, a pickle, and nothing else: no name
+    outside this list is looked up.
+    """
 
     PLAIN = {
         ("torch", "Size"),
@@ -94,9 +114,13 @@ class _Names(pickle.Unpickler):
             found = getattr(import_module(module), name, None)
             if isinstance(found, type) and found.__module__ == module:
                 return found
-        if (module, name) in self.PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in self.PLAIN or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
-        raise ValueError(f"it names {module}.{name}, which no checkpoint of tensors needs: do not load it")
+        raise ValueError(
+            f"it names {module}.{name}, which no checkpoint of tensors needs: do not load it"
+        )
 
 
 class _PlainReader(FileSystemReader):
@@ -108,27 +132,40 @@ class _PlainReader(FileSystemReader):
             try:
                 metadata: Metadata = _Names(file).load()
             except (ValueError, pickle.UnpicklingError) as error:
-                raise ValueError(f"{path} is no metadata of a distributed checkpoint: {error}") from None
+                raise ValueError(
+                    f"{path} is no metadata of a distributed checkpoint: {error}"
+                ) from None
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 def _read_distributed(reader: StorageReader) -> dict[str, Tensor]:
-    """The tensors of a model in a distributed checkpoint, `model.NAME` beside others or `NAME` alone."""
+    """The tensors of a model in a distributed checkpoint, `model.NAME` beside others or `NAME`
+    alone.
+    """
     entries = reader.read_metadata().state_dict_metadata
     tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
     marked = {k: v for k, v in tensors.items() if k.startswith("model.")}
-    nested = len(marked) == len(tensors) or any(k.startswith(("optimizer.", "optim.")) for k in entries)
-    state: dict[str, Any] = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in (marked if nested else tensors).items()}
+    nested = len(marked) == len(tensors) or any(
+        k.startswith(("optimizer.", "optim.")) for k in entries
+    )
+    state: dict[str, Any] = {
+        k: torch.empty(v.size, dtype=v.properties.dtype)
+        for k, v in (marked if nested else tensors).items()
+    }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads all
+        # one process reads all
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(state, storage_reader=reader, no_dist=True)
     return {k.removeprefix("model.") if nested else k: v for k, v in state.items()}
 
 
-def outer_tensors(which: str, parts: Sequence[tuple[Path, SavedExchange, int]]) -> dict[str, Tensor]:
-    """Whole tensors by plain name: the model of the first checkpoint, its parameters replaced by anchors or by the mean.
+def outer_tensors(
+    which: str, parts: Sequence[tuple[Path, SavedExchange, int]]
+) -> dict[str, Tensor]:
+    """Whole tensors by plain name: the model of the first checkpoint, its parameters replaced by
+    anchors or by the mean.
 
     Args:
         which: "anchor", "mean", "replica" or "parameters" (equal everywhere).
@@ -146,34 +183,59 @@ def outer_tensors(which: str, parts: Sequence[tuple[Path, SavedExchange, int]]) 
 
 
 def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor]:
-    """The model as one island held it. In a mesh the model file mixes the replicas: their parameters lie beside the exchange states."""
+    """The model as one island held it. In a mesh the model file mixes the replicas: their
+    parameters lie beside the exchange states.
+    """
     tensors = read_model(folder)
     if len(saved.islands) == 1:
         return tensors
     local: dict[str, list[Tensor]] = {}
-    heads = sorted((h for h in saved.heads if h["island"] == island and h["copy"] == 0), key=lambda h: int(h["shard"]))
+    heads = sorted(
+        (h for h in saved.heads if h["island"] == island and h["copy"] == 0),
+        key=lambda h: int(h["shard"]),
+    )
     for head in heads:
         path = saved.paths[island, head["rank"]].with_name(f"local{head['rank']}.json")
         if not path.exists():
-            raise ValueError(f"{folder} is of a mesh, its model file mixes replicas that differ, and {path} is missing: take another step")
+            raise ValueError(
+                f"{folder} is of a mesh, its model file mixes replicas that differ, and {path} is "
+                "missing: take another step"
+            )
         for p, tensor in zip(head["parameters"], read_part(path)[1]["parameters"], strict=True):
             local.setdefault(p["name"], []).append(tensor)
-    return tensors | {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"]}
+    return tensors | {
+        p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"]
+    }
 
 
 def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
-    """The anchors of the delta channels as whole fp32 tensors by name, from the parts of one island."""
-    heads = sorted((h for h in saved.heads if h["island"] == island and h["copy"] < h["active_copies"]), key=lambda h: int(h["shard"]))
+    """The anchors of the delta channels as whole fp32 tensors by name, from the parts of one
+    island.
+    """
+    heads = sorted(
+        (h for h in saved.heads if h["island"] == island and h["copy"] < h["active_copies"]),
+        key=lambda h: int(h["shard"]),
+    )
     config = ExchangeConfig.from_dict(heads[0]["config"])
-    channels = [c for c in expand(config, [p["name"] for p in heads[0]["parameters"] if not p["frozen"]]) if c.source == "delta"]
+    channels = [
+        c
+        for c in expand(config, [p["name"] for p in heads[0]["parameters"] if not p["frozen"]])
+        if c.source == "delta"
+    ]
     local: dict[str, list[Tensor]] = {}  # name -> by shard
     for shard, head in ((int(h["shard"]), h) for h in heads):
         kept = ExchangeState.from_tree(saved.state(head["rank"], island)).channels
         for channel in channels:
             anchor = kept[channel.name].anchor
-            assert anchor is not None, channel.name  # every active copy of a delta channel keeps one
+            # every active copy of a delta channel keeps one
+            assert anchor is not None, channel.name
             mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
-            layout = Layout([p["shape"] for p in mine], [kind(channel, p["name"]) for p in mine], head["copy"], head["active_copies"])
+            layout = Layout(
+                [p["shape"] for p in mine],
+                [kind(channel, p["name"]) for p in mine],
+                head["copy"],
+                head["active_copies"],
+            )
             if any(p.get("offset") is not None for p in mine):
                 stretches = [torch.empty(p["shape"]) for p in mine]
                 layout.unpack(anchor, stretches)
@@ -185,8 +247,13 @@ def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
                 parts = local.setdefault(p["name"], [])
                 if len(parts) == shard:
                     parts.append(torch.empty(p["shape"]))
-            layout.unpack(anchor, [local[p["name"]][shard] for p in mine])  # the active copies fill a shard together
-    return {p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"] if p["name"] in local}
+            # the active copies fill a shard together
+            layout.unpack(anchor, [local[p["name"]][shard] for p in mine])
+    return {
+        p["name"]: _whole(local[p["name"]], p["global_shape"])
+        for p in heads[0]["parameters"]
+        if p["name"] in local
+    }
 
 
 def _whole(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -195,12 +262,17 @@ def _whole(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return parts[0]
     whole = torch.cat(list(parts))
     if list(whole.shape) != list(shape):
-        raise ValueError(f"shards {[tuple(p.shape) for p in parts]} do not join to {tuple(shape)}: only shards along dim 0 can be exported")
+        raise ValueError(
+            f"shards {[tuple(p.shape) for p in parts]} do not join to {tuple(shape)}: only shards "
+            "along dim 0 can be exported"
+        )
     return whole
 
 
 def average(replicas: Iterable[dict[str, Tensor]], frozen: set[str]) -> dict[str, Tensor]:
-    """The mean of floating-point tensors, in fp32; frozen and integer ones are those of the first replica, equal ones stay as they are."""
+    """The mean of floating-point tensors, in fp32; frozen and integer ones are those of the first
+    replica, equal ones stay as they are.
+    """
     every = iter(replicas)
     first, count = next(every), 1
     total: dict[str, Tensor] = {}
@@ -211,7 +283,10 @@ def average(replicas: Iterable[dict[str, Tensor]], frozen: set[str]) -> dict[str
             other = tensors.get(name)
             if other is None or own.shape != other.shape:
                 there = "absent" if other is None else tuple(other.shape)
-                raise ValueError(f"{name} is {tuple(own.shape)} on one island, {there} on another: these are not replicas of one model")
+                raise ValueError(
+                    f"{name} is {tuple(own.shape)} on one island, {there} on another: these are "
+                    "not replicas of one model"
+                )
             if name in frozen or not own.is_floating_point():
                 continue
             total[name] = total.get(name, own.float()) + other.float()

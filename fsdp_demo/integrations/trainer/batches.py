@@ -14,12 +14,19 @@ from ...exchange.exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")
 
-CURE = "give each island its own part: train_dataset=split_dataset_by_island(dataset) (fsdp_demo.integrations.data)"
+CURE = (
+    "give each island its own part: train_dataset=split_dataset_by_island(dataset) "
+    "(fsdp_demo.integrations.data)"
+)
 
 
 def tokens_in(inputs: Any) -> int:
     """Tokens of a batch: the elements of `input_ids`, else the rows of its first tensor."""
-    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)} if hasattr(inputs, "items") else {}
+    tensors = (
+        {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+        if hasattr(inputs, "items")
+        else {}
+    )
     main = tensors.get("input_ids", next(iter(tensors.values()), None))
     if main is None:
         return 0
@@ -49,10 +56,13 @@ def _first_row(dataset: Any) -> str | None:
 
 
 class FirstBatches:
-    """Looks at the first batch of a training once and warns where two islands have the same, or the same rows in another order."""
+    """Looks at the first batch of a training once and warns where two islands have the same, or the
+    same rows in another order.
+    """
 
     def __init__(self, exchange: Exchange, dataset: Any):
-        asked = exchange.topology.kind == "islands" and not exchange.newcomer  # the others have been asked at their first step
+        # the others have been asked at their first step
+        asked = exchange.topology.kind == "islands" and not exchange.newcomer
         self._exchange: Exchange | None = exchange if asked else None
         self._rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
 
@@ -63,7 +73,9 @@ class FirstBatches:
         exchange, self._exchange = self._exchange, None
         mark = 0
         for value in _tensors(inputs):
-            mark = zlib.crc32(memory(value.detach().cpu().contiguous().view(-1).view(torch.uint8)), mark)
+            mark = zlib.crc32(
+                memory(value.detach().cpu().contiguous().view(-1).view(torch.uint8)), mark
+            )
         exchange.rows_compared()
         # A word of its own where there is nothing to compare: only what is equal is news.
         rows = self._rows or f"island {exchange.topology.island}"

@@ -1,8 +1,9 @@
 """The Trainer on DeepSpeed: what differs from a torch optimizer that the Trainer steps itself.
 
-`accelerator.backward` steps the engine, so that a step and its exchange are over before the Trainer's own events around it. The engine
-clips by its own `gradient_clipping`, saves and loads by itself, and skips a step whose gradient norm is not finite. Facts: accelerate
-1.15, `DeepSpeedEngineWrapper.backward`; transformers 5.23, `integrations/deepspeed.py`.
+`accelerator.backward` steps the engine, so that a step and its exchange are over before the
+Trainer's own events around it. The engine clips by its own `gradient_clipping`, saves and loads by
+itself, and skips a step whose gradient norm is not finite. Facts: accelerate 1.15,
+`DeepSpeedEngineWrapper.backward`; transformers 5.23, `integrations/deepspeed.py`.
 
 What attaches to the engine is found by its entry point (`hosts/registry.py`).
 """
@@ -24,7 +25,9 @@ _DEFAULT_CLIP = 1.0  # deepspeed 0.19, where its configuration says nothing
 
 
 def door_of(trainer: Trainer) -> ModuleType | None:
-    """The package that attaches to the Trainer's engine; None without DeepSpeed, or without such a package."""
+    """The package that attaches to the Trainer's engine; None without DeepSpeed, or without such a
+    package.
+    """
     return registry.named("deepspeed") if trainer.is_deepspeed_enabled else None
 
 
@@ -34,7 +37,9 @@ def engine_of(trainer: Trainer) -> Any:
 
 
 def engine_topology(trainer: Trainer) -> Topology:
-    """Where this rank stands, as the engine's package sees it: a mesh, or islands whose ranks have been compared."""
+    """Where this rank stands, as the engine's package sees it: a mesh, or islands whose ranks have
+    been compared.
+    """
     door = door_of(trainer)
     found: Topology = door.topology() if door is not None else Topology.from_env()
     return found
@@ -50,28 +55,48 @@ def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[
     """(whether it is so, what was found and what to do) for what cannot work under DeepSpeed."""
     if not trainer.is_deepspeed_enabled:
         return
-    settings, limit, made = settings_of(trainer), trainer.args.max_grad_norm, trainer.optimizer_cls_and_kwargs
-    yield door_of(trainer) is None, "a DeepSpeed engine, and no package in the entry point group fsdp_demo.engines: install this one again"
+    settings, limit, made = (
+        settings_of(trainer),
+        trainer.args.max_grad_norm,
+        trainer.optimizer_cls_and_kwargs,
+    )
+    yield (
+        door_of(trainer) is None,
+        "a DeepSpeed engine, and no package in the entry point group fsdp_demo.engines: install "
+        "this one again",
+    )
     yield (
         "gradient_clipping" not in settings and limit != _DEFAULT_CLIP,
-        f"max_grad_norm={limit} and no gradient_clipping in DeepSpeed's configuration, where it is {_DEFAULT_CLIP} by default: write "
+        f"max_grad_norm={limit} and no gradient_clipping in DeepSpeed's configuration, where it is "
+        f"{_DEFAULT_CLIP} by default: write "
         '"gradient_clipping": "auto" there',
     )
-    matrices = made is not None and getattr(made[1].get("config"), "inner_optimizers", ("",))[0] == "muonadamw"
+    matrices = (
+        made is not None
+        and getattr(made[1].get("config"), "inner_optimizers", ("",))[0] == "muonadamw"
+    )
     yield (
         matrices and "optimizer" not in settings,
-        f"exchange_optimizer({config.preset!r}), which needs matrices where ZeRO has flat partitions: {muon(trainer)}",
+        f"exchange_optimizer({config.preset!r}), which needs matrices where ZeRO has flat "
+        f"partitions: {muon(trainer)}",
     )
 
 
 def muon(trainer: Trainer) -> str:
     """The cure for presets whose inner optimizer is Muon."""
     rate = f'{{"type": "Muon", "params": {{"lr": {trainer.args.learning_rate:g}}}}}'
-    return f'leave optimizer_cls_and_kwargs out and write "optimizer": {rate} into DeepSpeed\'s configuration'
+    return (
+        f'leave optimizer_cls_and_kwargs out and write "optimizer": {rate} into DeepSpeed\'s '
+        "configuration"
+    )
 
 
-def before_steps(accelerator: Any, hear: Callable[[torch.Tensor, bool], None]) -> Callable[[], None]:
-    """Let `hear(loss, last)` know of every micro-batch's loss before the engine steps; `last` if the step follows. Returns the undoing."""
+def before_steps(
+    accelerator: Any, hear: Callable[[torch.Tensor, bool], None]
+) -> Callable[[], None]:
+    """Let `hear(loss, last)` know of every micro-batch's loss before the engine steps; `last` if
+    the step follows. Returns the undoing.
+    """
     original = accelerator.backward
 
     def backward(loss: torch.Tensor, **kwargs: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Evaluation under the Trainer: which parameters it shows, and metrics that all islands agree on."""
+"""Evaluation under the Trainer: which parameters it shows, and metrics that all islands agree
+on.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,20 @@ log = logging.getLogger("fsdp_demo")
 class Evaluations:
     """Runs evaluation loops while an exchange is alive.
 
-    They show `Exchange.outer_parameters`. Where these are a mean that costs a round of communication, only evaluations at steps at which
-    all islands evaluate can show them; any other shows this island's own parameters, and says so.
+    They show `Exchange.outer_parameters`. Where these are a mean that costs a round of
+    communication, only evaluations at steps at which all islands evaluate can show them; any other
+    shows this island's own parameters, and says so.
 
-    With `load_best_model_at_end`, or a schedule of the learning rate that follows a metric, metrics are averaged over the islands, so that
-    all of them keep the same checkpoint and the same rate.
+    With `load_best_model_at_end`, or a schedule of the learning rate that follows a metric, metrics
+    are averaged over the islands, so that all of them keep the same checkpoint and the same rate.
 
     Attributes:
-        agreed: metrics are averaged. plan: when this island evaluates, and whether all do together: for islands that join later.
+        agreed: metrics are averaged. plan: when this island evaluates, and whether all do together:
+            for islands that join later.
 
     Raises:
-        ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated; an island that joins others which evaluate
-            together, at other steps.
+        ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated; an
+            island that joins others which evaluate together, at other steps.
     """
 
     def __init__(self, exchange: Exchange, trainer: Trainer):
@@ -41,29 +45,48 @@ class Evaluations:
         state: Any = trainer.state
         self.agreed = _decides(trainer)
         loader: Any = trainer.callback_handler.train_dataloader
-        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
-        self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(str(args.eval_strategy.value), 0)
+        epoch = (
+            math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
+        )
+        self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(
+            str(args.eval_strategy.value), 0
+        )
         self._from = args.eval_delay
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
         if args.load_best_model_at_end:
             every = self._every or 1
-            check_best(exchange, args, range(max(every, -(-int(self._from) // every) * every), state.max_steps, every))
+            check_best(
+                exchange,
+                args,
+                range(max(every, -(-int(self._from) // every) * every), state.max_steps, every),
+            )
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
         self._together = self._same(plan) if exchange.shows == "mean" or self.agreed else True
         self.plan = [plan, self._together]
-        self._joined = exchange.step if exchange.newcomer else -1  # the others evaluate there before this island is with them
+        # the others evaluate there before this island is with them
+        self._joined = exchange.step if exchange.newcomer else -1
         if not self._together:
-            log.warning("islands evaluate at different steps (here: %s): evaluation shows each island's own parameters", plan[:3])
+            log.warning(
+                "islands evaluate at different steps (here: %s): evaluation shows each island's "
+                "own parameters",
+                plan[:3],
+            )
         self._told = ""
-        self._done: set[tuple[int, str]] = set()  # evaluations that all islands have run: one more is a user's own
+        # evaluations that all islands have run: one more is a user's own
+        self._done: set[tuple[int, str]] = set()
 
     def _same(self, plan: list[Any]) -> bool:
-        """Whether all islands evaluate at the same steps; one that joins them later hears it of its donor."""
+        """Whether all islands evaluate at the same steps; one that joins them later hears it of its
+        donor.
+        """
         if not self._exchange.newcomer:
             return self._exchange.across_islands.all_equal(plan)
         theirs, together = self._exchange.told.get("evaluations") or [None, False]
         if together and theirs != plan:
-            raise ValueError(f"the other islands evaluate together by {theirs}, this one by {plan}: give it their arguments")
+            raise ValueError(
+                f"the other islands evaluate together by {theirs}, this one by {plan}: give it "
+                "their arguments"
+            )
         return bool(together)
 
     @staticmethod
@@ -72,15 +95,26 @@ class Evaluations:
         args, state = trainer.args, trainer.state
         if not _decides(trainer):
             return {}
-        same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model", "greater_is_better")
-        return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **{name: str(getattr(args, name)) for name in same}}
+        same = (
+            "eval_strategy",
+            "eval_delay",
+            "save_strategy",
+            "metric_for_best_model",
+            "greater_is_better",
+        )
+        return {
+            "eval_steps": state.eval_steps,
+            "save_steps": state.save_steps,
+            **{name: str(getattr(args, name)) for name in same},
+        }
 
     def _due(self) -> bool:
         """Whether every island evaluates at this step."""
         state = self._trainer.state
         if not self._together or not self._trainer.is_in_train or state.global_step == self._joined:
             return False
-        if self._exchange.finished or state.global_step >= state.max_steps:  # the model all replicas end with
+        # the model all replicas end with
+        if self._exchange.finished or state.global_step >= state.max_steps:
             return True
         if state.global_step == 0:
             return bool(self._trainer.args.eval_on_start)
@@ -88,13 +122,22 @@ class Evaluations:
         return bool(self._every) and state.global_step % self._every == 0 and now >= self._from
 
     def run(self, loop: Callable[[], Any], prefix: str) -> Any:
-        """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in the metrics."""
+        """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in
+        the metrics.
+        """
         ended, model = self._exchange.finished, self._trainer.model
         now = (self._trainer.state.global_step, prefix)
-        due, self._done = self._due() and now not in self._done, {*self._done, now} if self._due() else self._done
+        due, self._done = (
+            self._due() and now not in self._done,
+            {*self._done, now} if self._due() else self._done,
+        )
         outer = ended or self._exchange.shows != "mean" or due
         assert model is not None
-        shown = ("final model" if ended else self._exchange.shows) if outer else "own parameters of this island"
+        shown = (
+            ("final model" if ended else self._exchange.shows)
+            if outer
+            else "own parameters of this island"
+        )
         if shown != self._told:
             self._told = shown
             log.info("%s: evaluation shows the %s", self._exchange.topology.name, shown)
@@ -106,12 +149,25 @@ class Evaluations:
         if output.metrics is None:
             return output
         if self.agreed and due and not self._exchange.closed:
-            names = sorted(k for k, v in output.metrics.items() if isinstance(v, (int, float)) and not k.endswith("_time"))
-            output.metrics.update(zip(names, self._exchange.across_islands.mean([output.metrics[k] for k in names]), strict=True))
+            names = sorted(
+                k
+                for k, v in output.metrics.items()
+                if isinstance(v, (int, float)) and not k.endswith("_time")
+            )
+            output.metrics.update(
+                zip(
+                    names,
+                    self._exchange.across_islands.mean([output.metrics[k] for k in names]),
+                    strict=True,
+                )
+            )
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
 
 
 def _decides(trainer: Trainer) -> bool:
     """Whether a metric decides about the model: the best checkpoint, or the learning rate."""
-    return bool(trainer.args.load_best_model_at_end) or type(trainer.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR")
+    return bool(trainer.args.load_best_model_at_end) or type(trainer.lr_scheduler).__name__ in (
+        "ReduceLROnPlateau",
+        "GreedyLR",
+    )

@@ -1,8 +1,10 @@
-"""An island joins a run under way: its Trainer goes to the step of the others after `attach`, as if it had trained so far.
+"""An island joins a run under way: its Trainer goes to the step of the others after `attach`, as if
+it had trained so far.
 
-The Trainer works out epoch and place in the data before its callbacks hear that training begins, and gives both to `_run_epoch`. The step
-is known only then. So that method is wrapped on this one object: epochs that are over are left out, and the first one that is not skips its
-rows as on a resume. Facts: transformers 5.23, `Trainer._inner_training_loop`, `_run_epoch`.
+The Trainer works out epoch and place in the data before its callbacks hear that training begins,
+and gives both to `_run_epoch`. The step is known only then. So that method is wrapped on this one
+object: epochs that are over are left out, and the first one that is not skips its rows as on a
+resume. Facts: transformers 5.23, `Trainer._inner_training_loop`, `_run_epoch`.
 """
 
 from __future__ import annotations
@@ -22,28 +24,41 @@ from .take_over import KINDS
 
 
 def move_to(trainer: Trainer, exchange: Exchange, undo: list[Callable[[], None]]) -> str:
-    """Let rate, scheduler, sampler and counters be those of `exchange.step`; the sentence for the log. After `attach` in `on_train_begin`.
+    """Let rate, scheduler, sampler and counters be those of `exchange.step`; the sentence for the
+    log. After `attach` in `on_train_begin`.
 
     Args:
         undo: what must be undone when training is over.
     """
     trained: Any = trainer
     step, args, state = exchange.step, trainer.args, trainer.state
-    values: Any = trainer.set_initial_training_values(args, trained.callback_handler.train_dataloader)
+    values: Any = trainer.set_initial_training_values(
+        args, trained.callback_handler.train_dataloader
+    )
     per_epoch, in_epoch = values[1], values[5]
     epochs, steps = divmod(step, per_epoch)
-    _count(trainer, exchange, epochs + min(steps * args.gradient_accumulation_steps, in_epoch) / in_epoch)
+    _count(
+        trainer,
+        exchange,
+        epochs + min(steps * args.gradient_accumulation_steps, in_epoch) / in_epoch,
+    )
     if (engine := engine_of(trainer)) is not None and (door := door_of(trainer)) is not None:
         door.advance(engine, step)
-    if isinstance(trained.lr_scheduler, LRScheduler):  # else the engine's, or one that goes by a metric
+    # else the engine's, or one that goes by a metric
+    if isinstance(trained.lr_scheduler, LRScheduler):
         forward(trained.lr_scheduler, step - trained.lr_scheduler.last_epoch)
     skipped = 0 if args.ignore_data_skip else steps * args.gradient_accumulation_steps
-    trained._run_epoch = functools.partial(_run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir))
+    trained._run_epoch = functools.partial(
+        _run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir)
+    )
     undo.append(lambda: vars(trainer).pop("_run_epoch", None))
     rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
     text = f"joined the others at step {state.global_step}{rows}"
     if args.load_best_model_at_end and state.best_metric is not None:
-        text += ". The best model so far is on the other islands only: without a better one, this island ends with its last"
+        text += (
+            ". The best model so far is on the other islands only: without a better one, this "
+            "island ends with its last"
+        )
     return f"{text}; {begins_anew(exchange.config)}"
 
 
@@ -60,17 +75,29 @@ def _count(trainer: Any, exchange: Exchange, epoch: float) -> None:
     trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
 
 
-def _run_epoch(original: Callable[..., Any], epochs: int, skipped: int, folder: str, **given: Any) -> None:
-    """The Trainer's, from epoch `epochs` on, whose first `skipped` batches are left out. folder: holds no random states."""
+def _run_epoch(
+    original: Callable[..., Any], epochs: int, skipped: int, folder: str, **given: Any
+) -> None:
+    """The Trainer's, from epoch `epochs` on, whose first `skipped` batches are left out. folder:
+    holds no random states.
+    """
     if given["epoch"] < epochs:
         return
     if given["epoch"] == epochs:
-        given |= {"epochs_trained": epochs, "steps_trained_in_current_epoch": skipped, "resume_from_checkpoint": folder}
+        given |= {
+            "epochs_trained": epochs,
+            "steps_trained_in_current_epoch": skipped,
+            "resume_from_checkpoint": folder,
+        }
     original(**given)
 
 
 def tells(trainer: Trainer, evaluations: Evaluations) -> dict[str, Any]:
     """What an island that joins later needs to know of this one (`Exchange.tells`)."""
     state = trainer.state
-    kept = {name: getattr(state, name) for name, kinds in KINDS.items() if isinstance(getattr(state, name, None), kinds)}
+    kept = {
+        name: getattr(state, name)
+        for name, kinds in KINDS.items()
+        if isinstance(getattr(state, name, None), kinds)
+    }
     return {"state": small(kept), "evaluations": evaluations.plan}

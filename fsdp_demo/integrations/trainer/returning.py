@@ -1,7 +1,9 @@
-"""An island comes back to a run under way with a checkpoint of its Trainer (`exchange/returning.py`).
+"""An island comes back to a run under way with a checkpoint of its Trainer
+(`exchange/returning.py`).
 
-Nothing of it is loaded when training begins: the Trainer starts as if anew. When the others keep what came since, the Trainer's own methods
-load it, and `joining.move_to` takes the counters from there. Facts: transformers 5.23, `Trainer._prepare_for_training`.
+Nothing of it is loaded when training begins: the Trainer starts as if anew. When the others keep
+what came since, the Trainer's own methods load it, and `joining.move_to` takes the counters from
+there. Facts: transformers 5.23, `Trainer._prepare_for_training`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,20 @@ from ...exchange.startup import OwnCheckpoint
 
 
 def own_checkpoint(trainer: Trainer, topology: Topology) -> OwnCheckpoint | None:
-    """The newest whole checkpoint of this island that can stand for a snapshot. All ranks of the island call it together."""
+    """The newest whole checkpoint of this island that can stand for a snapshot. All ranks of the
+    island call it together.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    ranks = Ranks(dist.new_group(backend="gloo") if world > 1 else None, trainer.args.process_index, world)
+    ranks = Ranks(
+        dist.new_group(backend="gloo") if world > 1 else None, trainer.args.process_index, world
+    )
     root = Path(str(trainer.args.output_dir))
-    step = ranks.from_first(lambda: max((s for s in folders.steps(root, "checkpoint") if _whole(root / f"checkpoint-{s}")), default=-1))
+    step = ranks.from_first(
+        lambda: max(
+            (s for s in folders.steps(root, "checkpoint") if _whole(root / f"checkpoint-{s}")),
+            default=-1,
+        )
+    )
     folder = root / f"checkpoint-{step}"
     found = None if step < 0 else opened(folder, step, topology, ranks)
     if found is None:
@@ -34,7 +45,9 @@ def own_checkpoint(trainer: Trainer, topology: Topology) -> OwnCheckpoint | None
 
     def load(exchange: Exchange) -> dict[str, Any]:
         state, trained = saved.state_for(exchange), _private(trainer)
-        trained._load_from_checkpoint(str(folder), *([trainer.model_wrapped] if trainer.is_fsdp_enabled else []))
+        trained._load_from_checkpoint(
+            str(folder), *([trainer.model_wrapped] if trainer.is_fsdp_enabled else [])
+        )
         trained._load_optimizer_and_scheduler(str(folder))
         return state
 

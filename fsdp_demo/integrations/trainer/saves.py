@@ -1,8 +1,10 @@
-"""The Trainer's saves, as those of a plain loop: sealed with checksums when all is there, refused where values are not finite or the
-folder belongs to a later life, a warning where the disk is full.
+"""The Trainer's saves, as those of a plain loop: sealed with checksums when all is there, refused
+where values are not finite or the folder belongs to a later life, a warning where the disk is
+full.
 
-The Trainer writes `checkpoint-N` file by file under its own name. Here it is looked at before (`write`, around `_save_checkpoint`) and
-completed after (`seal`, in `on_save`); a checkpoint without a manifest that fits does not count as held.
+The Trainer writes `checkpoint-N` file by file under its own name. Here it is looked at before
+(`write`, around `_save_checkpoint`) and completed after (`seal`, in `on_save`); a checkpoint
+without a manifest that fits does not count as held.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Saves:
-    """The saves of one training. All ranks that save together (the island's, in a mesh all) call each method together.
+    """The saves of one training. All ranks that save together (the island's, in a mesh all) call
+    each method together.
 
     Args:
         trainer: of this rank.
@@ -43,7 +46,9 @@ class Saves:
         self._trainer, self._exchange, self._apart = trainer, exchange, apart
         self._folder = Path(str(trainer.args.output_dir))
         world = dist.get_world_size() if dist.is_initialized() else 1
-        self._ranks = Ranks(dist.new_group(backend="gloo") if world > 1 else None, trainer.args.process_index, world)
+        self._ranks = Ranks(
+            dist.new_group(backend="gloo") if world > 1 else None, trainer.args.process_index, world
+        )
         self._fence = Fence([self._folder], exchange.topology.run)
         self._error: Exception | None = None
         self._failures = SaveFailures(exchange.topology.name)
@@ -54,7 +59,9 @@ class Saves:
         return self._failures.count
 
     def begin(self, step: int, given_up: bool) -> None:
-        """This life owns the folder, and goes on from `step`: what is newer is put aside. `given_up`: a person named that step."""
+        """This life owns the folder, and goes on from `step`: what is newer is put aside.
+        `given_up`: a person named that step.
+        """
         self._fence.take(self._ranks)
         if step:
             life = f"{self._exchange.topology.run}-{self._fence.token}".replace("/", "_")
@@ -83,7 +90,9 @@ class Saves:
         self._fence.check()
         refuse_exchange(self._exchange)
         if self._ranks.rank == 0:  # one of this step from before is not whole from now on
-            (self._folder / f"checkpoint-{self._trainer.state.global_step}" / folders.MANIFEST).unlink(missing_ok=True)
+            (
+                self._folder / f"checkpoint-{self._trainer.state.global_step}" / folders.MANIFEST
+            ).unlink(missing_ok=True)
 
     def seal(self, step: int, model: Any) -> bool:
         """The exchange's parts and the manifest; whether the checkpoint is there now.
@@ -96,7 +105,9 @@ class Saves:
         try:
             ranks.settle(error, folder.name)
             ranks.together(lambda: self._complete(folder, model), folder.name)
-            ranks.together(lambda: folders.sum_up(folder, ranks.rank, ranks.world, sync=False), folder.name)
+            ranks.together(
+                lambda: folders.sum_up(folder, ranks.rank, ranks.world, sync=False), folder.name
+            )
             ranks.together(lambda: self._named(folder, step), folder.name)
         except (OSError, NotFinite) as why:
             self._failed(folder, why)
@@ -107,8 +118,13 @@ class Saves:
     def _complete(self, folder: Path, model: Any) -> None:
         save_state(folder, self._exchange, self._apart)
         config = getattr(model, "config", None)
-        if self._trainer.args.should_save and config is not None and not (folder / "config.json").exists():
-            config.save_pretrained(folder)  # a sharded checkpoint has none, `fsdp-demo export` needs it
+        if (
+            self._trainer.args.should_save
+            and config is not None
+            and not (folder / "config.json").exists()
+        ):
+            # a sharded checkpoint has none, `fsdp-demo export` needs it
+            config.save_pretrained(folder)
 
     def _named(self, folder: Path, step: int) -> None:
         self._fence.check()
@@ -118,7 +134,10 @@ class Saves:
     def _failed(self, folder: Path, why: Exception) -> None:
         self._ranks.together(self._fence.check, folder.name)
         state = self._trainer.state
-        if state.best_model_checkpoint is not None and Path(state.best_model_checkpoint).name == folder.name:
+        if (
+            state.best_model_checkpoint is not None
+            and Path(state.best_model_checkpoint).name == folder.name
+        ):
             state.best_model_checkpoint = None
         if self._ranks.rank == 0 and folders.misfits(folder):
             shutil.rmtree(folder, ignore_errors=True)  # a disk that is full needs the room

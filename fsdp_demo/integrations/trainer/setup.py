@@ -1,6 +1,7 @@
 """What the callback changes in a Trainer before the first step, and what it refuses.
 
-Everything here is done once, on the `Trainer` and its `TrainingArguments`, and only where there are other replicas.
+Everything here is done once, on the `Trainer` and its `TrainingArguments`, and only where there are
+other replicas.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def has_own_optimizer(config: ExchangeConfig) -> bool:
 def find_trainer(callback: Any) -> Trainer:
     """The Trainer that is calling `callback` right now.
 
-    A callback is told arguments, state and control, never its Trainer; it stands further up on the call stack.
+    A callback is told arguments, state and control, never its Trainer; it stands further up on the
+    call stack.
 
     Raises:
         RuntimeError: nobody up there is a Trainer with this callback.
@@ -40,14 +42,20 @@ def find_trainer(callback: Any) -> Trainer:
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and callback in getattr(getattr(found, "callback_handler", None), "callbacks", []):
+        if isinstance(found, Trainer) and callback in getattr(
+            getattr(found, "callback_handler", None), "callbacks", []
+        ):
             return found
         frame = frame.f_back
-    raise RuntimeError("ExchangeCallback works inside a transformers.Trainer: pass it as Trainer(callbacks=[...]), or call set_trainer()")
+    raise RuntimeError(
+        "ExchangeCallback works inside a transformers.Trainer: pass it as "
+        "Trainer(callbacks=[...]), or call set_trainer()"
+    )
 
 
 def topology_of(trainer: Trainer) -> Topology:
-    """Mesh where the Trainer was given `ExchangeParallelismConfig`, else islands from the environment; DeepSpeed's package knows its own.
+    """Mesh where the Trainer was given `ExchangeParallelismConfig`, else islands from the
+    environment; DeepSpeed's package knows its own.
 
     Raises:
         ValueError: both at once, or a plain HSDP mesh.
@@ -60,17 +68,27 @@ def topology_of(trainer: Trainer) -> Topology:
     if not isinstance(axes, ExchangeParallelismConfig) or axes.dp_replicate_size < 2:
         return islands
     if islands.islands > 1:
-        raise ValueError(f"ISLAND_COUNT={islands.islands} and {axes} at once: launch islands without a replicate axis, or a mesh alone")
+        raise ValueError(
+            f"ISLAND_COUNT={islands.islands} and {axes} at once: launch islands without a "
+            "replicate axis, or a mesh alone"
+        )
     return mesh_topology(trainer.accelerator)
 
 
 def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     """Raise ValueError for what cannot work, one sentence each."""
     args, model = trainer.args, trainer.model
-    line = f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={args.learning_rate:g})) too'
+    line = (
+        f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
+        f"lr={args.learning_rate:g})) too"
+    )
     if trainer.is_deepspeed_enabled and config.inner_optimizers[0] == "muonadamw":
         line = muon(trainer)
-    handed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None or "optimizer" in settings_of(trainer)
+    handed = (
+        trainer.optimizer is not None
+        or trainer.optimizer_cls_and_kwargs is not None
+        or "optimizer" in settings_of(trainer)
+    )
     native = getattr(model, "is_distributed_loading_by_transformers", False)
     half = args.fp16 or trainer.accelerator.mixed_precision == "fp16"
     unsharded = bool(args.fsdp) and not trainer.is_fsdp_enabled and args.world_size > 1
@@ -79,33 +97,56 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     checks = [
         (
             wanted and not trainer.is_deepspeed_enabled,
-            "a DeepSpeed configuration that Accelerate has left out, since ACCELERATE_USE_CPU is set: unset it, and give "
+            "a DeepSpeed configuration that Accelerate has left out, since ACCELERATE_USE_CPU is "
+            "set: unset it, and give "
             "TrainingArguments(use_cpu=True), which works",
         ),
         (half, "fp16: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
-        (native, "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; load it whole, with fsdp=True"),
+        (
+            native,
+            "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; "
+            "load it whole, with fsdp=True",
+        ),
         (
             unsharded,
-            "fsdp on CPU ranks, where Accelerate takes DDP instead: call fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() first",
+            "fsdp on CPU ranks, where Accelerate takes DDP instead: call "
+            "fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() first",
         ),
-        (clip not in (None, usual, args.max_grad_norm), f"clip={clip} beside max_grad_norm={args.max_grad_norm}: set max_grad_norm alone"),
-        (args.auto_find_batch_size, "auto_find_batch_size=True: islands would take different steps; set per_device_train_batch_size"),
-        (has_own_optimizer(config) and not handed, f"preset {config.preset!r} has an optimizer of its own: {line}"),
+        (
+            clip not in (None, usual, args.max_grad_norm),
+            f"clip={clip} beside max_grad_norm={args.max_grad_norm}: set max_grad_norm alone",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True: islands would take different steps; set "
+            "per_device_train_batch_size",
+        ),
+        (
+            has_own_optimizer(config) and not handed,
+            f"preset {config.preset!r} has an optimizer of its own: {line}",
+        ),
         *engine_problems(trainer, config),
     ]
     for wrong, text in checks:
         if wrong:
-            raise ValueError(f"ExchangeCallback found {text}" if not text.startswith("preset") else f"ExchangeCallback: {text}")
+            raise ValueError(
+                f"ExchangeCallback found {text}"
+                if not text.startswith("preset")
+                else f"ExchangeCallback: {text}"
+            )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError(f"ExchangeCallback found fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 flattens parameters")
+        raise ValueError(
+            f"ExchangeCallback found fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 "
+            "flattens parameters"
+        )
 
 
 def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConfig, float]:
     """(configuration, max_grad_norm left to the Trainer): one norm, `max_grad_norm`, clips once.
 
-    Where the method clips the mean gradient, or by one norm over the islands, the exchange does it; else the Trainer clips each replica's
-    own.
+    Where the method clips the mean gradient, or by one norm over the islands, the exchange does it;
+    else the Trainer clips each replica's own.
     """
     if config.clips_mean or config.clip_scope == "islands":
         return config.changed({"clip": max_grad_norm or None}), 0.0
@@ -120,10 +161,13 @@ def separate(trainer: Any, topology: Topology) -> None:
         _separate_arguments(args, topology)
     name, trainer.accelerator.dataloader_config.data_seed = args._island_of, args.data_seed
     for callback in trainer.callback_handler.callbacks:
-        if getattr(callback, "logging_dir", None):  # TENSORBOARD_LOGGING_DIR, which the same launch file gives to all islands
+        # TENSORBOARD_LOGGING_DIR, which the same launch file gives to all islands
+        if getattr(callback, "logging_dir", None):
             callback.logging_dir = os.path.join(callback.logging_dir, topology.name)
     if topology.island:
-        trainer.push_to_hub = lambda *_, **__: log.info("%s does not push to the hub: island 0 does", topology.name)
+        trainer.push_to_hub = lambda *_, **__: log.info(
+            "%s does not push to the hub: island 0 does", topology.name
+        )
     else:  # the card would be named after the folder
         trainer.push_to_hub = functools.partial(trainer.push_to_hub, model_name=name)
     trainer.create_model_card = functools.partial(trainer.create_model_card, model_name=name)
@@ -140,24 +184,39 @@ def _separate_arguments(args: Any, topology: Topology) -> None:
     if args.should_save:
         os.makedirs(args.output_dir, exist_ok=True)
     if args.process_index == 0:
-        log.info("%s: output_dir is %s, run_name %s, data_seed %d", topology.name, args.output_dir, args.run_name, args.data_seed)
+        log.info(
+            "%s: output_dir is %s, run_name %s, data_seed %d",
+            topology.name,
+            args.output_dir,
+            args.run_name,
+            args.data_seed,
+        )
 
 
 def quieten(trainer: Trainer) -> None:
-    """In a mesh, switch off what the Trainer sends between nodes at every step, and report what it goes on sending now and then."""
+    """In a mesh, switch off what the Trainer sends between nodes at every step, and report what it
+    goes on sending now and then.
+    """
     args, loader = trainer.args, trainer.accelerator.dataloader_config
     if args.average_tokens_across_devices:
         args.average_tokens_across_devices = False
-        log.info("average_tokens_across_devices=False: its gather over all nodes makes every step wait for the slowest")
+        log.info(
+            "average_tokens_across_devices=False: its gather over all nodes makes every step wait "
+            "for the slowest"
+        )
     if loader.dispatch_batches is None:
-        loader.dispatch_batches = False  # an iterable data set would be read by rank 0 and broadcast, batch by batch
+        # an iterable data set would be read by rank 0 and broadcast, batch by batch
+        loader.dispatch_batches = False
     rest = [
         f"the loss every {args.logging_steps:g} steps (20 B)",
         "evaluations (losses; logits unless prediction_loss_only)",
         "checkpoints",
     ]
     if args.include_num_input_tokens_seen not in ("no", False):
-        rest.append(f"tokens at every micro-batch (set include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} to 'no')")
+        rest.append(
+            "tokens at every micro-batch (set "
+            f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} to 'no')"
+        )
     log.info("the Trainer itself still gathers over all nodes: %s", "; ".join(rest))
 
 
@@ -172,12 +231,28 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     """
     moving = [c.channel for c in exchange.channels if c.channel.writes_parameters]
     for channel in moving:
-        wrong = [s for s in steps if not (channel.equal_after_exchange and channel.schedule.delay == 0 and channel.schedule.due(s - 1))]
+        wrong = [
+            s
+            for s in steps
+            if not (
+                channel.equal_after_exchange
+                and channel.schedule.delay == 0
+                and channel.schedule.due(s - 1)
+            )
+        ]
         if wrong:
-            cure = f"make eval_steps and save_steps multiples of its period ({channel.schedule.sync_every})"
-            if not channel.equal_after_exchange or channel.schedule.delay or channel.schedule.offset:
+            cure = (
+                "make eval_steps and save_steps multiples of its period "
+                f"({channel.schedule.sync_every})"
+            )
+            if (
+                not channel.equal_after_exchange
+                or channel.schedule.delay
+                or channel.schedule.offset
+            ):
                 cure = "set load_best_model_at_end=False"
             raise ValueError(
-                f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's own parameters, evaluation shows the "
+                f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's "
+                "own parameters, evaluation shows the "
                 f"{exchange.shows} of channel {channel.name!r}: {cure}"
             )

@@ -1,4 +1,6 @@
-"""Wishes to stop: of callbacks (early stopping, a time limit), which all islands follow at one step; and SIGTERM, which cannot wait."""
+"""Wishes to stop: of callbacks (early stopping, a time limit), which all islands follow at one
+step; and SIGTERM, which cannot wait.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Stops:
 
     Attributes:
         ending: the end is agreed, or reached: nothing is held any more.
-        left: this island stopped before the end, and the others know: its process ends with status 75.
+        left: this island stopped before the end, and the others know: its process ends with status
+            75.
     """
 
     def __init__(self, live: Callable[[], Exchange | None], warn: Callable[[str], None]):
@@ -34,9 +37,16 @@ class Stops:
         self._terminated: float | None = None
 
     def hold(self, control: Any) -> None:
-        """Take a callback's wish out of `control`; it takes effect when all islands have heard it."""
+        """Take a callback's wish out of `control`; it takes effect when all islands have heard
+        it.
+        """
         exchange = self._live()
-        if exchange is not None and not self.ending and control.should_training_stop and exchange.topology.islands > 1:
+        if (
+            exchange is not None
+            and not self.ending
+            and control.should_training_stop
+            and exchange.topology.islands > 1
+        ):
             control.should_training_stop = False
             self.ask("a callback")
 
@@ -47,15 +57,31 @@ class Stops:
             return
         self._asked = True
         exchange.request_stop(together=True)
-        after = f"all islands do when the exchange of step {exchange.next_exchange() + 1} has been applied"
-        self._warn(f"{who} asks to stop: {after if exchange.topology.islands > 1 else 'training ends after the next step'}")
+        after = (
+            f"all islands do when the exchange of step {exchange.next_exchange() + 1} has been "
+            "applied"
+        )
+        self._warn(
+            f"{who} asks to stop: "
+            f"{after if exchange.topology.islands > 1 else 'training ends after the next step'}"
+        )
 
     def end(self, exchange: Exchange, args: Any, state: Any, control: Any) -> None:
-        """The step after which this island stops: tell the others if they do not know, then save it, with what is under way."""
+        """The step after which this island stops: tell the others if they do not know, then save
+        it, with what is under way.
+        """
         self.ending = control.should_training_stop = True
         control.should_save |= args.save_strategy != "no"
-        saved = f"saved as checkpoint-{state.global_step}" if control.should_save else "not saved (save_strategy='no')"
-        who = "all islands stop" if exchange.topology.islands > 1 and not exchange.stopped_alone else "this island stops"
+        saved = (
+            f"saved as checkpoint-{state.global_step}"
+            if control.should_save
+            else "not saved (save_strategy='no')"
+        )
+        who = (
+            "all islands stop"
+            if exchange.topology.islands > 1 and not exchange.stopped_alone
+            else "this island stops"
+        )
         self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
         if exchange.leaving and exchange.topology.kind != "mesh":
             self.left = True
@@ -75,8 +101,12 @@ class Stops:
 
     @contextmanager
     def sigterm(self, args: Any) -> Iterator[None]:
-        """SIGTERM is a wish to stop; not where the Trainer handles it (`enable_jit_checkpoint`), whose wish comes through its control."""
-        if threading.current_thread() is not threading.main_thread() or getattr(args, "enable_jit_checkpoint", False):
+        """SIGTERM is a wish to stop; not where the Trainer handles it (`enable_jit_checkpoint`),
+        whose wish comes through its control.
+        """
+        if threading.current_thread() is not threading.main_thread() or getattr(
+            args, "enable_jit_checkpoint", False
+        ):
             yield
             return
         old = signal.getsignal(signal.SIGTERM)
@@ -87,11 +117,12 @@ class Stops:
             signal.signal(signal.SIGTERM, old)
 
     def _terminate(self, old: Any) -> None:
-        """The next exchange may be further away than the patience of whoever sent the signal: an island stops after its current step. In a
-        mesh saving is a matter of all nodes, so there the wish travels with the exchange.
+        """The next exchange may be further away than the patience of whoever sent the signal: an
+        island stops after its current step. In a mesh saving is a matter of all nodes, so there
+        the wish travels with the exchange.
 
-        Without an exchange, or told once more, what was there before handles it. Launchers pass on what the process group has got already:
-        a repetition within seconds says nothing new."""
+        Without an exchange, or told once more, what was there before handles it. Launchers pass on
+        what the process group has got already: a repetition within seconds says nothing new."""
         now, before = time.monotonic(), self._terminated
         self._terminated = now
         if before is not None and now - before < REPEATED:

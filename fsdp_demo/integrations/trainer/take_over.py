@@ -1,10 +1,12 @@
-"""An island without a checkpoint goes on under the Trainer with what `attach` brings from the others, at their step.
+"""An island without a checkpoint goes on under the Trainer with what `attach` brings from the
+others, at their step.
 
-The Trainer reads `trainer_state.json` of the folder that it resumes from, and all the rest in two methods: `_load_from_checkpoint` (models
-that are loaded before they are prepared) and `_prepare_for_training` (sharded models, DeepSpeed's engine, optimizer, scheduler). An
-island that takes over gets a folder with that one file, and both methods of its Trainer read nothing else; the scheduler is stepped to its
-place, and rows are skipped by the Trainer itself, as if this island had trained so far. Facts: transformers 5.23, `Trainer.train`,
-`_init_training_state`, `_run_epoch`.
+The Trainer reads `trainer_state.json` of the folder that it resumes from, and all the rest in two
+methods: `_load_from_checkpoint` (models that are loaded before they are prepared) and
+`_prepare_for_training` (sharded models, DeepSpeed's engine, optimizer, scheduler). An island that
+takes over gets a folder with that one file, and both methods of its Trainer read nothing else; the
+scheduler is stepped to its place, and rows are skipped by the Trainer itself, as if this island had
+trained so far. Facts: transformers 5.23, `Trainer.train`, `_init_training_state`, `_run_epoch`.
 """
 
 from __future__ import annotations
@@ -53,16 +55,26 @@ class TakeOver:
     state: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer, undo: list[Callable[[], None]]) -> str:
-        """The folder that this Trainer resumes from; what must be undone afterwards goes to `undo`."""
+        """The folder that this Trainer resumes from; what must be undone afterwards goes to
+        `undo`.
+        """
         place = tempfile.TemporaryDirectory(prefix="take-over-")
         undo.append(place.cleanup)
         state = TrainerState(**self.state, global_step=self.step, max_steps=trainer.args.max_steps)
         state.train_batch_size = trainer._train_batch_size
-        state.compute_steps(trainer.args, max(trainer.args.max_steps, 0))  # once more where the number of steps is known
+        # once more where the number of steps is known
+        state.compute_steps(trainer.args, max(trainer.args.max_steps, 0))
         state.save_to_json(str(Path(place.name) / TRAINER_STATE_NAME))
-        for name, around in (("_load_from_checkpoint", self._load), ("_prepare_for_training", self._prepare)):
+        for name, around in (
+            ("_load_from_checkpoint", self._load),
+            ("_prepare_for_training", self._prepare),
+        ):
             undo.append(functools.partial(_put_back, trainer, name, vars(trainer).get(name)))
-            setattr(trainer, name, functools.partial(around, trainer, place.name, getattr(trainer, name)))
+            setattr(
+                trainer,
+                name,
+                functools.partial(around, trainer, place.name, getattr(trainer, name)),
+            )
         return place.name
 
     def sentence(self, exchange: Exchange, args: Any) -> str:
@@ -70,15 +82,32 @@ class TakeOver:
         rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
         text = f"no checkpoint here: took over step {self.step} from {self.donor}{rows}"
         if args.load_best_model_at_end and self.state.get("best_metric") is not None:
-            text += ". The best model so far is on the other islands only: without a better one, this island ends with its last"
+            text += (
+                ". The best model so far is on the other islands only: without a better one, this "
+                "island ends with its last"
+            )
         return f"{text}; {begins_anew(exchange.config)}"
 
-    def _load(self, trainer: Trainer, folder: str, original: Callable[..., Any], checkpoint: str, *args: Any, **kwargs: Any) -> None:
+    def _load(
+        self,
+        trainer: Trainer,
+        folder: str,
+        original: Callable[..., Any],
+        checkpoint: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         if checkpoint != folder:
             original(checkpoint, *args, **kwargs)
 
     def _prepare(
-        self, trainer: Trainer, folder: str, original: Callable[..., Any], max_steps: int, loader: Any, checkpoint: str | None
+        self,
+        trainer: Trainer,
+        folder: str,
+        original: Callable[..., Any],
+        max_steps: int,
+        loader: Any,
+        checkpoint: str | None,
     ) -> Any:
         out = original(max_steps, loader, None if checkpoint == folder else checkpoint)
         if checkpoint == folder:
@@ -86,7 +115,8 @@ class TakeOver:
             engine, door = engine_of(trainer), door_of(trainer)
             if engine is not None and door is not None:
                 door.advance(engine, self.step)
-            if isinstance(trainer.lr_scheduler, LRScheduler):  # else the engine's, or one that goes by a metric
+            # else the engine's, or one that goes by a metric
+            if isinstance(trainer.lr_scheduler, LRScheduler):
                 forward(trainer.lr_scheduler, self.step - trainer.lr_scheduler.last_epoch)
         return out
 
@@ -98,30 +128,47 @@ def _put_back(trainer: Trainer, name: str, before: Any) -> None:
 
 
 def told(checkpoint: Path) -> dict[str, Any]:
-    """What islands that take over need of the Trainer's own state in a checkpoint; empty where it cannot be read."""
+    """What islands that take over need of the Trainer's own state in a checkpoint; empty where it
+    cannot be read.
+    """
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        return small({name: state[name] for name, kinds in KINDS.items() if name in state and isinstance(state[name], kinds)})
+        return small(
+            {
+                name: state[name]
+                for name, kinds in KINDS.items()
+                if name in state and isinstance(state[name], kinds)
+            }
+        )
     except (OSError, ValueError, RecursionError, TypeError):
         return {}
 
 
 def heard(step: int, notes: Sequence[dict[str, Any]]) -> TakeOver:
-    """What to go on from, from the notes {"name", "state"} of all islands; those that load nothing tell no state.
+    """What to go on from, from the notes {"name", "state"} of all islands; those that load nothing
+    tell no state.
 
     Raises:
         ValueError: a note of another form.
     """
-    state, name = next(((n["state"], str(n["name"])) for n in notes if n.get("state") is not None), ({}, "the other islands"))
-    if not isinstance(state, dict) or any(not isinstance(v, KINDS.get(k, ())) for k, v in state.items()):
-        raise ValueError(f"{name} has left a note of another form ({state!r:.80}): use one release everywhere")
+    state, name = next(
+        ((n["state"], str(n["name"])) for n in notes if n.get("state") is not None),
+        ({}, "the other islands"),
+    )
+    if not isinstance(state, dict) or any(
+        not isinstance(v, KINDS.get(k, ())) for k, v in state.items()
+    ):
+        raise ValueError(
+            f"{name} has left a note of another form ({state!r:.80}): use one release everywhere"
+        )
     return TakeOver(step, name, state)
 
 
 def sources(chosen: Sequence[Held | None]) -> list[int | None]:
     """The step of the checkpoint that each island loads, None for those that take over.
 
-    Where some take over, those of the furthest step are the ones to take from: the others' own steps after it would be lost in any case.
+    Where some take over, those of the furthest step are the ones to take from: the others' own
+    steps after it would be lost in any case.
     """
     steps = [None if h is None else h.step for h in chosen]
     furthest = max(s for s in steps if s is not None)

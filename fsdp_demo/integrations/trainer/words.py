@@ -1,4 +1,6 @@
-"""What the callback says in the words of a Trainer script: how much it says, and which optimizer a preset wants."""
+"""What the callback says in the words of a Trainer script: how much it says, and which optimizer a
+preset wants.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ log = logging.getLogger("fsdp_demo")
 
 
 def talk(trainer: Trainer, topology: Topology) -> None:
-    """Once per island as talkative as transformers in this script. Where nobody has set up logging its level says nothing: information
-    goes to stderr then, unless transformers was told to be quiet."""
+    """Once per island as talkative as transformers in this script. Where nobody has set up logging
+    its level says nothing: information goes to stderr then, unless transformers was told to be
+    quiet."""
     first, level = trainer.args.process_index == 0, hf_logging.get_verbosity()
     if log.level == logging.NOTSET and (log.hasHandlers() or level > logging.WARNING or not first):
         log.setLevel(level if first else logging.ERROR)
@@ -28,7 +31,9 @@ def talk(trainer: Trainer, topology: Topology) -> None:
 
 
 def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
-    """Raise ValueError if the preset is not defined for the optimizer that the Trainer has made, with what to write instead."""
+    """Raise ValueError if the preset is not defined for the optimizer that the Trainer has made,
+    with what to write instead.
+    """
     inner: Any = trainer.optimizer
     while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
         inner = inner.optimizer
@@ -36,12 +41,21 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
         check_inner(config, [kind(inner)], [inner])
     except ValueError as error:
         optim = getattr(trainer.args.optim, "value", trainer.args.optim)
-        found = "the one handed to the Trainer" if trainer.optimizer_cls_and_kwargs is not None else f"--optim {optim}"
+        found = (
+            "the one handed to the Trainer"
+            if trainer.optimizer_cls_and_kwargs is not None
+            else f"--optim {optim}"
+        )
         cure = "take --optim adamw_torch"
         if has_own_optimizer(config):
-            cure = f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", lr={trainer.args.learning_rate:g}))'
+            cure = (
+                f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
+                f"lr={trainer.args.learning_rate:g}))"
+            )
         wanted = " or ".join(config.inner_optimizers)
         raise ValueError(
-            f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found {type(inner).__name__} ({found}): "
-            f"{cure}, or insist with ExchangeCallback(..., inner_optimizers='as_is'){see('wrong-optimizer')}"
+            f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found "
+            f"{type(inner).__name__} ({found}): "
+            f"{cure}, or insist with ExchangeCallback(..., "
+            f"inner_optimizers='as_is'){see('wrong-optimizer')}"
         ) from error

@@ -1,4 +1,6 @@
-"""What a reader of the DeepSpeed example has already: a launcher's variables, a model, an optimizer, a configuration and batches."""
+"""What a reader of the DeepSpeed example has already: a launcher's variables, a model, an
+optimizer, a configuration and batches.
+"""
 
 import os
 import socket
@@ -11,7 +13,8 @@ os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at run time, only for inference
+# compiled at run time, only for inference
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
 batches = [torch.randn(4, 8) for _ in range(2)]
