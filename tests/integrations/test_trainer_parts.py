@@ -35,7 +35,7 @@ def test_flags(tmp_path):
     with pytest.raises(ValueError, match="--set seed=3 changes an exchange, but there is none"):
         ExchangeArguments(set=["seed=3"]).config()
     path = tmp_path / "mine.yaml"
-    path.write_text("preset: diloco\nclock:\n  period: 7\n")
+    path.write_text("preset: diloco\nschedule:\n  sync_every: 7\n")
     assert ExchangeCallback(str(path)).config.channels[0].schedule.sync_every == 7
     whole = fsdp_demo.preset("diloco", period=9)
     assert ExchangeCallback(whole).config == whole
