@@ -17,7 +17,7 @@ SOURCES = {
     for top in ("fsdp_demo", "deepspeed_ext")
     for f in sorted((ROOT / top).rglob("*.py"))
 }
-CALL = re.compile(r"""\bsee\(["']([\w-]+)["']\)""")
+CALL = re.compile(r"""\bsee\(\s*["']([\w-]+)["']\s*\)""")
 
 
 def test_the_page_and_the_code_have_the_same_anchors() -> None:
