@@ -166,7 +166,7 @@ KEPT = {
     "exchange/test_survivors.py": {
         "test_survivors_train_on": r"^(demo|streaming_diloco)$",
     },
-    "comm/test_member_line.py": {
+    "comm/test_elastic_peers.py": {
         "test_a_second_one_is_killed_in_the_change": r"False-_freeze|True-_adopted",
         "test_killed_at_each_piece": r"some",
         "test_two_are_killed_at_once": r"^4$",
