@@ -49,7 +49,7 @@ METHODS = {
         'SGD by sign, or `inner_optimizer="adamw"`',
         "always",
     ),
-    "diloco": ("pseudo-gradient", "AdamW", "after an exchange"),
+    "diloco": ("weight change (pseudo-gradient)", "AdamW", "after an exchange"),
     "decoupled_momentum": (
         "largest values of the outer momentum",
         "AdamW",
