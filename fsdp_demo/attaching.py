@@ -110,7 +110,7 @@ def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeCo
     `agree`, an old keyword of `attach`.
     """
     if "agree" in changes:
-        raise TypeError("attach(agree=...) is called attach(must_match=...) since fsdp_demo 0.2")
+        raise TypeError("attach(agree=...) is called attach(must_match=...) now")
     if isinstance(config, str):
         return load_config(config, changes)
     return config.changed(changes) if changes else config
