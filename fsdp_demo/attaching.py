@@ -13,7 +13,7 @@ import torch
 from .checkpoint.exchange_state import SavedExchange
 from .comm.environment import restarted
 from .comm.topology import Topology
-from .config.load import load_config
+from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
 from .errors import PeerLost, see
 from .exchange import log_setup
@@ -113,7 +113,7 @@ def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeCo
         raise TypeError("attach(agree=...) is called attach(must_match=...) now")
     if isinstance(config, str):
         return load_config(config, changes)
-    return config.changed(changes) if changes else config
+    return changed(config, changes)
 
 
 def join(
