@@ -238,6 +238,15 @@ def mesh_config() -> ExchangeParallelismConfig:
     return ExchangeParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)
 
 
+def warn_unsaved(resume: bool, save_every: int, rank: int) -> None:
+    """Say that `--resume` alone writes nothing. rank: inside the island; the first one speaks."""
+    if resume and not save_every and rank == 0:
+        logging.getLogger(__name__).warning(
+            "no checkpoints are written: a run that loses all islands begins again at step 0; "
+            "add --save-every 100"
+        )
+
+
 def schedule(step: int, train: LoopArguments) -> float:
     """Factor of the learning rate, a pure function of the step; cosine and wsd (decay in the last
     fifth) end at a tenth.
@@ -383,6 +392,7 @@ def main() -> None:
         "accumulation": data.accumulation,
         "sequence_length": data.sequence_length,
     }
+    warn_unsaved(bool(train.resume), train.save_every, topology.rank)
     output = Path(train.output)
     checkpoints = CheckpointManager(
         output if cross.mesh else output / topology.name,
