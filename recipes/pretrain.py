@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from data import Position, forever, load_data, load_tokenizer
 from report import Report, flops_per_token, peak_flops
 from torch.optim.lr_scheduler import LambdaLR
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
 from fsdp_demo import (
@@ -464,7 +465,10 @@ def main() -> None:
             state.save(exchange, loop.extra, wait=not train.save_async)
 
     resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
-    with guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume):  # (*)
+    with (
+        logging_redirect_tqdm(),  # lines of the log above the progress bar, not behind it
+        guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume),  # (*)
+    ):
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)
         if loop.done < exchange.step:

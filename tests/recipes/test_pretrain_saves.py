@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -238,6 +239,9 @@ def test_a_resumable_run_that_saves_nothing_says_so(run_ranks, source, options):
     text = "no checkpoints are written: a run that loses all islands begins again at step 0; add"
     assert [o.status for o in found] == [0], found[0].log
     assert (text in found[0].log) is (options == ["--resume", "auto"])
+    # a line of its own, not the end of the progress bar's
+    (line,) = [t for t in re.split("[\r\n]", found[0].log) if "finished at step" in t]
+    assert line.startswith("island0: finished at step 10"), line
 
 
 def test_the_deepspeed_recipe_says_it_too(caplog):
