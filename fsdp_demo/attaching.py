@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from .checkpoint.exchange_state import SavedExchange
 from .comm.environment import restarted
 from .comm.topology import Topology
-from .config.load import load_config
+from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
 from .errors import PeerLost, see
 from .exchange import log_setup
@@ -110,10 +111,10 @@ def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeCo
     `agree`, an old keyword of `attach`.
     """
     if "agree" in changes:
-        raise TypeError("attach(agree=...) is called attach(must_match=...) since fsdp_demo 0.2")
+        raise TypeError("attach(agree=...) is called attach(must_match=...) now")
     if isinstance(config, str):
         return load_config(config, changes)
-    return config.changed(changes) if changes else config
+    return changed(config, changes)
 
 
 def join(
@@ -131,11 +132,13 @@ def join(
     """`attach` for the parameters of any engine.
 
     Raises:
-        ValueError: one of its optimizers has an exchange already; and as `attach`.
+        ValueError: one of its optimizers has an exchange already; a rank of several that does not
+            know the others; and as `attach`.
     """
     vacate(shards.optimizers)
     facts = {f"must_match.{k}": v for k, v in (must_match or {}).items()}
     topology = topology or Topology.from_env()
+    refuse_lone_rank(topology, os.environ)
     log_setup.speak(topology)
     try:
         exchange = Exchange(
@@ -146,6 +149,31 @@ def join(
         raise
     _attached.update(dict.fromkeys(shards.optimizers, exchange))
     return exchange
+
+
+def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
+    """A launcher has started several ranks on this island, and they have not met: each would play
+    the whole island, and all but one would be refused as a second island of that number.
+
+    Where each process of a launch is an island of its own, its two ranks and two counts are equal.
+
+    Raises:
+        ValueError: that is so.
+    """
+    world, rank = env.get("WORLD_SIZE", ""), env.get("RANK", "")
+    if topology.kind != "islands" or topology.world > 1 or dist.is_initialized():
+        return
+    if not world.isdigit() or int(world) < 2:
+        return
+    if (world, rank) == (str(topology.islands), str(topology.island)):
+        return
+    raise ValueError(
+        f"the launcher started {world} ranks on island {topology.island} (WORLD_SIZE={world}), but "
+        "torch.distributed is not initialised: each rank would train as an island of its own. "
+        "Before attach call torch.distributed.init_process_group, and shard or wrap the model "
+        "(fully_shard, DistributedDataParallel); or start one process per island"
+        f"{see('rank-taken')}"
+    )
 
 
 def _try_again(topology: Topology, error: PeerLost) -> None:

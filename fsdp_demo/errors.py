@@ -168,5 +168,5 @@ def renamed(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:
     says the new one.
     """
     if name in names:
-        return AttributeError(f"{owner}.{name} is called {owner}.{names[name]} since fsdp_demo 0.2")
+        return AttributeError(f"{owner}.{name} is called {owner}.{names[name]} now")
     return AttributeError(f"{owner} has no attribute {name!r}")

@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from data import Position, forever, load_data, load_tokenizer
 from report import Report, flops_per_token, peak_flops
 from torch.optim.lr_scheduler import LambdaLR
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
 from fsdp_demo import (
@@ -238,6 +239,15 @@ def mesh_config() -> ExchangeParallelismConfig:
     return ExchangeParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)
 
 
+def warn_unsaved(resume: bool, save_every: int, rank: int) -> None:
+    """Say that `--resume` alone writes nothing. rank: inside the island; the first one speaks."""
+    if resume and not save_every and rank == 0:
+        logging.getLogger(__name__).warning(
+            "no checkpoints are written: a run that loses all islands begins again at step 0; "
+            "add --save-every 100"
+        )
+
+
 def schedule(step: int, train: LoopArguments) -> float:
     """Factor of the learning rate, a pure function of the step; cosine and wsd (decay in the last
     fifth) end at a tenth.
@@ -383,6 +393,7 @@ def main() -> None:
         "accumulation": data.accumulation,
         "sequence_length": data.sequence_length,
     }
+    warn_unsaved(bool(train.resume), train.save_every, topology.rank)
     output = Path(train.output)
     checkpoints = CheckpointManager(
         output if cross.mesh else output / topology.name,
@@ -454,7 +465,10 @@ def main() -> None:
             state.save(exchange, loop.extra, wait=not train.save_async)
 
     resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
-    with guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume):  # (*)
+    with (
+        logging_redirect_tqdm(),  # lines of the log above the progress bar, not behind it
+        guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume),  # (*)
+    ):
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)
         if loop.done < exchange.step:

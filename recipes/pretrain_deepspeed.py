@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from data import Collate, Data, load_data, load_tokenizer
 from deepspeed.accelerator import get_accelerator
-from pretrain import DataArguments, LoopArguments, load_model, schedule
+from pretrain import DataArguments, LoopArguments, load_model, schedule, warn_unsaved
 from report import Report
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import HfArgumentParser
@@ -260,6 +260,7 @@ def main() -> None:
     }
     # (*) the one line; checkpoints are per replica from here on
     exchange = deepspeed_ext.attach(engine, config, must_match=agreed)
+    warn_unsaved(args.resume, args.save_every, world.process_index)
     try:
         counters = (
             (engine.load_checkpoint(args.output)[1] or {}).get("report", []) if args.resume else []

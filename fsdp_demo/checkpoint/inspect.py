@@ -277,6 +277,12 @@ def listed(numbers: Iterable[int]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def of_islands(numbers: Iterable[int]) -> str:
+    """Whose count it is: `of island 0`, `the sum over islands 0 and 1`."""
+    known = set(numbers)
+    return f"{'of island' if len(known) == 1 else 'the sum over islands'} {listed(known)}"
+
+
 def counted(number: int, word: str) -> str:
     """`1 shard`, `2 shards`."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
@@ -320,7 +326,8 @@ def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("settings", changed or "those of the preset"),
         ("parameters", f"{info['parameters']:,}{frozen}"),
     ]
-    rows += [("tokens", f"{info['tokens']:,}, noted by the ranks here")] if info["tokens"] else []
+    if info["tokens"]:
+        rows.append(("tokens", f"{info['tokens']:,}, {of_islands(map(int, info['holds']))}"))
     for channel, kept in info["states"].items():
         rows.append(
             (

@@ -430,12 +430,11 @@ def _report(reader: CheckpointReader, exchange: Exchange) -> None:
         exchange.topology.islands,
         len(reader.islands),
     )
-    form = f"{islands} x {place.shards} shards x {place.copies} copies"
+    form = f"{islands} x {place.form}"
     log.info(
-        "state of %d islands x %d shards x %d active copies taken over by %s",
+        "state of %d x %s (islands x shards x active copies) taken over by %s",
         reader.size,
-        reader.shards,
-        reader.active_copies,
+        ShardPosition(reader.shards, copies=reader.active_copies).form,
         form,
     )
     if saved < reader.size:

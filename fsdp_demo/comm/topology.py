@@ -52,6 +52,16 @@ class ShardPosition:
     copies: int = 1
     copy: int = 0
 
+    @property
+    def form(self) -> str:
+        """How the island holds the model: `2 shards x 1 copy`."""
+        return form(self.shards, self.copies)
+
+
+def form(shards: int, copies: int) -> str:
+    """`1 shard x 2 copies`."""
+    return f"{shards} shard{'s' * (shards != 1)} x {copies} {'copy' if copies == 1 else 'copies'}"
+
 
 @dataclass
 class Topology:
@@ -478,10 +488,9 @@ class Topology:
                 raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
             if other["shards"] != position.shards:
                 raise ValueError(
-                    f"island {i} ({other['name']}) holds the model in {other['shards']} shards x "
-                    f"{other['copies']} copies, {self.name} in "
-                    f"{position.shards} shards x {position.copies} copies: the number of shards "
-                    "must agree (copies may differ)"
+                    f"island {i} ({other['name']}) holds the model in "
+                    f"{form(other['shards'], other['copies'])}, {self.name} in {position.form}: "
+                    "the number of shards must agree (copies may differ)"
                 )
 
     def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 import yaml
 
 from ..errors import see
 from . import renamed
-from .parsing import nearest, one_of, typed
+from .parsing import MEANT, nearest, one_of, paths_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
 
@@ -67,10 +67,40 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
             options = [*takes, *(name for name in TOP if name not in takes)]
             allowed = f"{', '.join(options)}, or a dotted path such as schedule.sync_every"
             raise ValueError(
-                f"preset {name!r} has no setting {key!r}{nearest(key, options)} (allowed: "
+                f"preset {name!r} has no setting {key!r}{_meant(key, options)} (allowed: "
                 f"{allowed}){see('unknown-key')}"
             )
     return known[name](**own).changed(rest)
+
+
+def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfig:
+    """`config.changed(changes)`, where a keyword of its preset's function is refused as such.
+
+    Raises:
+        ValueError: for wrong keys and values, too; it says how to write the change.
+    """
+    known = presets()
+    takes = inspect.signature(known[config.preset]).parameters if config.preset in known else {}
+    for key, value in changes.items():
+        word = "period" if key == "sync_every" else key
+        if word in takes and word not in TOP:
+            paths = paths_of(config.to_dict()["channels"][0]) if len(config.channels) == 1 else []
+            path = MEANT.get(word) or next((p for p in paths if p.endswith(f".{word}")), "")
+            other = f", or {path}={value!r}" if path in paths else ""
+            raise ValueError(
+                f"{key} is a keyword of the preset, and this is a configuration: write "
+                f"preset({config.preset!r}, {word}={value!r}){other}{see('unknown-key')}"
+            )
+    return config.changed(changes) if changes else config
+
+
+def _meant(key: str, options: list[str]) -> str:
+    """The proposal for a wrong keyword of a preset: what papers call it, else the nearest."""
+    path = MEANT.get(key.lower(), "schedule.sync_every" if key == "sync_every" else "")
+    word = {"schedule.sync_every": "period", "codec.topk": "topk"}.get(path, "")
+    if word in options:
+        return f"; did you mean {word!r}?"
+    return f"; did you mean {path!r}?" if word == "period" else nearest(key, options, 0.5)
 
 
 def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
@@ -109,12 +139,27 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
             "prints one to start from"
         )
     if "channels" in data:
-        return ExchangeConfig.from_dict(data).changed(changes)
+        return changed(_in_file(source, lambda: ExchangeConfig.from_dict(data)), changes)
     name = data.pop("preset")
     for given, same in (("period", "sync_every"), ("sync_every", "period")):
         if given in changes:
             data.pop(same, None)
-    return preset(name, **{**_flatten(data), **changes})
+    flat = _flatten(data)
+    try:
+        return preset(name, **{**flat, **changes})
+    except ValueError as error:
+        if changes:  # whose fault it is
+            _in_file(source, lambda: preset(name, **flat))
+            raise
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _in_file(source: str, read: Callable[[], ExchangeConfig]) -> ExchangeConfig:
+    """What `read` makes of the file alone; its errors name the file."""
+    try:
+        return read()
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,11 +13,28 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ..errors import see
 from . import renamed
 
+MEANT = {"period": "schedule.sync_every", "h": "schedule.sync_every", "k": "codec.topk"}
+"""What papers and other packages call a key, in lower case -> its path."""
+
 
 def nearest(found: Any, known: Sequence[str], cutoff: float = 0.4) -> str:
     """`; did you mean ...?` if one of `known` is like what was found, else nothing."""
     near = difflib.get_close_matches(str(found), known, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def proposal(found: str, known: Sequence[str]) -> str:
+    """`nearest` for a key: what papers call it (`MEANT`) comes first, then the one path of `known`
+    that ends in the same word.
+    """
+    leaf = found.rpartition(".")[2]
+    if meant := MEANT.get(leaf.lower(), ""):
+        # a whole path, one behind a channel's name, or a key alone
+        chosen = [k for k in known if f".{k}".endswith((f".{meant}", f".{meant.split('.')[1]}"))]
+        if chosen:
+            return f"; did you mean {chosen[0]!r}?"
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    return f"; did you mean {same[0]!r}?" if len(same) == 1 else nearest(found, known, 0.5)
 
 
 def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -65,16 +82,32 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
         if not isinstance(node, dict) or (
             leaf not in node and parents not in (["accumulator"], ["fragments"])
         ):
-            known = [*top] + sorted(_paths(target))
-            found = f"{path!r} is no key of the configuration{nearest(path, known)}"
-            raise ValueError(f"{found} (known: {', '.join(known)}){see('unknown-key')}")
+            raise ValueError(_no_key(path, top, by_name))
         node[leaf] = value
 
 
-def _paths(node: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
+    """The message for a path that `set_path` does not find: a proposal, then the keys that begin
+    as the path does.
+    """
+    head, _, rest = path.partition(".")
+    paths = sorted({p for channel in by_name.values() for p in paths_of(channel)})
+    sections = {p.partition(".")[0] for p in paths if "." in p}
+    near = difflib.get_close_matches(head, list(by_name), n=1)
+    if rest and near and head not in sections:  # NAME.path, with NAME as it is or misspelt
+        known = [f"{near[0]}.{p}" for p in sorted(paths_of(by_name[near[0]]))]
+        meant = proposal(f"{near[0]}.{rest}", known)
+    else:
+        meant = proposal(path, known := [*top, *paths])
+        known = [k for k in known if head in sections and k.startswith(f"{head}.")] or known
+    found = f"{path!r} is no key of the configuration{meant}"
+    return f"{found} (known: {', '.join(known)}){see('unknown-key')}"
+
+
+def paths_of(node: Mapping[str, Any], prefix: str = "") -> list[str]:
     out = []
     for key, value in node.items():
-        out += _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+        out += paths_of(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
     return out
 
 
@@ -97,7 +130,7 @@ def build(cls: Any, data: Any, where: str) -> Any:
     for key, value in data.items():
         renamed.refuse(f"{where}.{key}" if where else str(key), value)
         if key not in known:
-            found = f"unknown key {where + '.' if where else ''}{key}{nearest(key, known)}"
+            found = f"unknown key {where + '.' if where else ''}{key}{proposal(key, known)}"
             raise ValueError(f"{found} (allowed: {', '.join(known)}){see('unknown-key')}")
     required = [
         f.name

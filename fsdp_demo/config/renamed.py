@@ -1,4 +1,4 @@
-"""Names of keys and values that a configuration had before 0.2: who writes one is told the new
+"""Names of keys and values that a configuration had before: who writes one is told the new
 name, a saved configuration is translated.
 
 Paths are those of `ExchangeConfig.changed`, without the name of a channel.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-SINCE = "0.2"
+from ..errors import see
 
 KEYS = {
     "clock": "schedule",
@@ -54,9 +54,9 @@ def refuse(path: str, value: Any = None) -> None:
     now = VALUES.get(new or bare, {}).get(value) if isinstance(value, str) else None
     if new is not None:
         also = "" if now is None else f": {value!r} is {_word(now)} there"
-        raise ValueError(f"{path} is called {before}{new} since fsdp_demo {SINCE}{also}")
+        raise ValueError(f"{path} is called {before}{new} now{also}{see('unknown-key')}")
     if now is not None:
-        raise ValueError(f"{path}={value!r} is called {path}={_word(now)} since fsdp_demo {SINCE}")
+        raise ValueError(f"{path}={value!r} is called {path}={_word(now)} now{see('unknown-key')}")
 
 
 def refuse_keyword(name: str, value: Any, takes: Collection[str]) -> None:
@@ -65,12 +65,12 @@ def refuse_keyword(name: str, value: Any, takes: Collection[str]) -> None:
     """
     new = KEYWORDS.get(name)
     if new in takes and value != "as_is" and isinstance(value, str):
-        raise ValueError(f"{name} is called {new} since fsdp_demo {SINCE}")
+        raise ValueError(f"{name} is called {new} now{see('unknown-key')}")
     refuse("codec.code" if name == "code" else name, value)
 
 
 def translated(node: Any, path: str = "") -> Any:
-    """The dict form of a configuration that an earlier release has saved, in the names of this
+    """The dict form of a configuration that an earlier version has saved, in the names of this
     one.
     """
     if isinstance(node, Mapping):

@@ -485,6 +485,7 @@ class Exchange(Readings):
         return self._connections.close()
 
     def _at_exit(self) -> None:
+        farewell.warn_of_no_finish(self._runtime)
         if not self._close():
             log.error(
                 "%s: an exchange was still waiting for a silent peer at exit", self.topology.name

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
@@ -76,6 +77,26 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
             what,
         )
     return held
+
+
+def warn_of_no_finish(runtime: StepRuntime) -> None:
+    """At the interpreter's regular exit: say that `finish()` was not called, where it would have
+    made a difference, and what that means. The first rank of an island speaks.
+
+    Whoever ends by `guard`, by an expulsion or by a signal does not come here. The interpreter
+    notes an exception that ends a script in `sys.last_value`; its traceback says enough.
+    """
+    topology, ended = runtime.topology, runtime.finished or runtime.queue.broken
+    if topology.islands < 2 or topology.rank or ended or runtime.stopped or not runtime.step:
+        return
+    if getattr(sys, "last_value", None) is None:
+        log.warning(
+            "%s: the script ends at step %d, and finish() was not called: what this island has "
+            "trained since its last exchange is in its model alone, islands end with different "
+            "models, and the others take this one for lost; call exchange.finish() on every island",
+            topology.name,
+            runtime.step,
+        )
 
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:

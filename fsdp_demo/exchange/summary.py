@@ -39,16 +39,15 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
     )
     what = f"preset {config.preset}, {islands}, from step {runtime.step}"
     inner = "inner " + ", ".join(type(o).__name__ for o in runtime.shards.optimizers)
-    shape = (
-        f"{place.shards} shards x {place.copies} copies ({runtime.parameters.active_copies} active "
-        "copies)"
-    )
+    shape = place.form
+    if (active := runtime.parameters.active_copies) != place.copies:
+        shape += f" ({active} active)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
     lines = [
         what,
         *config.parts(),
         f"{inner}; {clips(config, runtime.shards)}",
-        f"{_batch(topology, batch)}; {shape}",
+        f"{_batch(topology, batch)}{shape}",
         per,
     ]
     log.info("%s: %s", topology.name, "\n    ".join(lines))
@@ -176,13 +175,14 @@ def clips(config: ExchangeConfig, shards: TrainingHost) -> str:
 
 
 def _batch(topology: Topology, batch: Sequence[int]) -> str:
+    """The beginning of a line; empty where no batch was told."""
     if len(batch) != 2:
-        return "batch not told (attach(batch=(rows, accumulation)))"
+        return ""
     world, islands = topology.world, topology.count
     total = batch[0] * batch[1] * world * islands
     return (
         f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x {world} ranks x "
-        f"{islands} islands"
+        f"{islands} islands; "
     )
 
 

@@ -177,9 +177,7 @@ def test_another_layout_is_refused_on_both_sides_at_once(run_ranks) -> None:
         and "ISLAND_COUNT=2, island1 has 3" in counts[1]
     )
     for text in shards:
-        assert (
-            "2 shards x 1 copies" in text and "1 shards x 2 copies" in text and "must agree" in text
-        )
+        assert "2 shards x 1 copy" in text and "1 shard x 2 copies" in text and "must agree" in text
 
 
 def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_ranks) -> None:
@@ -336,7 +334,7 @@ def test_an_island_of_shards_and_a_whole_one_are_refused(run_ranks) -> None:
         return refusal(lambda: fsdp_demo.attach(sgd(model.parameters()), "full", model=model))
 
     for text in run_ranks(fn, procs=[2, 1]):
-        assert "2 shards x 1 copies" in text and "1 shards x 1 copies" in text
+        assert "2 shards x 1 copy" in text and "1 shard x 1 copy" in text
 
 
 # ---- equal at the start ------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def refusal(call: Any, *parts: str) -> str:
         ({"perid": 4}, ["'perid'", "did you mean 'period'"]),
         ({"schedule.sync_evry": 4}, ["schedule.sync_evry", "did you mean 'schedule.sync_every'"]),
         ({"codec.topkk": 4}, ["codec.topkk", "did you mean 'codec.topk'"]),
-        ({"delta.codec.value_dtyp": "fp32"}, ["did you mean 'codec.value_dtype'"]),
+        ({"delta.codec.value_dtyp": "fp32"}, ["did you mean 'delta.codec.value_dtype'"]),
         ({"accumulator.bta": 0.5}, ["bta", "did you mean 'beta'"]),
         ({"codec.topk.more": 1}, ["codec.topk.more"]),
         ({"other.codec.topk": 8}, ["other.codec.topk"]),

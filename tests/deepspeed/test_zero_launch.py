@@ -127,7 +127,7 @@ def test_the_accelerate_file_shards_a_trainer_script(tmp_path, source, stage):  
             logs = [ended(first), ended(second)]
     assert all(f"island {i} of 2" in log for i, log in enumerate(logs)), logs[0]
     # DDP would be 1 shard x 2 copies
-    assert all("2 shards x 1 copies" in log for log in logs), logs[0]
+    assert all("2 shards x 1 copy" in log for log in logs), logs[0]
     results = [
         json.loads((tmp_path / "out" / f"island{n}" / "eval_results.json").read_text())["eval_loss"]
         for n in range(2)

@@ -14,6 +14,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Applier, Channel, Codec, ExchangeConfig, Fragments, SyncSchedule, preset
+from fsdp_demo.comm.topology import form
 from fsdp_demo.config.channel import Accumulator, Reducer
 from fsdp_demo.config.fragments import expand, layer_of
 
@@ -350,6 +351,13 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
         "0 B per exchange",
     ):
         assert part in line, line
+    assert line.splitlines()[3].endswith("islands; 1 shard x 1 copy"), line
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="fsdp_demo"):
+        fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model).detach()
+    line = next(m for m in caplog.messages if "preset" in m)
+    assert line.splitlines()[3] == "    1 shard x 1 copy", line  # and nothing of a batch
+    assert [form(1, 2), form(2, 1)] == ["1 shard x 2 copies", "2 shards x 1 copy"]
     assert (
         Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
     )

@@ -386,7 +386,8 @@ def test_of_a_trainer_run_with_its_tokenizer_and_a_card(run_ranks, tmp_path, mon
         wanted = [
             "preset diloco: delta every 3",
             "delta.schedule.sync_every=3",
-            "| islands | 2",
+            "in its last start on 2 islands",
+            "| islands | 2 in the last start, each of",
             "anchors",
             "| step | 4 |",
             "tokens",

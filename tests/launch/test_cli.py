@@ -787,6 +787,8 @@ def test_inspect_says_what_is_in_a_run(
     text = capsys.readouterr().out
     for wanted in (
         "island1/checkpoint-4",
+        "42, of island 0",
+        "42, of island 1",
         "sync_every=2",
         "anchor 3.64 kB",
         "sent in step 3 by delta",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("datasets")
 from fsdp_demo import Exchange, NotFinite, PeerLost  # noqa: E402
 from fsdp_demo.checkpoint import RunState, run_state  # noqa: E402
 
-from .test_pretrain_resume import pretrain, source, train  # noqa: E402, F401
+from .test_pretrain_resume import RECIPES, pretrain, source, train  # noqa: E402, F401
 
 ONE = {"islands": 2, "procs": 1, "timeout": 100, "env": {"LOCAL_RANK": "-1"}}  # without a launcher
 DILOCO = ["--no-shard", "--exchange", "diloco", "--set", "period=4"]
@@ -225,3 +226,27 @@ def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
     assert held(source, "run") == [
         f"{i}/{name}" for i in (0, 1) for name in ("checkpoint-2", "emergency-4")
     ]
+
+
+@pytest.mark.parametrize("options", [["--resume", "auto"], ["--save-every", 4, "--resume"], []])
+def test_a_resumable_run_that_saves_nothing_says_so(run_ranks, source, options):  # noqa: F811
+    found = run_ranks(
+        apart,
+        **ONE | {"islands": 1},
+        args=(source, f"unsaved{len(options)}", [*DILOCO, *options]),
+        check=False,
+    )
+    text = "no checkpoints are written: a run that loses all islands begins again at step 0; add"
+    assert [o.status for o in found] == [0], found[0].log
+    assert (text in found[0].log) is (options == ["--resume", "auto"])
+    # a line of its own, not the end of the progress bar's
+    (line,) = [t for t in re.split("[\r\n]", found[0].log) if "finished at step" in t]
+    assert line.startswith("island0: finished at step 10"), line
+
+
+def test_the_deepspeed_recipe_says_it_too(caplog):
+    for resume, every, rank, lines in ((True, 0, 0, 1), (True, 0, 1, 1), (True, 5, 0, 1)):
+        pretrain.warn_unsaved(resume, every, rank)
+        assert len(caplog.records) == lines
+    text = (RECIPES / "pretrain_deepspeed.py").read_text()
+    assert "warn_unsaved(args.resume, args.save_every, world.process_index)" in text

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from ...checkpoint.inspect import above, counted, listed, ranks, settings, size
+from ...checkpoint.inspect import above, counted, of_islands, ranks, settings, size
 from ...version import __version__
 
 
@@ -36,8 +36,7 @@ def write_card(
 
 # {name}
 
-{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters, trained on {counted(head["islands"], "island")} by
-fsdp-demo.
+{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters, trained by fsdp-demo, in its last start on {counted(head["islands"], "island")}.
 
 | | |
 |---|---|
@@ -63,7 +62,7 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     yield "method", chosen.config.describe()
     changed = ", ".join(f"{key}={value}" for key, value in settings(chosen.config).items())
     yield "settings", changed or "those of the preset"
-    yield "islands", f"{head['islands']}, each of {ranks(head)}"
+    yield "islands", f"{head['islands']} in the last start, each of {ranks(head)}"
     yield "parameters", chosen.says
     yield "step", chosen.step
     yield from _counted(chosen)
@@ -85,19 +84,15 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
 
 def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
     """Tokens that the loop told the exchange (`report`), of the islands that the run holds at this
-    step.
+    step, and of which ones: those that took part only in earlier starts are not among them.
     """
     tokens, islands = 0, set()
     for saved in {saved.folders: saved for saved in chosen.seen}.values():
         tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
         islands |= set(saved.islands)
     if tokens:
-        alone = (
-            ""
-            if len(islands) == chosen.seen[0].heads[0]["islands"]
-            else f" on island {listed(islands)} alone"
-        )
-        yield "tokens", f"{tokens:,}{alone}"
+        whole = len(islands) == chosen.seen[0].heads[0]["islands"]
+        yield "tokens", f"{tokens:,}, {of_islands(islands)}{'' if whole else ' alone'}"
 
 
 def numbers(folder: Path, run: Path, step: int, ended: bool) -> dict[str, str]:

@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ...attaching import attach
 from ...checkpoint.exchange_state import SavedExchange
 from ...comm.topology import Topology
-from ...config.load import load_config
+from ...config.load import changed, load_config
 from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
@@ -82,7 +82,7 @@ class ExchangeCallback(TrainerCallback):
 
     def __init__(self, config: ExchangeConfig | str, *, fresh: bool = False, **changes: Any):
         self.config = (
-            load_config(config, changes) if isinstance(config, str) else config.changed(changes)
+            load_config(config, changes) if isinstance(config, str) else changed(config, changes)
         )
         if "clip" in changes:
             raise ValueError(

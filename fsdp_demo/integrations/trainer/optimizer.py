@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...config.load import load_config
+from ...config.load import changed, load_config
 from ...config.schema import ExchangeConfig
 from ...hosts.optimizers import base_optimizer
 
@@ -35,7 +35,7 @@ def exchange_optimizer(
         0.001
     """
     decay = changes.pop("weight_decay", None)
-    config = load_config(config, changes) if isinstance(config, str) else config.changed(changes)
+    config = load_config(config, changes) if isinstance(config, str) else changed(config, changes)
     if lr is None and config.lr is None:
         raise ValueError(
             f"preset {config.preset!r} has no published learning rate: pass "

@@ -1,0 +1,37 @@
+"""Whose tokens a model card and `inspect` count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_demo.checkpoint.inspect import of_islands
+from fsdp_demo.integrations.export.card import _counted
+
+
+def held(folder: str, islands: list[int], of: int) -> Any:
+    """A part of a checkpoint with 100 tokens of each island."""
+    return SimpleNamespace(
+        folders=(folder,),
+        islands=islands,
+        paths=[(island, 0) for island in islands],
+        heads=[{"islands": of}],
+        outline=lambda rank, island: SimpleNamespace(tokens=100),
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        ([held("a", [0], 2), held("b", [1], 2)], "200, the sum over islands 0 and 1"),
+        ([held("a", [0], 2)], "100, of island 0 alone"),
+        # the last start of a run that had more islands before
+        ([held("a", [0], 1)], "100, of island 0"),
+        ([held("a", [0, 1], 3)], "200, the sum over islands 0 and 1 alone"),
+    ],
+)
+def test_tokens_say_whose_they_are(seen: list[Any], says: str) -> None:
+    assert list(_counted(SimpleNamespace(seen=seen))) == [("tokens", says)]
+    assert of_islands([2, 0]) == "the sum over islands 0 and 2"
