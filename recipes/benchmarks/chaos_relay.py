@@ -67,6 +67,7 @@ class Links:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: defaultdict[Way, threading.Event] = defaultdict(_set_event)
+        self._holds: defaultdict[Way, int] = defaultdict(int)
         self._flips: defaultdict[Way, int] = defaultdict(int)
         self.flipped: defaultdict[Way, int] = defaultdict(int)
         self._connections: list[Connection] = []
@@ -80,12 +81,15 @@ class Links:
     def hold(self, way: Way) -> None:
         """Nothing passes this way any more, and nothing is closed: a dead cable."""
         with self._lock:
+            self._holds[way] += 1
             self._open[way].clear()
 
     def let_go(self, way: Way) -> None:
-        """It passes again, and what was held comes first."""
+        """One hold less. After the last one it passes again, and what was held comes first."""
         with self._lock:
-            self._open[way].set()
+            self._holds[way] = max(self._holds[way] - 1, 0)
+            if not self._holds[way]:
+                self._open[way].set()
 
     def end(self, pair: Way, reset: bool = True) -> None:
         """End all connections between two islands; new ones may come."""
@@ -95,6 +99,7 @@ class Links:
             for connection in gone:
                 connection.end(reset)
             for way in (pair, pair[::-1]):
+                self._holds[way] = 0
                 self._open[way].set()
 
     def flip(self, way: Way) -> None:

@@ -129,6 +129,20 @@ def test_a_way_can_be_held_and_the_other_is_not(relayed) -> None:
     assert _read(far, 5) == b"there"
 
 
+def test_a_way_that_two_faults_hold_is_free_when_both_are_over(relayed) -> None:
+    links, near, far = relayed
+    for _ in range(2):
+        links.hold((0, 2))
+    near.sendall(b"there")
+    links.let_go((0, 2))
+    far.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        far.recv(1)
+    far.settimeout(10.0)
+    links.let_go((0, 2))
+    assert _read(far, 5) == b"there"
+
+
 def test_one_bit_of_something_large_is_flipped_and_nothing_else(relayed) -> None:
     links, near, far = relayed
     links.flip((2, 0))
