@@ -118,12 +118,30 @@ import fsdp_demo
 config = fsdp_demo.preset("demo", topk=16)                      # a keyword of the preset
 config = fsdp_demo.preset("demo", clip=0.5)                     # a key of the top level
 config = fsdp_demo.preset("demo", **{"codec.topk": 16})         # a dotted path: all channels
-config = fsdp_demo.preset("demo", **{"momentum.codec.topk": 16})  # one channel by its name
+config = fsdp_demo.preset("demo", **{"momentum.codec.topk": 16})  # one channel by its name (`fsdp-demo presets NAME --yaml` shows it)
 config = fsdp_demo.load_config("demo", ["codec.topk=16"])       # as --set codec.topk=16 says it
 text = config.to_yaml()                                         # the whole configuration, to start a file from
 ```
 
-A yaml file has `preset: NAME` with keywords and paths beside it, or everything that `fsdp-demo presets NAME --yaml` prints.
+A yaml file has one of two forms:
+
+* *Short*: `preset: NAME`, with keywords and paths beside it. A path may be dotted (`codec.topk: 16`) or nested.
+* *Whole*: what `fsdp-demo presets NAME --yaml` prints, with `channels`. A whole file knows no keywords, nor does `--set` on it. Change
+  `schedule.sync_every` there, not `period`.
+
+This is a short file:
+
+```yaml
+preset: decoupled_momentum
+period: 8
+topk: 16
+codec.value_dtype: bf16
+```
+
+* A path wins over a keyword for the same key, also a path in the file over a keyword of `--set`.
+* Where both name the same key, `--set` wins over the file.
+* Several changes stand after one `--set`: `--set period=5 topk=16`.
+
 An unknown key or value is an error, which says what is allowed and the nearest right name. Settings that have no meaning together are
 refused, too.
 """  # noqa: E501
@@ -141,8 +159,16 @@ times.
 |---|---:|---:|---:|"""  # noqa: E501
 PRESET_HEAD = """## Keywords of the presets
 
-`preset(NAME, keyword=value)`, `--set keyword=value`, or a key of a yaml file with `preset: NAME`. Keywords are the numbers of the paper.
-`period` is `schedule.sync_every`. [Methods](methods.md) says what the others mean.
+`preset(NAME, keyword=value)`, `--set keyword=value`, or a key of a short yaml file. Keywords are the numbers of the paper.
+`period` is `schedule.sync_every`, the H or K of papers. [Methods](methods.md) says what the others mean.
+
+`lr` has two meanings:
+
+* As a keyword of `diloco`, `streaming_diloco`, `decoupled_momentum`, `sparse_loco` and `muloco` it is the rate of the outer step
+  (`applier.lr`).
+* Beside other presets, and in a whole yaml file, it is the published rate of the inner optimizer.
+
+You give your own optimizer its rate yourself: `pretrain.py --lr`.
 
 | preset | keywords and defaults |
 |---|---|"""  # noqa: E501
