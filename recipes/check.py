@@ -72,7 +72,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--exchange", default="demo", help="preset or yaml file (demo)")
     parser.add_argument(
-        "--set", nargs="+", default=[], help="changes to it, as in --set schedule.delay=1"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="changes to it, as in --set schedule.delay=1",
     )
     parser.add_argument("--lr", type=float, default=0.004, help="learning rate (0.004)")
     parser.add_argument("--procs", type=int, help="processes per replica (default: see above)")

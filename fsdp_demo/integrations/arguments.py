@@ -27,7 +27,10 @@ class ExchangeArguments:
     )
     set: list[str] = field(
         default_factory=list,
-        metadata={"help": "changes to it, as in --set codec.topk=16 schedule.sync_every=50"},
+        metadata={
+            "help": "changes to it, as in --set codec.topk=16 schedule.sync_every=50",
+            "action": "extend",  # a second --set adds to the first
+        },
     )
 
     def config(self) -> ExchangeConfig | None:

@@ -32,6 +32,8 @@ def test_flags(tmp_path):
     exchange, args = parser.parse_args_into_dataclasses(
         [*common, "--exchange", "demo", "--set", "codec.topk=16", "seed=3"]
     )
+    twice = [*common, "--exchange", "demo", "--set", "codec.topk=16", "--set", "seed=3"]
+    assert parser.parse_args_into_dataclasses(twice)[0] == exchange
     keywords = exchange.trainer(lr=args.learning_rate)
     assert keywords["callbacks"][0].config == fsdp_demo.load_config(
         "demo", ["codec.topk=16", "seed=3"]
