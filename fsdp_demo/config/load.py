@@ -97,8 +97,8 @@ def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfi
 def _meant(key: str, options: list[str]) -> str:
     """The proposal for a wrong keyword of a preset: what papers call it, else the nearest."""
     path = MEANT.get(key.lower(), "schedule.sync_every" if key == "sync_every" else "")
-    word = {"schedule.sync_every": "period", "codec.topk": "topk"}.get(path, "")
-    if word in options:
+    word = "period" if path == "schedule.sync_every" else path.rpartition(".")[2]
+    if word and word in options:
         return f"; did you mean {word!r}?"
     return f"; did you mean {path!r}?" if word == "period" else nearest(key, options, 0.5)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -196,10 +197,14 @@ def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
                 for _, p in named:
                     p.grad = torch.ones_like(p)
                 optimizer.step()
+            shapes = [(n, p.shape) for n, p in named]
+            planned = plan_memory(config, shapes, 2, 2, me.proc, staged=False).device_state
+            end = time.monotonic() + 10.0
+            # a message is kept until all have landed it: the next beat says so
+            while ledger.now["device"] > planned and time.monotonic() < end:
+                time.sleep(0.05)
             exchange.detach()
-        return ledger.now["device"], plan_memory(
-            config, [(n, p.shape) for n, p in named], 2, 2, me.proc, staged=False
-        ).device_state
+        return ledger.now["device"], planned
 
     for held, planned in run_ranks(run, 2, 2):
         assert held == planned > 0
