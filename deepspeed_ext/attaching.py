@@ -69,12 +69,12 @@ def attach(
     topology = topology or place(engine)
     refuse(engine, config, topology)
     facts = {"gradient_clipping": engine.gradient_clipping(), **(must_match or {})}
-    shards = ZeroHost(engine)
-    vacate(shards.optimizers)
+    host = ZeroHost(engine)
+    vacate(host.optimizers)
     config = clipping(engine, config)
     try:
         exchange = join(
-            shards,
+            host,
             config,
             model=engine.module,
             topology=topology,
@@ -86,7 +86,7 @@ def attach(
             catch_up=catch_up,
         )
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
-        shards.partitions.clip_again()
+        host.partitions.clip_again()
         raise
     if exchange.newcomer:
         advance(engine, exchange.step)

@@ -23,7 +23,7 @@ from typing import Any
 
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint import SavedExchange, load_exchange
-from fsdp_demo.checkpoint.choice import Held, together
+from fsdp_demo.checkpoint.choice import Held, present, together
 from fsdp_demo.checkpoint.reshard import shares
 from fsdp_demo.checkpoint.whole import PARTS, whole
 from fsdp_demo.errors import NeedsDecision, see
@@ -105,7 +105,9 @@ def _note_parts(note: dict[str, Any], place: Path, own: bool, topology: Topology
 
 
 def choose_tags(
-    notes: Sequence[dict[str, Any]], take_over: bool = True
+    notes: Sequence[dict[str, Any]],
+    take_over: bool = True,
+    elastic: Sequence[int] | None = None,
 ) -> list[tuple[str, str] | None] | None:
     """`choose_tag` for each replica. Without a tag each takes the newest of its own between the
     same exchanges, where that is newer. One that sees no whole checkpoint then takes over from
@@ -113,6 +115,8 @@ def choose_tags(
 
     Args:
         take_over: replicas load apart from each other (islands), so that one need not load.
+        elastic: the numbers of the islands, where they may leave one by one: those that were away
+            when the newest checkpoint was saved take over, too.
 
     Raises:
         NeedsDecision: as `choose_tag`; folders of replicas are swapped.
@@ -131,16 +135,32 @@ def choose_tags(
             f"folders of replicas are swapped ({who}): give each the ISLAND_RANK or the folder "
             "that it had"
         )
-    holders = [n for n in notes if n["seen"]]
-    if not holders or not take_over or any(n["tag"] is not None for n in notes):
+    asked = [bool(n["seen"]) for n in notes]
+    if not any(asked) or not take_over or any(n["tag"] is not None for n in notes):
         return _tags_of(notes)
-    found = iter(_tags_of(holders) or ())
-    return [next(found) if n["seen"] else None for n in notes]
+    own = _own(notes)
+    if elastic is not None and any(own):
+        here = present(own, elastic)
+        asked = [a and (now or not mine) for a, now, mine in zip(asked, here, own, strict=True)]
+    tags = _tags_of([n for n, one in zip(notes, asked, strict=True) if one]) or []
+    one, rest = tags[0] if len(set(tags)) == 1 else None, iter(tags)
+    return [
+        next(rest) if loads else one if one is not None and _sees(n, one) else None
+        for n, loads in zip(notes, asked, strict=True)
+    ]
+
+
+def _own(notes: Sequence[dict[str, Any]]) -> list[list[Held]]:
+    return [[Held(*held) for held, _, _ in n["own"]] for n in notes]
+
+
+def _sees(note: dict[str, Any], found: tuple[str, str]) -> bool:
+    return found[1] in note["seen"].get(found[0], {})
 
 
 def _tags_of(notes: Sequence[dict[str, Any]]) -> list[tuple[str, str] | None] | None:
     """The tags of replicas that hold something."""
-    own = [[Held(*held) for held, _, _ in n["own"]] for n in notes]
+    own = _own(notes)
     states = together(own) if all(own) and all(n["tag"] is None for n in notes) else None
     if states is not None and len({h.step for h in states}) > 1:
         common = _common(notes)

@@ -74,10 +74,8 @@ def _install(engine: Any, folders: _Separate | _Followed) -> None:
             "would be beside files that are not there yet. Set it to false, or attach(..., "
             "checkpoints=False)"
         )
-    engine.save_checkpoint, engine.load_checkpoint = (
-        folders.save_checkpoint,
-        folders.load_checkpoint,
-    )
+    engine.save_checkpoint = folders.save_checkpoint
+    engine.load_checkpoint = folders.load_checkpoint
     engine._get_shared_params = folders.tied  # DeepSpeed knows them on rank 0 of the world only
 
 
@@ -122,7 +120,7 @@ class _Followed(Folders):
             PeerLost: what was under way in the exchange is lost, on any rank.
             Superseded: the folder belongs to a later life.
         """
-        if self.exchange.showing:
+        if self.exchange.shows_result:
             raise RuntimeError(
                 "save_checkpoint inside outer_parameters would save these as the replica's own: "
                 "leave the context first"
@@ -212,10 +210,8 @@ class _Followed(Folders):
             else None
         )
         if state is None and self.first:
-            place, why = (
-                choice.sources[0][0] / choice.tag,
-                "without optimizer states" if fresh else "and holds no exchange state",
-            )
+            place = choice.sources[0][0] / choice.tag
+            why = "without optimizer states" if fresh else "and holds no exchange state"
             log.warning(
                 "%s was loaded %s: the channels start anew, from the weights of one replica",
                 place,
@@ -301,13 +297,15 @@ class _Followed(Folders):
             registry = CheckpointRegistry(topology)
             try:
                 found = choose_tags(
-                    registry.meet(look(root, topology, tag)), topology.kind == "islands"
+                    registry.meet(look(root, topology, tag)),
+                    topology.kind == "islands",
+                    topology.starters if topology.elastic else None,
                 )
             finally:
                 registry.close()
             if found is None:
                 return None
-            mine = found[topology.island]
+            mine = found[topology.starters.index(topology.island)]
             choice = (
                 Choice(next(f[0] for f in found if f is not None), [])
                 if mine is None
@@ -360,14 +358,14 @@ class _Followed(Folders):
         for t, m in zip(self._tensors() if mean else [], mean, strict=True):
             t.copy_(m)
         if mean:
-            self.exchange.shards.commit()
+            self.exchange.host.commit()
         return result
 
     def _tensors(self) -> list[torch.Tensor]:
         """Masters, and the states that the inner optimizer keeps for them."""
-        shards: Any = self.exchange.shards
-        states = [state[k] for _, state in shards.optimizer_states() for k in sorted(state)]
-        return [m.detach() for m in shards.partitions.masters()] + [
+        host: Any = self.exchange.host
+        states = [state[k] for _, state in host.optimizer_states() for k in sorted(state)]
+        return [m.detach() for m in host.partitions.masters()] + [
             s for s in states if isinstance(s, torch.Tensor)
         ]
 

@@ -66,10 +66,8 @@ def refuse_beside(
     autotp = max(
         _number(tensor.get("autotp_size")), _number((tensor.get("tp") or {}).get("tp_size"))
     )
-    sequence, secondary = (
-        _number(config.get("sequence_parallel_size")),
-        _number(zero.get("zero_hpz_partition_size")),
-    )
+    sequence = _number(config.get("sequence_parallel_size"))
+    secondary = _number(zero.get("zero_hpz_partition_size"))
     found = {
         f"mesh_param={mesh_param}": bool(mesh_param),
         f"sequence_parallel_size={sequence}": sequence > 1,

@@ -85,10 +85,8 @@ def _offload(engine: Any) -> Iterator[str]:
     """Masters and parameters that lie elsewhere. The optimizer in host memory is the one kind that
     was tried.
     """
-    optimizer, parameters = (
-        engine._config.zero_config.offload_optimizer,
-        engine._config.zero_config.offload_param,
-    )
+    optimizer = engine._config.zero_config.offload_optimizer
+    parameters = engine._config.zero_config.offload_param
     if optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme:
         yield (
             'offload_optimizer to NVMe, which was never tried: set its device to "cpu", or take it '

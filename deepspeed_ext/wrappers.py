@@ -40,10 +40,8 @@ class Flat(Partitions):
     def fragments(self) -> list[Fragment]:
         names, out = _names(self.engine), []
         for i, (group, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
-            lo, offsets = (
-                comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel(),
-                self._offsets(i),
-            )
+            lo = comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel()
+            offsets = self._offsets(i)
             for p in group:
                 begin = offsets[id(p)]
                 first, last = max(begin, lo), min(begin + p.numel(), lo + master.numel())

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.topology import ShardPosition
-from fsdp_demo.hosts.base import LocalParam, plain_name
-from fsdp_demo.hosts.optimizers import fresh_state, kind
+from fsdp_demo.hosts.base import LocalParam, RefusesOldNames, plain_name
+from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
 
 from .step_hooks import EngineStepHooks
 from .wrappers import adapter
@@ -47,7 +47,7 @@ class _Piece:
         return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
 
 
-class ZeroHost:
+class ZeroHost(RefusesOldNames):
     """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements
     `fsdp_demo.hosts.base.TrainingHost`.
 
@@ -60,8 +60,8 @@ class ZeroHost:
 
     Example:
         >>> from deepspeed_ext import ZeroHost
-        >>> shards = ZeroHost(engine)  # doctest: +SKIP
-        >>> shards.params[0].name  # doctest: +SKIP
+        >>> host = ZeroHost(engine)  # doctest: +SKIP
+        >>> host.params[0].name  # doctest: +SKIP
         'model.embed_tokens.weight'
     """
 
@@ -97,7 +97,7 @@ class ZeroHost:
     @property
     def optimizer_names(self) -> list[str]:
         """See `fsdp_demo.hosts.base.TrainingHost.optimizer_names`."""
-        return [kind(self.partitions.inner)]
+        return [optimizer_kind(self.partitions.inner)]
 
     def _flats(self, source: str) -> list[Tensor | None]:
         """One flat tensor per master."""
@@ -118,8 +118,8 @@ class ZeroHost:
     def _views(self, flats: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
 
-    def read(self, source: str) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.read`: fp32 views into the masters, their
+    def tensors(self, source: str) -> list[Tensor | None]:
+        """See `fsdp_demo.hosts.base.TrainingHost.tensors`: fp32 views into the masters, their
         gradients and their states.
         """
         return self._views(self._flats(source))
@@ -145,7 +145,7 @@ class ZeroHost:
         state = self.partitions.inner.state
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
-    def materialise(self) -> None:
+    def init_optimizer_state(self) -> None:
         """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
         step on zero gradients, with learning rate and decay zero, one master at a time; then
         step counters are set back."""
@@ -173,9 +173,9 @@ class ZeroHost:
             if "step" in counted:
                 counted["step"] = counted["step"] * 0
 
-    def rest(self, model: torch.nn.Module) -> list[Tensor]:
-        """See `fsdp_demo.hosts.base.TrainingHost.rest`. Under ZeRO-3 parameters lie in parts
-        (`ds_tensor`).
+    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
+        """See `fsdp_demo.hosts.base.TrainingHost.untrained_tensors`. Under ZeRO-3 parameters lie in
+        parts (`ds_tensor`).
         """
         stepped = {s.name for s in self.params}
         left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
@@ -183,9 +183,9 @@ class ZeroHost:
             b.detach() for b in model.buffers()
         ]
 
-    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.gradients`. A master has one gradient: it goes
-        when nothing in it is wanted, else what is not wanted becomes zeros."""
+    def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+        """See `fsdp_demo.hosts.base.TrainingHost.prepare_gradients`. A master has one gradient: it
+        goes when nothing in it is wanted, else what is not wanted becomes zeros."""
         for index, master in enumerate(self.partitions.masters()):
             here = [
                 (p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index
@@ -198,7 +198,7 @@ class ZeroHost:
                 for p, want in here:
                     if want is False:
                         p.view(master.grad).zero_()
-        return self.read("gradient")
+        return self.tensors("gradient")
 
     def base_step(self) -> None:
         """See `fsdp_demo.hosts.base.TrainingHost.base_step`."""
@@ -217,7 +217,7 @@ class ZeroHost:
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         return [n for n, p in named if p.requires_grad and n not in mine]
 
-    def check(self) -> None:
+    def assert_unchanged(self) -> None:
         """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of
         a parameter was switched.
         """
@@ -238,7 +238,7 @@ class ZeroHost:
                 "switch it back, or set it before deepspeed.initialize, and attach again"
             )
 
-    def position(self, rank: int, world: int) -> ShardPosition:
+    def shard_position(self, rank: int, world: int) -> ShardPosition:
         """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.
 
         Raises:

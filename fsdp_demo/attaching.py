@@ -94,7 +94,7 @@ def attach(
         "batch": batch,
         "catch_up": catch_up,
     }
-    if (door := registry.find(optimizer)) is not None:
+    if (door := registry.find_host(optimizer)) is not None:
         attached: Exchange = door.attach(
             optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
         )
@@ -118,7 +118,7 @@ def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeCo
 
 
 def join(
-    shards: TrainingHost,
+    host: TrainingHost,
     config: ExchangeConfig,
     *,
     model: torch.nn.Module | None,
@@ -135,19 +135,19 @@ def join(
         ValueError: one of its optimizers has an exchange already; a rank of several that does not
             know the others; and as `attach`.
     """
-    vacate(shards.optimizers)
+    vacate(host.optimizers)
     facts = {f"must_match.{k}": v for k, v in (must_match or {}).items()}
     topology = topology or Topology.from_env()
     refuse_lone_rank(topology, os.environ)
     log_setup.speak(topology)
     try:
         exchange = Exchange(
-            shards, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
+            host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
         )
     except PeerLost as error:
         _try_again(topology, error)
         raise
-    _attached.update(dict.fromkeys(shards.optimizers, exchange))
+    _attached.update(dict.fromkeys(host.optimizers, exchange))
     return exchange
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .errors import PeerLost
 from .version import __version__
 
 USAGE_ERROR = 2
@@ -61,10 +62,11 @@ def store(args: argparse.Namespace) -> int:
 
 def _store(args: argparse.Namespace) -> Any:
     """The store that `--bind` asks for."""
+    from .comm import environment
     from .comm.stores import FILE, SCHEME
     from .launch.store import serve
 
-    token = os.environ.get("ISLAND_TOKEN", "")
+    token = environment.token(os.environ)
     if args.bind.startswith(SCHEME):
         from .launch.durable_store import DurableStore
 
@@ -119,6 +121,7 @@ def rehearse(args: argparse.Namespace) -> int:
             grace=args.grace,
             restarts=args.restarts,
             resume_args=args.resume_args,
+            fork=args.fork,
         )
     )
 
@@ -127,15 +130,13 @@ def presets(args: argparse.Namespace) -> int:
     """List the presets, the recommended ones first, or describe one."""
     import fsdp_demo
 
-    from .config.presets import RECOMMENDED
+    from .config.presets import RECOMMENDED, UNPUBLISHED
 
     known = fsdp_demo.presets()
     if args.name is None:
         width = max(map(len, known))
         for name in sorted(known, key=lambda name: name not in RECOMMENDED):
-            group = (
-                "recommended" if name in RECOMMENDED else "baseline" if name == "full" else "paper"
-            )
+            group = "recommended" if name in RECOMMENDED else UNPUBLISHED.get(name, "paper")
             print(
                 f"{name:{width}}  {group:11}  "
                 f"{(inspect.getdoc(known[name]) or '').partition(chr(10))[0]}"
@@ -145,15 +146,17 @@ def presets(args: argparse.Namespace) -> int:
     if args.yaml:
         print(config.to_yaml(), end="")
     else:
+        takes = inspect.signature(known[args.name]).parameters.items()
         print(inspect.getdoc(known[args.name]) or "")
+        print("\nkeywords and defaults: " + ", ".join(f"{k}={p.default}" for k, p in takes))
         print(f"\n{config.describe()}")
     return 0
 
 
 def inspect_checkpoint(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
-    from .checkpoint.inspect import common, listed, text
     from .checkpoint.inspect import inspect as look
+    from .checkpoint.inspect import shared, text
 
     found = look(args.checkpoint)
     if args.json:
@@ -161,12 +164,15 @@ def inspect_checkpoint(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(map(text, found)))
         if len(found) > 1:
-            print(f"\nwhole on all islands: {listed(common(found)) or 'no step'}")
+            print(f"\n{shared(found)}")
     return 0 if all(one["complete"] for one in found) else 1
 
 
 def export(args: argparse.Namespace) -> int:
     """Write a run's model as a folder for `from_pretrained`."""
+    # on the CPU; else DeepSpeed, which transformers imports if it is there, warns that it found no
+    # GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         from .integrations.export.pretrained import export as write
     except ImportError as error:
@@ -252,6 +258,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--resume-args", default="", metavar="ARGS", help="added to the script's arguments then"
     )
+    sub.add_argument(
+        "--no-fork",
+        dest="fork",
+        action="store_false",
+        help="let each rank import by itself, where they would be forked after the imports",
+    )
     sub.set_defaults(run_command=rehearse)
 
     sub = commands.add_parser(
@@ -262,7 +274,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print one object")
     sub.set_defaults(run_command=status)
 
-    sub = commands.add_parser("presets", help="list the published methods, or show one")
+    sub = commands.add_parser("presets", help="list the methods, or show one")
     sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
     sub.add_argument(
         "--yaml", action="store_true", help="print it as yaml, to change and pass as a file"
@@ -315,7 +327,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for what the user got wrong)."""
+    """Run one command; returns the exit status (2 for what the user got wrong, 1 where the store
+    does not answer or a file cannot be read or written).
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     script: list[str] = []
     if argv[:1] == ["rehearse"] and "--" in argv:
@@ -328,10 +342,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"fsdp-demo: error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except PeerLost as error:
+        print(f"fsdp-demo: error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # Whoever read the output is gone (`| head`); nothing more can be said, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"fsdp-demo: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

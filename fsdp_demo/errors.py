@@ -57,6 +57,17 @@ def see(anchor: str) -> str:
     return f" ({PAGE}#{anchor})"
 
 
+def counted(number: int, word: str, plural: str = "") -> str:
+    """`1 shard`, `2 shards`; `plural` where it is not the word with an s.
+
+    Example:
+        >>> from fsdp_demo.errors import counted
+        >>> counted(1, "copy", "copies"), counted(1000, "step")
+        ('1 copy', '1,000 steps')
+    """
+    return f"{number:,} {word if number == 1 else plural or f'{word}s'}"
+
+
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been
     applied.

@@ -31,7 +31,9 @@ from deepspeed.accelerator import get_accelerator
 from pretrain import DataArguments, LoopArguments, load_model, schedule, warn_unsaved
 from report import Report
 from torch.optim.lr_scheduler import LambdaLR
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import HfArgumentParser
+from wrong_use import parse, plainly
 
 import deepspeed_ext
 from fsdp_demo import (
@@ -209,7 +211,7 @@ def evaluate(
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    (args,) = parse(HfArgumentParser(Arguments))
     world = World()
     logging.getLogger("fsdp_demo").setLevel(
         logging.INFO if world.is_main_process else logging.WARNING
@@ -330,7 +332,10 @@ def main() -> None:
 
     # (*) DeepSpeed saves with collectives: they work while this replica is whole, but in a mesh
     # they wait for the lost one, too.
-    with guard(exchange, save=None if args.mesh else leave, resume=resume):
+    with (
+        logging_redirect_tqdm(),  # lines of the log above the progress bar, not behind it
+        guard(exchange, save=None if args.mesh else leave, resume=resume),
+    ):
         if not exchange.step:
             evaluate(world, engine, held_out, exchange, report)
         if report.step < exchange.step:
@@ -356,4 +361,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plainly():
+        main()

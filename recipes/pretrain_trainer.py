@@ -19,6 +19,7 @@ import torch
 from data import Collate, load_data, load_tokenizer
 from pretrain import load_model
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+from wrong_use import parse, plainly
 
 from fsdp_demo import NeedsDecision, PeerLost, Topology, undecided
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
@@ -87,7 +88,7 @@ def parser() -> HfArgumentParser:
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    data, exchange, args = parser().parse_args_into_dataclasses()
+    data, exchange, args = parse(parser())
     logging.getLogger("fsdp_demo").setLevel(
         logging.INFO if args.process_index == 0 else logging.WARNING
     )
@@ -139,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plainly():
+        main()

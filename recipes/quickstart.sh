@@ -81,7 +81,7 @@ given() { # given NAME: was this option of pretrain.py (or change of the exchang
 rate() {
     if given --model || given --lr; then return; fi
     case $1 in
-        demo | random | stride) echo 0.004 ;;
+        demo | random | stride | sign_loco) echo 0.004 ;;
         full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco) echo 0.003 ;;
     esac
 }
@@ -95,6 +95,10 @@ fit() {
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
         decoupled_momentum | sparse_loco) # sparser and oftener wins: docs/results.md
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
+        sign_loco) # its momentum rises over half of the rounds
+            period=$((period < 5 ? period : 5))
+            given schedule.sync_every || given sync_every || given period || echo "period=$period"
+            given applier.momentum_warmup || given momentum_warmup || echo "momentum_warmup=$((steps / (2 * period)))" ;;
     esac
 }
 

@@ -158,13 +158,14 @@ class Report:
         self.main = accelerator.is_main_process
         self.start = self.step = exchange.step
         self.losses: list[torch.Tensor] = []
-        self.tokens = 0
+        self.tokens = 0.0  # of this rank, or its share of them
         self.validation: list[list[float]] = []
         self.history: list[dict[str, Any]] = []
         self.began, self.evaluating, self.bar = time.monotonic(), 0.0, None
         # what others count, for each line and the summary
         self.counters: Callable[[], dict[str, Any]] = dict
-        # before a resume
+        # of earlier starts: bytes of an all-reduce, up to the step where this one begins
+        self.full, self.since = 0, self.start
         self.before = {
             "bytes_sent": 0,
             "exchanges": 0,
@@ -201,17 +202,28 @@ class Report:
             "seconds": time.monotonic() - self.began,
             "evaluating": self.evaluating,
             "before": {key: value for key, value in self._metrics().items() if key in self.before},
+            "bytes_full": self._bytes_full(),
+            "islands": self.islands,
+            "procs": self.procs,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from a `state_dict()`; lines of metrics.jsonl that came after it go."""
-        self.start, self.step, self.tokens = 0, state["step"], state["tokens"]
+        """Go on counting from a `state_dict()`; lines of metrics.jsonl that came after it go. All
+        totals are those of the job: where other islands or ranks go on, they share what the earlier
+        ones have counted.
+        """
+        procs = state.get("procs", self.procs)
+        islands = state.get("islands", self.islands)
+        self.start, self.step, self.since = 0, state["step"], state["step"]
+        self.tokens = state["tokens"] * procs * islands / (self.procs * self.islands)
+        self.full = state.get("bytes_full", full_bytes(self.parameters, self.since, self.islands))
         self.losses = [torch.tensor(v, device=self.accelerator.device) for v in state["losses"]]
         self.validation, self.history, self.before = (
             state["validation"],
             state["history"],
-            state["before"],
+            {**state["before"]},
         )
+        self.before["bytes_sent"] *= procs / self.procs
         self.began, self.evaluating = time.monotonic() - state["seconds"], state["evaluating"]
         if self.main:
             self.file.close()
@@ -228,6 +240,11 @@ class Report:
         """The exchange's, with what was counted before a resume."""
         metrics = self.exchange.metrics()
         return metrics | {key: metrics[key] + value for key, value in self.before.items()}
+
+    def _bytes_full(self) -> int:
+        """What an all-reduce at every step would have sent, each step over the islands it had."""
+        here = full_bytes(self.parameters, self.step - self.since, self.islands)
+        return int(self.full + here)
 
     def count_flops(self, per_token: float, peak: float | None) -> None:
         """Report MFU: the model's flops as a share of the peak of all devices; without a peak it
@@ -279,14 +296,16 @@ class Report:
         island, seconds aside).
         """
         values, metrics, islands = self._island(), self._metrics(), self.islands
-        steps, seconds = self.step - self.start, time.monotonic() - self.began
-        sent, full = int(values["bytes_sent"]), full_bytes(self.parameters, steps, islands)
+        seconds = time.monotonic() - self.began
+        sent, full = int(values["bytes_sent"]), self._bytes_full()
         speed = values["tokens"] / self._seconds()
         summary = {
             "preset": self.exchange.config.preset,
             "islands": islands,
+            "participants": list(self.exchange.participants),
             "procs": self.procs,
             "steps": self.steps,
+            "since": self.start,
             "tokens": int(values["tokens"]),
             "parameters": self.parameters,
             "loss_start": self.validation[0][1],
@@ -360,8 +379,8 @@ class Report:
         return {
             "loss": loss,
             "global_loss": None if math.isnan(everywhere) else everywhere,
-            "tokens": int(tokens) * self.worlds,
-            "bytes_sent": int(sent) * self.worlds // self.islands,
+            "tokens": round(tokens * self.worlds),
+            "bytes_sent": round(sent * self.worlds / self.islands),
             "seconds_waiting": waiting,
             "peak_memory": int(ranks[:, 5].max()),
         }
@@ -370,21 +389,32 @@ class Report:
         agree = {True: "yes, bit for bit", False: "NO", None: "not expected by this preset"}[
             summary["digests_equal"]
         ]
+        count, left = summary["islands"], summary["participants"]
+        whole = left in ([], list(range(count)))
+        who = f"{len(left)} at the end ({', '.join(map(str, left))})"
+        if len(left) == 1:
+            agree = "one island is left"
+        elif not whole:
+            agree += f", of the {who}"
         rows = [
             [
                 "preset",
-                f"{summary['preset']}, {summary['islands']} islands x {summary['procs']} ranks, "
-                f"{summary['steps']} steps",
+                f"{summary['preset']}, {_shape(summary)}, {counted(summary['steps'], 'step')}",
             ],
+            *([] if whole else [["islands", f"{count} began, {who}"]]),
+            *([["counted since step", str(summary["since"])]] if summary["since"] else []),
             [
                 "validation loss",
                 f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after",
             ],
             [
-                "training loss, all islands",
+                f"training loss, {'all islands' if whole else 'at the end'}",
                 "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}",
             ],
-            ["tokens/s, all islands", f"{summary['tokens_per_second']:.0f}"],
+            [
+                "tokens/s, " + ("all islands" if whole else f"as of {counted(count, 'island')}"),
+                f"{summary['tokens_per_second']:.0f}",
+            ],
             ["peak memory of a rank", size(summary["peak_memory"])],
             ["each island sent", size(summary["bytes_sent_per_island"])],
             ["bf16 all-reduce would send", size(summary["bytes_full_per_island"])],
@@ -395,7 +425,7 @@ class Report:
             ["time spent waiting", f"{summary['wait_share']:.1%}"],
         ]
         if summary["mfu"] is not None:
-            rows.insert(4, ["MFU, of the bf16 peak", f"{summary['mfu']:.1%}"])
+            rows.insert(-5, ["MFU, of the bf16 peak", f"{summary['mfu']:.1%}"])
         if summary["hidden"] and any(
             flown.applied > flown.step for flown in self.exchange.timeline()
         ):
@@ -408,6 +438,15 @@ class Report:
             if summary["drift"] is None
             else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
         )
+
+
+def counted(number: int, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _shape(summary: dict[str, Any]) -> str:
+    return f"{counted(summary['islands'], 'island')} x {counted(summary['procs'], 'rank')}"
 
 
 def hidden(metrics: dict[str, Any]) -> float | None:
@@ -469,7 +508,7 @@ def draw(
         f", {summary['ratio']:.0f} x fewer bytes than a bf16 all-reduce" if summary["ratio"] else ""
     )
     figure.suptitle(
-        f"{summary['preset']}: {summary['islands']} islands x {summary['procs']} ranks{saved}",
+        f"{summary['preset']}: {_shape(summary)}{saved}",
         fontsize=11,
     )
     figure.savefig(path, dpi=130)

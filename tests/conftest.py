@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # reverse look-ups of addresses warn on every connection
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("ISLAND_TUNING", "off")  # nothing is measured, nor written into a home
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -135,6 +136,8 @@ def run_ranks(
             "ISLAND_ADDRESS": "127.0.0.1",
         }
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
+        # a busy machine lets a living island be silent for long; tests of losses say when one is
+        common["ISLAND_DEAD"] = "30"
         if request.node.get_closest_marker("gloo"):
             common["ISLAND_TRANSPORT"] = "gloo"
         store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", run)

@@ -4,6 +4,8 @@ one.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 import fsdp_demo
 from fsdp_demo import checkpoint
 from fsdp_demo.checkpoint import CheckpointManager
+from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.hosts.torch_params import TorchHost
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +34,7 @@ def test_of_the_package() -> None:
         "Checkpoints": "CheckpointManager",
         "Saved": "SavedExchange",
         "open_exchange": "load_exchange",
+        "describe": "describe_part",
     }.items():
         renamed(lambda old=old: getattr(checkpoint, old), f"fsdp_demo.checkpoint.{new}")
     for module in (fsdp_demo, checkpoint):
@@ -43,11 +48,53 @@ def test_of_an_exchange() -> None:
         "note": "report",
         "council": "across_islands",
         "consensus": "equal_after_exchange",
+        "shards": "host",
+        "shows": "result_kind",
+        "showing": "shows_result",
     }.items():
         renamed(lambda old=old: getattr(exchange, old), f"Exchange.{new}")
         assert hasattr(exchange, new) and not hasattr(exchange, old)
     with pytest.raises(AttributeError, match="Exchange has no attribute 'nothing'"):
         exchange.nothing  # noqa: B018
+    exchange.finish()
+
+
+def test_of_a_host() -> None:
+    host = TorchHost([torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())])
+    names = {
+        "shards": "params",
+        "ticks": "hooks",
+        "read": "tensors",
+        "materialise": "init_optimizer_state",
+        "rest": "untrained_tensors",
+        "gradients": "prepare_gradients",
+        "check": "assert_unchanged",
+        "position": "shard_position",
+    }
+    for old, new in names.items():
+        renamed(lambda old=old: getattr(host, old), f"TorchHost.{new}")
+        assert hasattr(host, new)
+
+
+def test_of_a_position() -> None:
+    position = ShardPosition(2, 1, 4, 3)
+    renamed(lambda: position.shards, "ShardPosition.num_shards")
+    renamed(lambda: position.copies, "ShardPosition.num_copies")
+    assert (position.num_shards, position.shard, position.num_copies, position.copy) == (2, 1, 4, 3)
+    assert copy.deepcopy(position) == position == pickle.loads(pickle.dumps(position))
+
+
+def test_a_head_on_disk_keeps_the_names_that_it_had(tmp_path: Any) -> None:
+    exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
+    checkpoint.save_exchange(tmp_path, exchange)
+    head = checkpoint.load_exchange(tmp_path).heads[0]
+    assert {k: head[k] for k in ("shards", "shard", "copies", "copy")} == {
+        "shards": 1,
+        "shard": 0,
+        "copies": 1,
+        "copy": 0,
+    }
+    assert not {"num_shards", "num_copies"} & set(head)
     exchange.finish()
 
 

@@ -108,6 +108,16 @@ def test_pack12():
     assert len(wire.pack12(numbers)) == 8  # 60 bits
 
 
+def test_positions_by_hand():
+    """Of 64: 5, 8 and 63 with 2 low bits would take 6 + 6 + 6 bits, as numbers 18, too."""
+    assert wire.low_and_flags(64, 3) == (6, 0)
+    assert wire.positions([[5, 8, 63]], 64) == bytes([0x85, 0x0F, 0b110000])
+    # four of 4096: h = 0, 0, 0, 15: bits 0, 1, 2, 18; symbols 3 3 0 0, then low bytes
+    assert wire.low_and_flags(4096, 4) == (8, 7)
+    assert wire.positions([[1, 2, 255, 4095]], 4096) == bytes([0x41, 0x0F, 1, 2, 255, 255])
+    assert wire.all_sets(4, 3) == [[0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3]]
+
+
 # -- presets -------------------------------------------------------------------------------------
 
 SHAPES = {"weight": (70, 65), "small": (3, 5), "bias": (7,)}
@@ -391,7 +401,9 @@ def test_a_gradient_channel_with_a_period_gathers():
 # -- codes on whole tensors, error feedback ------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", ["fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit"])
+@pytest.mark.parametrize(
+    "code", ["fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit", "1bit"]
+)
 def test_whole_vectors_are_coded_as_one_value_at_a_time(code):
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(4096 + 77, generator=generator) * 10.0 ** torch.randint(
@@ -408,6 +420,7 @@ def test_whole_vectors_are_coded_as_one_value_at_a_time(code):
 def test_who_gathers():
     assert [r for r in range(1, 8) if dense.gathers("2bit", r)] == [1, 2, 3, 4, 5]
     assert [r for r in range(1, 8) if dense.gathers("int4", r)] == [1, 2, 3]
+    assert [r for r in range(1, 12) if dense.gathers("1bit", r)] == list(range(1, 10))
     assert not dense.gathers("int8", 2) and not dense.gathers("fp32", 2)
 
 

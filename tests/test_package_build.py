@@ -133,6 +133,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: tuple[Path, Path])
     assert {
         "fsdp_demo/py.typed",
         "deepspeed_ext/py.typed",
+        "fsdp_demo/compression/topk.c",
         f"fsdp_demo-{__version__}.dist-info/licenses/LICENSE",
     } <= set(names)
     modules = {
@@ -161,6 +162,7 @@ def test_the_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
         "CHANGELOG.md",
         "CITATION.cff",
         "fsdp_demo/py.typed",
+        "fsdp_demo/compression/topk.c",
         "docs/storm.svg",
     ]
     wanted += [

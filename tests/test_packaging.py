@@ -49,7 +49,9 @@ def test_every_package_is_listed_and_typed() -> None:
     assert listed == present
     for top in ("fsdp_demo", "deepspeed_ext"):
         assert (ROOT / top / "py.typed").is_file()
-        assert PROJECT["tool"]["setuptools"]["package-data"][top] == ["py.typed"]
+        patterns = PROJECT["tool"]["setuptools"]["package-data"][top]
+        data = {file for pattern in patterns for file in (ROOT / top).glob(pattern)}
+        assert data == {ROOT / top / "py.typed", *(ROOT / top).rglob("*.c")}
 
 
 def test_no_upper_bound_on_torch() -> None:

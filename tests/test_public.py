@@ -125,3 +125,24 @@ def test_the_core_does_not_wait_for_what_only_checkpoints_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_who_does_not_shard_does_not_wait_for_fsdp2() -> None:
+    """`torch.distributed.tensor` takes a second to import: it brings sympy and torch.fx's tracer.
+    Whoever holds a DTensor has it already.
+    """
+    program = (
+        "import sys, torch, torch.distributed\n"
+        "before = set(sys.modules)\n"
+        "import fsdp_demo\n"
+        "from fsdp_demo.checkpoint import CheckpointManager, RunState\n"
+        "fsdp_demo.preset('demo'), fsdp_demo.Topology.from_env({})\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "fsdp_demo.attach, fsdp_demo.guard, fsdp_demo.Exchange, fsdp_demo.base_optimizer\n"
+        "from fsdp_demo.hosts.torch_params import local_part, reshard\n"
+        "reshard(model), local_part(model.weight)\n"
+        "new = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
+        "assert not {'sympy', 'torch'} & new, sorted(set(sys.modules) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -52,7 +52,7 @@ def test_every_name_has_something_behind_it_and_the_other_way_round() -> None:
 
 def test_the_facts_of_the_formats() -> None:
     for name, form in names.FORMATS.items():
-        assert form.bits in (2, 4, 8) or form.exact
+        assert form.bits in (1, 2, 4, 8) or form.exact
         if form.exact:
             assert 8 * formats.EXACT[name].itemsize == form.bits
             continue
@@ -144,7 +144,7 @@ def head(size: int, k: int, count: int, number: int, seed: int, device: torch.de
 def halved(c: Any, mean: Any, arrival: Any) -> None:
     """Half of the mean is the gradient."""
     targets = c.set_gradients(arrival.present)
-    with transform.make_transform(c.channel.codec, c.shards.device) as made:
+    with transform.make_transform(c.channel.codec, c.host.device) as made:
         apply.deliver(c, mean, targets, lambda _, x: x.mul_(0.5), made)
 
 

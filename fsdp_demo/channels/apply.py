@@ -53,8 +53,8 @@ def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> 
     """
     assert arrival.present is not None
     sign, targets = c.channel.applier.sign, c.set_gradients(arrival.present)
-    with make_transform(c.channel.codec, c.shards.device) as made:
-        deliver(c, mean, targets, lambda _, x: x.sign_() if sign else x, made)
+    with make_transform(c.channel.codec, c.host.device) as made:
+        deliver(c, mean, targets, made=made, sign=sign)
 
 
 def replace(
@@ -69,15 +69,11 @@ def replace(
         Squared norms of the change and of the mean, of this copy, where parameters come after a
         delta channel.
     """
-    own, mix, tensors = (
-        None if arrival.last else arrival.own,
-        arrival.mix,
-        c.tensors(c.channel.target),
-    )
-    moved, after = (
-        torch.zeros(2, device=c.shards.device),
-        c.channel.writes_parameters and bool(c.channel.after),
-    )
+    own = None if arrival.last else arrival.own
+    mix = arrival.mix
+    tensors = c.tensors(c.channel.target)
+    moved = torch.zeros(2, device=c.host.device)
+    after = c.channel.writes_parameters and bool(c.channel.after)
 
     def change(window: Window, x: Tensor) -> Tensor:
         if own is None and not mix and not after:
@@ -92,7 +88,7 @@ def replace(
             moved.add_(torch.stack([(x - now).square().sum(), x.square().sum()]))
         return torch.lerp(x, now, mix, out=x) if mix else x
 
-    deliver(c, mean, tensors, change)
+    deliver(c, mean, tensors, change, only_reads=own is None and not mix)
     return (float(moved[0]), float(moved[1])) if mean is not None and after else None
 
 
@@ -117,7 +113,7 @@ def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
             else target
         )
 
-    with make_transform(c.channel.codec, c.shards.device) as made:
+    with make_transform(c.channel.codec, c.host.device) as made:
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
 
 
@@ -211,59 +207,84 @@ def deliver(
     c: LocalChannel,
     mean: DecodedMean | None,
     tensors: Sequence[Tensor | None],
-    change: Callable[[Window, Tensor], Tensor],
+    change: Callable[[Window, Tensor], Tensor] | None = None,
     made: Transform | None = None,
     wrote: bool = False,
+    sign: bool = False,
+    only_reads: bool = False,
 ) -> None:
-    """Write what `change` makes of the mean, a window at a time, into `tensors`; then, if the
-    channel keeps what was `wrote`, note it.
+    """Write what `change` makes of the mean, or its `sign`, part by part into `tensors`; then, if
+    the channel keeps what was `wrote`, note it.
 
-    `change` gets the mean in the element domain if it is `made` so, else as it is; the window's
-    room is its to use up. Without a mean (a copy that is not active) the island's other copies
+    `change` gets the mean in the element domain if it is `made` so, else as it is; the part's room
+    is its to use up, unless it `only_reads`, as where there is none: then a mean that lies in
+    memory is not copied first. Without a mean (a copy that is not active) the island's other copies
     complete the tensors."""
     if mean is None:
         c.write(None, tensors)
         return
     assert c.layout is not None
-    alone = c.position.copies == 1
+    alone = c.position.num_copies == 1
+    reads = alone and (change is None or only_reads)
+    parts = [part for w in c.windows for part in w.inner]
     room = torch.empty(
-        max((w.numel for w in c.windows), default=0) if alone else c.layout.numel,
-        device=c.shards.device,
+        max((part.numel for part in parts), default=0) if alone else c.layout.numel,
+        device=c.host.device,
     )
     with ContiguousViews(tensors, back=True) as memory:
         for w in c.windows:
-            for part, place in _decoded(mean, w, room[: w.numel] if alone else w.of(room), made):
-                x = change(part, place)
+            there = _as_it_is(mean, w, made) if reads else None
+            found = _decoded(mean, w, room, alone, made) if there is None else _cut(w, there)
+            for part, place in found:
+                x = place if change is None else change(part, place)
                 if alone:
-                    part.unpack(x, memory)
+                    part.unpack(x, memory, sign)
                     _note(c, part, x, memory, wrote)
                 elif x is not place:
                     place.copy_(x)
+                elif sign:
+                    place.sign_()
     if alone:
         return
     c.write(room, tensors)
     with ContiguousViews(tensors) as memory:
-        for part in (part for w in c.windows for part in w.inner):
+        for part in parts:
             _note(c, part, part.of(room), memory, wrote)
 
 
-def _decoded(
-    mean: DecodedMean, window: Window, room: Tensor, made: Transform | None
-) -> Iterator[tuple[Window, Tensor]]:
-    """The parts of a window, each with its elements of the mean in `room` [numel], in the element
-    domain if it is `made` so.
-    """
-    with record_function("fsdp_demo::decode"):
-        terms = mean.terms(window) if made is not None and made.shortens else None
-        if terms is None:
-            mean.fill(window, room)
+def _as_it_is(mean: DecodedMean, window: Window, made: Transform | None) -> Tensor | None:
+    """The window's elements of the mean where they lie, if they need no inverse transform."""
+    transformed = made is not None and window.group is not None and window.group.transform
+    return None if transformed else mean.view(window)
+
+
+def _cut(window: Window, elements: Tensor) -> Iterator[tuple[Window, Tensor]]:
+    """The parts of a window, each with its share of its `elements`."""
     for part in window.inner:
-        place = room[part.begin - window.begin : part.end - window.begin]
-        if made is not None and terms is not None:
+        yield part, elements[part.begin - window.begin : part.end - window.begin]
+
+
+def _decoded(
+    mean: DecodedMean, window: Window, room: Tensor, alone: bool, made: Transform | None
+) -> Iterator[tuple[Window, Tensor]]:
+    """The parts of a window, each with its elements of the mean, in the element domain if it is
+    `made` so: in its place of the workspace `room`, or, `alone`, at the beginning of it, until the
+    next one."""
+    with record_function("fsdp_demo::decode"):
+        terms = mean.terms(window)
+    for part in window.inner:
+        place = room[: part.numel] if alone else part.of(room)
+        if terms is None:
+            mean.fill(part, place)
+        else:
             first = part.first - window.first
             places, values = (t[first : first + part.count] for t in terms)
-            made.sparse_inverse(places, values, place)
-        elif made is not None:
+            if made is not None and made.shortens(part.group, places.shape[1]):
+                made.sparse_inverse(places, values, place)
+                yield part, place
+                continue
+            mean.scatter((places, values), place)
+        if made is not None:
             made.inverse_(part.group, place)
         yield part, place
 

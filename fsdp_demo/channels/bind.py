@@ -62,7 +62,7 @@ def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, pres
     """
     covered = {i for c in channels for i in c.covered if c.channel.equal_at_end}
     left = [
-        s.name for i, s in enumerate(placement.shards.params) if i not in covered and not s.frozen
+        s.name for i, s in enumerate(placement.host.params) if i not in covered and not s.frozen
     ]
     if left:
         names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")

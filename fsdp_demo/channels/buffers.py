@@ -39,8 +39,8 @@ class Buffers:
             for name, b in _averaged(model).items()
         ]
 
-    def read(self, source: str) -> list[Tensor | None]:
-        """The buffers as they are now (`source` "parameter"), in the order of `shards`."""
+    def tensors(self, source: str) -> list[Tensor | None]:
+        """The buffers as they are now (`source` "parameter"), in the order of `params`."""
         assert source == "parameter", source
         return [local_part(b) for b in _averaged(self._model).values()]
 
@@ -67,9 +67,9 @@ def channel(
     if (
         model is None
         or placement.islands == 1
-        or not (buffers := Buffers(model, placement.shards.device)).params
+        or not (buffers := Buffers(model, placement.host.device)).params
     ):
         return []
     schedule = moving[0].schedule if moving else SyncSchedule(EVERY)
     what = Channel(NAME, "parameter", schedule, applier=Applier("replace"))
-    return [ChannelRunner(what, replace(placement, shards=buffers))]  # type: ignore[arg-type]
+    return [ChannelRunner(what, replace(placement, host=buffers))]  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ class ChannelRunner(LocalChannel):
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
         super().__init__(channel, placement)
         self.section = (
-            ChannelCodec(self.layout, channel, self.size, seed, self.shards.device)
+            ChannelCodec(self.layout, channel, self.size, seed, self.host.device)
             if self.layout is not None
             else None
         )
@@ -143,7 +143,7 @@ class ChannelRunner(LocalChannel):
             keep = torch.empty_like(self.accumulator) if self.channel.needs_own else None
             self._into_accumulator(tensors, flying, settings.beta, settings.gain, keep)
             return keep
-        x = torch.empty(self.layout.numel, device=self.shards.device)
+        x = torch.empty(self.layout.numel, device=self.host.device)
         with ContiguousViews(tensors) as memory:
             for part in (part for w in self.windows for part in w.inner):
                 self._source(part, memory, flying, part.of(x))
@@ -163,11 +163,17 @@ class ChannelRunner(LocalChannel):
         assert self.accumulator is not None
         delta = self.channel.source == "delta"
         common, rates = self._rates()
+        # nothing is done to the source before it is transformed
+        plain = not (delta or rates or keep is not None or isinstance(self.left_out, Tensor))
         with (
             ContiguousViews(tensors) as memory,
-            make_transform(self.channel.codec, self.shards.device) as made,
+            make_transform(self.channel.codec, self.host.device) as made,
         ):
             for part in (part for w in self.windows for part in w.inner):
+                if plain and not self.left_out and made.reads(part, memory):
+                    work = part.of(self.accumulator)
+                    made.add_from(part, memory, work, beta, gain * common)
+                    continue
                 x = self._source(
                     part,
                     memory,
@@ -185,7 +191,7 @@ class ChannelRunner(LocalChannel):
         """
         if self.channel.accumulator is None or not self.channel.accumulator.rate:
             return 1.0, []
-        every = self.shards.rates()
+        every = self.host.rates()
         rates = [every[i] for i in self.covered]
         return (rates[0], []) if len(set(rates)) == 1 else (1.0, rates)
 
@@ -299,14 +305,14 @@ class ChannelRunner(LocalChannel):
         assert self.section is not None
         if received.workspace is not None:
             found: DecodedMean = DenseMean(
-                self.section.layout, received.workspace.to(self.shards.device)
+                self.section.layout, received.workspace.to(self.host.device)
             )
         elif self.section.gathered:
-            bodies = [b.to(self.shards.device, non_blocking=True) for b in received.bodies]
+            bodies = [b.to(self.host.device, non_blocking=True) for b in received.bodies]
             found = self.section.received(bodies, received.weights, step)
         else:
             found = self.section.reduced(received.means, step)
-        found.device = self.shards.device
+        found.device = self.host.device
         return found
 
     def apply(self, arrived: Incoming) -> None:

@@ -29,7 +29,7 @@ from .decode import DecodedMean, DenseMean, QuantizedMean, SeededMean, SparseMea
 
 
 class ChannelCodec:
-    """The part of one channel in the messages of one lane.
+    """The part of one channel in the messages of one active copy.
 
     Args:
         layout: of the channel's workspace.
@@ -51,13 +51,11 @@ class ChannelCodec:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ):
-        self.layout, self.channel, self.codec, self.size, self.seed = (
-            layout,
-            channel,
-            channel.codec,
-            size,
-            seed,
-        )
+        self.layout = layout
+        self.channel = channel
+        self.codec = channel.codec
+        self.size = size
+        self.seed = seed
         self.device = torch.device(device)
         self.spans: list[tuple[int, str]] = []
         if self.codec.seeded:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..compression import dense as vectors
 from ..compression import sparse
-from ..compression.blocks import CACHED, Layout
+from ..compression.blocks import Layout
 from ..compression.staging import upload
 from ..compression.windows import Group, Window
 from ..config.channel import BLOCK, Codec, Reducer
 
-# coefficients of a block for which outer products are less work than two products of matrices
-FEW = 64
+# coefficients of a block, counted in cells of their own, for which that is done in parts
+FEW, CACHED = 64, 64
 
 
 class DecodedMean:
@@ -39,10 +39,20 @@ class DecodedMean:
         """Write the window's elements of the mean into `out`, fp32 [numel]."""
         raise NotImplementedError
 
-    def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """Where few elements of a window of whole, transformed blocks are not zero: places in the
-        block (int64 [n, m]) and values (fp32 [n, m]), which are added where a place comes again."""
+    def view(self, window: Window) -> Tensor | None:
+        """The window's elements of the mean where they lie, fp32 [numel], not to be changed; None
+        where they must be decoded.
+        """
         return None
+
+    def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
+        """Where few elements of a window of blocks are not zero: places in the block (int64 [n, m])
+        and values (fp32 [n, m]), which are added where a place comes again."""
+        return None
+
+    def scatter(self, terms: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        """`fill`, of some blocks of a window, given their `terms`: fp32 [n * 4096]."""
+        raise NotImplementedError
 
     def add_to(self, work: Tensor, alpha: float) -> None:
         """work += alpha times the mean, on a whole workspace."""
@@ -71,6 +81,10 @@ class DenseMean(DecodedMean):
         """See `DecodedMean.fill`."""
         return out.copy_(window.of(self.work), non_blocking=True)
 
+    def view(self, window: Window) -> Tensor | None:
+        """See `DecodedMean.view`; none of what has to come to the device first."""
+        return window.of(self.work) if self.work.device == self.device else None
+
 
 class SparseMean(DecodedMean):
     """Sections of values and positions (`compression/sparse.py`).
@@ -87,13 +101,11 @@ class SparseMean(DecodedMean):
         bodies: Sequence[Tensor],
         weights: Sequence[float],
     ):
-        self.layout, self.codec, self.reducer, self.bodies, self.weights = (
-            layout,
-            codec,
-            reducer,
-            bodies,
-            weights,
-        )
+        self.layout = layout
+        self.codec = codec
+        self.reducer = reducer
+        self.bodies = bodies
+        self.weights = weights
         self.device = bodies[0].device if bodies else torch.device("cpu")
         self._coded = sparse.split(layout, codec, bodies)
         self._shared = upload(torch.tensor(self.weights), self.device)
@@ -110,32 +122,27 @@ class SparseMean(DecodedMean):
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
             return out.copy_(self._whole()[window.begin - start : window.end - start])
-        places, values = self._decoded(window)
-        blocks, step = (
-            out.view(-1, BLOCK),
-            CACHED if out.device.type == "cpu" and places.shape[1] > FEW else window.count,
-        )
-        # many are jumped to in what the cache of a core holds
-        for lo in range(0, window.count, step):
-            part = places[lo : lo + step]
-            self._add(
-                blocks[lo : lo + step].zero_(), part, self._shares(part, values[lo : lo + step])
-            )
-        return out
+        terms = self.terms(window)
+        assert terms is not None
+        return self.scatter(terms, out)
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
         """See `DecodedMean.terms`."""
-        g, size = window.group, len(self.bodies)
-        if (
-            g is None
-            or not g.transform
-            or not size
-            or g.r * g.s < BLOCK
-            or size * g.k(self.codec.topk) > FEW
-        ):
+        if window.group is None or not self.weights:
             return None
         places, values = self._decoded(window)
-        return places, self._shares(places, values)
+        cpu = values.device.type == "cpu"
+        step = CACHED if cpu and places.shape[1] > FEW else window.count
+        # many are jumped to in what the cache of a core holds
+        shares = [
+            self._shares(p, v) for p, v in zip(places.split(step), values.split(step), strict=True)
+        ]
+        return places, shares[0] if len(shares) == 1 else torch.cat(shares)
+
+    def scatter(self, terms: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        """See `DecodedMean.scatter`."""
+        self._add(out.zero_().view(-1, BLOCK), *terms)
+        return out
 
     def _decoded(self, window: Window) -> tuple[Tensor, Tensor]:
         """Places (int64) and values (fp32) of all replicas, [n, R k]: those of a block in rank
@@ -267,13 +274,11 @@ class SeededMean(DecodedMean):
         chosen: Tensor,
         dense: Tensor,
     ):
-        self.layout, self._positions, self._chosen, self._dense, self.device = (
-            layout,
-            positions,
-            chosen,
-            dense,
-            chosen.device,
-        )
+        self.layout = layout
+        self._positions = positions
+        self._chosen = chosen
+        self._dense = dense
+        self.device = chosen.device
         self._starts, at = {}, 0
         for g in layout.groups:
             self._starts[g] = at

@@ -16,7 +16,7 @@ class Placement:
     """The shards of one rank, its place in the island, and who shares the work on them.
 
     Attributes:
-        shards: what the engine offers: all local tensors.
+        host: what the engine offers: all local tensors.
         position: of the rank in its island.
         active_copies: how many of the copies of a shard send; a copy beyond them keeps no state and
             only receives.
@@ -28,11 +28,12 @@ class Placement:
     Example:
         >>> from fsdp_demo.channels.placement import Placement
         >>> from fsdp_demo.comm.topology import ShardPosition
-        >>> Placement(None, ShardPosition(copies=2, copy=1), active_copies=1).active_copy is None
+        >>> position = ShardPosition(num_copies=2, copy=1)
+        >>> Placement(None, position, active_copies=1).active_copy is None
         True
     """
 
-    shards: TrainingHost
+    host: TrainingHost
     position: ShardPosition = ShardPosition()
     active_copies: int = 1
     copies: Any = None
@@ -47,4 +48,4 @@ class Placement:
     @property
     def home_device(self) -> torch.device:
         """The device that `home` names."""
-        return self.shards.device if self.home is None else torch.device(self.home)
+        return self.host.device if self.home is None else torch.device(self.home)

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compression import tuning
 from ..compression.blocks import Layout
 from ..compression.windows import Window
 from ..config.channel import Channel
-from ..config.patterns import covers, kind
+from ..config.patterns import covers, tensor_layout_kind
 from .placement import Placement
 
 
@@ -67,9 +68,9 @@ class LocalChannel:
             name and that are not frozen.
 
     Attributes:
-        shards, position, active_copies, copies, size: of the placement (`size`: its islands).
-        covered: indices of its tensors in `shards`; present: which of them have a gradient
-            (`ChannelRunner.accumulate`).
+        host, position, active_copies, copies, size: of the placement (`size`: its islands).
+        covered: indices of its tensors in the host's `params`; present: which of them have a
+            gradient (`ChannelRunner.accumulate`).
         layouts: of all active copies; layout, windows: of this copy (None and none on a copy that
             is not active).
         accumulator, anchor, momentum: workspaces of this copy, None where the channel keeps none.
@@ -77,28 +78,28 @@ class LocalChannel:
     """
 
     def __init__(self, channel: Channel, placement: Placement):
-        self.channel, self.shards, self._home = channel, placement.shards, placement.home_device
-        self.position, self.active_copies, self.copies, self.size = (
-            placement.position,
-            placement.active_copies,
-            placement.copies,
-            placement.islands,
-        )
-        shards, active_copies = placement.shards, placement.active_copies
+        self.channel, self.host, self._home = channel, placement.host, placement.home_device
+        self.position = placement.position
+        self.active_copies = placement.active_copies
+        self.copies = placement.copies
+        self.size = placement.islands
+        host, active_copies = placement.host, placement.active_copies
         self.covered = [
-            i for i, s in enumerate(shards.params) if not s.frozen and covers(channel, s.name)
+            i for i, s in enumerate(host.params) if not s.frozen and covers(channel, s.name)
         ]
         if channel.state_name:
             self._with_state()
-        chosen = [shards.params[i] for i in self.covered]
-        kinds = [kind(channel, s.name) for s in chosen]
+        chosen = [host.params[i] for i in self.covered]
+        kinds = [tensor_layout_kind(channel, s.name) for s in chosen]
         self.layouts = [
             Layout([s.shape for s in chosen], kinds, active_copy, active_copies)
             for active_copy in range(active_copies)
         ]
         self.active_copy = placement.active_copy
         self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
-        self.windows = self.layout.windows(shards.device) if self.layout is not None else []
+        if self.layout is not None and tuning.pays(self.layout, channel.codec, host.device):
+            tuning.tune(channel.codec.transform_precision)
+        self.windows = self.layout.windows(host.device) if self.layout is not None else []
         self.accumulator: Tensor | None = None
         self.anchor: Tensor | None = None
         self.written: Tensor | None = None
@@ -117,10 +118,10 @@ class LocalChannel:
         """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments
         exist for the rest.
         """
-        found = self.shards.read(self.channel.source)
+        found = self.host.tensors(self.channel.source)
         self.covered = [i for i in self.covered if found[i] is not None]
         if not self.covered:
-            name, kept = self.channel.state_name, ", ".join(self.shards.states()) or "none yet"
+            name, kept = self.channel.state_name, ", ".join(self.host.states()) or "none yet"
             raise ValueError(
                 f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no "
                 f"covered parameter has it (found: {kept}): "
@@ -135,12 +136,12 @@ class LocalChannel:
         if self.layout is None:
             return
         if self.channel.accumulator is not None:
-            self.accumulator = self.layout.new(self.shards.device)
+            self.accumulator = self.layout.new(self.host.device)
         if self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
             if self.channel.applier.momentum:
-                self.momentum = self._keep(self.layout.new(self.shards.device))
+                self.momentum = self._keep(self.layout.new(self.host.device))
 
     def _keep(self, work: Tensor | None) -> Tensor | None:
         """Move a workspace to where anchors and outer momentum live."""
@@ -153,16 +154,16 @@ class LocalChannel:
         """A window of anchor or momentum on the device of the shards: a view, or a copy that
         `store` writes back.
         """
-        return None if kept is None else window.of(kept).to(self.shards.device, non_blocking=True)
+        return None if kept is None else window.of(kept).to(self.host.device, non_blocking=True)
 
     def store(self, kept: Tensor | None, window: Window, work: Tensor | None) -> None:
         """Bring what `fetch` gave, changed since, to where it is kept."""
-        if kept is not None and work is not None and self._home != self.shards.device:
+        if kept is not None and work is not None and self._home != self.host.device:
             window.of(kept).copy_(work, non_blocking=True)
 
     def tensors(self, source: str) -> list[Tensor | None]:
-        """The covered local tensors of a source, as `TrainingHost.read` gives them."""
-        every = self.shards.read(source)
+        """The covered local tensors of a source, as `TrainingHost.tensors` gives them."""
+        every = self.host.tensors(source)
         return [every[i] for i in self.covered]
 
     def pack(self, source: str) -> Tensor | None:
@@ -172,22 +173,22 @@ class LocalChannel:
         if self.layout is None:
             return None
         return self.layout.pack(
-            self.tensors(source), torch.empty(self.layout.numel, device=self.shards.device)
+            self.tensors(source), torch.empty(self.layout.numel, device=self.host.device)
         )
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
         """Write a workspace of this copy into `tensors`; where copies share the work, one
         all-gather inside the island completes it.
         """
-        if self.position.copies == 1:
+        if self.position.num_copies == 1:
             assert self.layout is not None and work is not None
             self.layout.unpack(work, tensors)
             return
         size = max(layout.numel for layout in self.layouts)
-        part = torch.zeros(size, device=self.shards.device)
+        part = torch.zeros(size, device=self.host.device)
         if work is not None:
             part[: work.numel()] = work
-        parts = [torch.empty_like(part) for _ in range(self.position.copies)]
+        parts = [torch.empty_like(part) for _ in range(self.position.num_copies)]
         dist.all_gather(parts, part, group=self.copies)
         for layout, received in zip(self.layouts, parts, strict=False):
             layout.unpack(received[: layout.numel], tensors)
@@ -196,15 +197,15 @@ class LocalChannel:
         """Local gradients of the covered tensors: created where wanted, removed elsewhere; other
         tensors are not touched.
         """
-        every: list[bool | None] = [None] * len(self.shards.params)
+        every: list[bool | None] = [None] * len(self.host.params)
         for i, want in zip(self.covered, wanted, strict=True):
             every[i] = want
-        grads = self.shards.gradients(every)
+        grads = self.host.prepare_gradients(every)
         return [grads[i] for i in self.covered]
 
     def show_anchor(self) -> None:
         """Write the anchor into the parameters."""
-        anchor = None if self.anchor is None else self.anchor.to(self.shards.device)
+        anchor = None if self.anchor is None else self.anchor.to(self.host.device)
         self.write(anchor, self.tensors("parameter"))
 
     def anchor_here(self) -> None:
@@ -219,9 +220,9 @@ class LocalChannel:
         """What is kept between exchanges: workspaces (references, not copies) and the gradients
         ever seen.
         """
-        if self._home != self.shards.device:
+        if self._home != self.host.device:
             # copies to the host may still be under way
-            torch.get_device_module(self.shards.device).synchronize(self.shards.device)
+            torch.get_device_module(self.host.device).synchronize(self.host.device)
         return ChannelState(
             list(self.present), self.accumulator, self.anchor, self.momentum, self.written
         )

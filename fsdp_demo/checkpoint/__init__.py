@@ -11,7 +11,7 @@ from ..errors import renamed
 from .exchange_state import (
     SavedExchange,
     Snapshot,
-    describe,
+    describe_part,
     load_exchange,
     save_exchange,
     snapshot,
@@ -26,7 +26,7 @@ __all__ = [
     "SavedExchange",
     "Snapshot",
     "crc32",
-    "describe",
+    "describe_part",
     "load_exchange",
     "save_exchange",
     "snapshot",
@@ -39,5 +39,6 @@ if not TYPE_CHECKING:
             "Checkpoints": "CheckpointManager",
             "Saved": "SavedExchange",
             "open_exchange": "load_exchange",
+            "describe": "describe_part",
         }
         raise renamed("fsdp_demo.checkpoint", name, old)

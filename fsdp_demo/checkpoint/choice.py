@@ -9,13 +9,16 @@ island that is lost may have had them from other islands than those that went on
 that has lost the answer to a message holds that message, and sends it once more. States of earlier
 releases do not say what was applied: of these only equal steps count. What does not say its history
 fits any.
+
+Where islands may leave one by one, those that were away when the newest state was saved do not hold
+the others back: they take over from them (`present`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ class Held:
             another.
         history: digest of whose contributions it has; "" where that is not known, or the number of
             islands was another.
+        participants: numbers of the islands that took part in the last exchange before it, as JSON;
+            "" where that is not known.
     """
 
     step: int
@@ -43,10 +48,11 @@ class Held:
     applied: str = ""
     owner: int = -1
     history: str = ""
+    participants: str = ""
 
     def note(self) -> list[Any]:
         """As JSON; `Held(*note)` is the inverse."""
-        return [self.step, self.kind, self.applied, self.owner, self.history]
+        return [getattr(self, field.name) for field in fields(self)]
 
     def fits(self, applied: str, history: str = "") -> bool:
         """Whether it may lie between the same exchanges as another state of the same step, with one
@@ -59,9 +65,15 @@ def _may_be(one: str, two: str) -> bool:
     return not one or not two or one == two
 
 
-def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tuple[str, int, str]:
-    """(applied, owner, history) as the heads in a folder `exchange` say, for `Held`; ("", -1, "")
-    where there is no part.
+Place = tuple[str, int, str, str]
+"""(applied, owner, history, participants) of `Held`."""
+
+NOWHERE: Place = ("", -1, "", "")
+"""Where a state says nothing."""
+
+
+def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> Place:
+    """What the heads in a folder `exchange` say, for `Held`; `NOWHERE` where there is no part.
 
     Args:
         ranks: of whom to read the parts; None: of all that are there.
@@ -91,11 +103,10 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> tu
     histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}
     if len(histories) > 1:
         raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
-    return (
-        (next(iter(places))[0], min(owner for _, owner in places), next(iter(histories), ""))
-        if places
-        else ("", -1, "")
-    )
+    if not places:
+        return NOWHERE
+    applied, owner = next(iter(places))[0], min(owner for _, owner in places)
+    return applied, owner, next(iter(histories), ""), _participants(heads)
 
 
 def _applied(head: dict[str, Any]) -> str:
@@ -104,6 +115,32 @@ def _applied(head: dict[str, Any]) -> str:
     """
     applied = head.get("applied")
     return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
+
+
+def _participants(heads: Iterable[dict[str, Any]]) -> str:
+    """Islands keep their numbers where their count changes: so these count in any case."""
+    found = {json.dumps(h["participants"]) for h in heads if h.get("participants")}
+    return found.pop() if len(found) == 1 else ""
+
+
+def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
+    """Which islands hold something and took part when the newest state was saved, in the order of
+    `held`. All that hold something, where that state does not say who took part.
+
+    Args:
+        slots: the numbers of the islands.
+
+    Example:
+        >>> from fsdp_demo.checkpoint.choice import Held, present
+        >>> present([[Held(30, participants="[0, 1]")], [Held(20)], [Held(10)]], range(3))
+        [True, True, False]
+    """
+    newest = max((h for each in held for h in each), key=_rank)
+    then = json.loads(newest.participants or "null") or slots
+    return [
+        bool(each) and (slot in then or newest in each)
+        for each, slot in zip(held, slots, strict=True)
+    ]
 
 
 def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
@@ -165,24 +202,24 @@ def choose(
         names: of the islands, for the error.
         held: what each holds.
         how: "common": what all hold. "auto": else islands that hold none take over from the others.
-            "newest": else all that do not hold the newest of them. "take_over": the same, and
-            folders may be swapped.
+            "newest": what all hold that were `present`; the others take over. Else all that do not
+            hold the newest of them. "take_over": what all hold; else as "newest", and folders may
+            be swapped.
         slots: the numbers of the islands, if they are not all.
 
     Raises:
         NeedsDecision: a person must choose; or the folders of islands are swapped.
     """
-    holders = [each for each in held if each]
-    if not holders:
+    slots = range(len(names)) if slots is None else slots
+    if not any(held):
         return None
     chosen: list[Held | None] | None = None
-    if len(holders) == len(held) or how != "common":
-        states = together(holders)
-        rest = iter(states or ())
-        chosen = [next(rest) if each else None for each in held] if states else None
+    if all(held) or how != "common":
+        asked = present(held, slots) if how == "newest" else [bool(each) for each in held]
+        chosen = _joined(held, asked)
     common = chosen is not None
     if not common and how in ("newest", "take_over"):
-        newest = max((h for each in holders for h in each), key=_rank)
+        newest = max((h for each in held for h in each), key=_rank)
         like = [
             [h for h in each if h.step == newest.step and h.fits(newest.applied, newest.history)]
             for each in held
@@ -191,7 +228,23 @@ def choose(
     if chosen is None:
         raise NeedsDecision(_choices(names, held, how))
     if common and how != "take_over":
-        _check_owners(names, chosen, range(len(names)) if slots is None else slots)
+        _check_owners(names, chosen, slots)
+    return chosen
+
+
+def _joined(held: Sequence[Sequence[Held]], asked: Sequence[bool]) -> list[Held | None] | None:
+    """The newest states that all `asked` hold together, and what others hold that fits them; None
+    where those asked hold none.
+    """
+    states = together([each for each, one in zip(held, asked, strict=True) if one])
+    if states is None:
+        return None
+    rest = iter(states)
+    chosen: list[Held | None] = [next(rest) if one else None for one in asked]
+    for i, each in enumerate(held):
+        if chosen[i] is None and each:
+            fitting = together([*([h] for h in chosen if h is not None), each])
+            chosen[i] = fitting[-1] if fitting else None
     return chosen
 
 

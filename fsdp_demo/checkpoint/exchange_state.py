@@ -27,7 +27,7 @@ from .saved import PartSet
 PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "active_copies")
 
 
-def describe(exchange: Exchange) -> dict[str, Any]:
+def describe_part(exchange: Exchange) -> dict[str, Any]:
     """The head of this rank's part: everything but format, package and file."""
     topology, place = exchange.topology, exchange.channels[0].position
     return {
@@ -42,11 +42,15 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "run": topology.run,
         "rank": topology.rank,
         "world": topology.world,
-        **vars(place),
+        "shards": place.num_shards,  # as parts on disk have always named them
+        "shard": place.shard,
+        "copies": place.num_copies,
+        "copy": place.copy,
         "active_copies": exchange.channels[0].active_copies,
         "torch": torch.__version__,
         "applied": exchange.applied,
         "history": exchange.history,
+        "participants": exchange.participants,
         "parameters": [
             {
                 "name": s.name,
@@ -56,7 +60,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
                 "dtype": str(s.dtype)[len("torch.") :],
                 "frozen": s.frozen,
             }
-            for s in exchange.shards.params
+            for s in exchange.host.params
         ],
     }
 
@@ -75,7 +79,7 @@ class Snapshot:
 
 def snapshot(exchange: Exchange) -> Snapshot:
     """Copy this rank's state (what is in flight is waited for). No collectives."""
-    return Snapshot(describe(exchange), copied(exchange.state_dict()))
+    return Snapshot(describe_part(exchange), copied(exchange.state_dict()))
 
 
 def save_exchange(folder: Path, exchange: Exchange) -> None:
@@ -84,7 +88,7 @@ def save_exchange(folder: Path, exchange: Exchange) -> None:
 
     What is in flight is waited for and saved with it, to be applied at its own step.
     """
-    Snapshot(describe(exchange), exchange.state_dict()).write(Path(folder))
+    Snapshot(describe_part(exchange), exchange.state_dict()).write(Path(folder))
 
 
 class SavedExchange(PartSet):
@@ -122,7 +126,7 @@ class SavedExchange(PartSet):
             ValueError: another preset or model, or parameters cut in a way that cannot be joined
                 and cut anew.
         """
-        mine = describe(exchange)
+        mine = describe_part(exchange)
         self._check_kin(mine)
         self._check_stretches(mine)
         return mine

@@ -6,6 +6,7 @@ the lock before it gives anything its name, finds another token there, and write
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -30,13 +31,14 @@ class Fence:
         roots: folders of this replica; the first must be writable when a life begins, others (a
             second one for emergencies) need not.
         run: run id, for people who look into the file.
+        name: of the replica; another one of the same run has mistaken this folder for its own.
 
     Attributes:
         token: of this life; empty before `begin`, which the ranks of a replica call with one token.
     """
 
-    def __init__(self, roots: Sequence[Path], run: str):
-        self.roots, self.run, self.token = list(roots), run, ""
+    def __init__(self, roots: Sequence[Path], run: str, name: str = ""):
+        self.roots, self.run, self.name, self.token = list(roots), run, name, ""
 
     def take(self, ranks: Ranks) -> None:
         """From now on this life owns the folders. All ranks of the replica come together; the first
@@ -52,9 +54,8 @@ class Fence:
         self.token = token
         if not writes:
             return
-        text = json.dumps(
-            {"run": self.run, "token": token, "host": socket.gethostname(), "pid": os.getpid()}
-        )
+        whose = {"run": self.run, "name": self.name, "token": token}
+        text = json.dumps({**whose, "host": socket.gethostname(), "pid": os.getpid()})
         for i, root in enumerate(self.roots):
             try:
                 root.mkdir(parents=True, exist_ok=True)
@@ -69,24 +70,48 @@ class Fence:
         read hinders nobody.
 
         Raises:
-            Superseded: the lock is another life's.
+            Superseded: the lock is another life's, or another replica's of this run.
         """
         for root in self.roots if self.token else ():
             try:
                 lock = json.loads((root / LOCK).read_text(encoding="utf-8"))
-                token, run = lock["token"], lock["run"]
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                token, run, name = lock["token"], lock["run"], lock.get("name", "")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
             if token != self.token:
-                log.error(
-                    "%s belongs to a later life of this run (%s): nothing is written here by run "
-                    "%s any more",
-                    root,
-                    run,
-                    self.run,
-                )
-                raise Superseded(
-                    f"{root} belongs to a later life (run {run!r}) than this process (run "
-                    f"{self.run!r}), which was taken for dead: nothing "
-                    f"is saved; end it{see('later-life')}"
-                )
+                raise self._superseded(root, run, name)
+
+    def _superseded(self, root: Path, run: str, name: str) -> Superseded:
+        """Another process owns the folder: a later start, or another replica of this one."""
+        if run == self.run and name and self.name and name != self.name:
+            return Superseded(
+                f"{root} is also the folder of {name!r}: {self.name!r} saves nothing there; give "
+                f"each island a folder of its own{see('later-life')}"
+            )
+        log.error(
+            "%s belongs to a later life of this run (%s): nothing is written here by run %s any "
+            "more",
+            root,
+            run,
+            self.run,
+        )
+        return Superseded(
+            f"{root} belongs to a later life (run {run!r}) than this process (run {self.run!r}), "
+            f"which was taken for dead: nothing is saved; end it{see('later-life')}"
+        )
+
+
+def place(root: Path) -> str:
+    """A folder as the processes of one machine know it, be it there or not, under whatever path:
+    equal texts are the same folder. Those of different machines differ.
+    """
+    whole = Path(os.path.realpath(root))
+    there = next(p for p in (whole, *whole.parents) if p.exists())
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        machine = socket.gethostname()
+    of = there.stat()
+    # containers may share a machine and have other disks under one path
+    text = f"{machine} {of.st_dev} {of.st_ino} {whole.relative_to(there)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from ..version import __version__
-from .earlier import in_names_of_today
+from .earlier import in_names_of_today, with_positions_of_today
 
-FORMAT = 2  # 1: the settings had other names
+# 2: positions of messages under way had 12 bits each; 1: and the settings had other names
+FORMAT = 3
 PIECE = 8 << 20  # bytes per read of a checksum
 # what JSON of unknown origin leads a reader to
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -77,11 +78,11 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         head, version = part["head"], part["head"].get("format")
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
-    if version not in (1, FORMAT):
+    if version not in (1, 2, FORMAT):
         raise ValueError(
             f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is "
             f"{__version__}, which reads "
-            f"formats 1 and {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
+            f"formats 1 to {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
         )
     if crc != zlib.crc32(text.encode()):
         raise ValueError(f"{path} is damaged, its checksum does not fit: {OTHER}, {FRESH}")
@@ -93,7 +94,7 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
             f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, "
             f"{FRESH}"
         )
-    if version == FORMAT:
+    if version > 1:
         return head, part["state"]
     try:
         return in_names_of_today(head, part["state"])
@@ -121,7 +122,17 @@ def read_part(path: Path) -> tuple[dict[str, Any], Any]:
             f"{beside} is damaged: checksum {found:08x}, {path.name} names {named:08x}; {OTHER}, "
             f"{FRESH}"
         )
-    return head, _attach(state, load_file(beside))
+    state = _attach(state, load_file(beside))
+    if head["format"] == FORMAT:
+        return head, state
+    try:
+        return head, with_positions_of_today(head, state)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{path} has format {head['format']} and messages under way, which cannot be read "
+            f"({error!s:.200}): resume it with fsdp_demo {head.get('package')}, which wrote it, "
+            f"until none is, {FRESH}"
+        ) from None
 
 
 def copied(node: Any) -> Any:

@@ -65,13 +65,13 @@ def refuse_exchange(exchange: Exchange) -> None:
     Raises:
         PeerLost: what was under way is lost (`Exchange.state_dict`).
     """
-    shards = exchange.shards
+    host = exchange.host
     kept = {
-        kind: shards.read(kind)
-        for kind in ("parameter", *(f"state:{name}" for name in shards.states()))
+        kind: host.tensors(kind)
+        for kind in ("parameter", *(f"state:{name}" for name in host.states()))
     }
     named = [
-        (kind, [(s.name, t) for s, t in zip(shards.params, tensors, strict=True)])
+        (kind, [(s.name, t) for s, t in zip(host.params, tensors, strict=True)])
         for kind, tensors in kept.items()
     ]
     refuse_not_finite(

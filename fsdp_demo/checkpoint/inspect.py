@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
+from ..errors import counted
 from .exchange_state import SavedExchange, load_exchange
 from .files import UNREADABLE, crc32, read_head
 from .folders import MANIFEST
@@ -40,7 +41,7 @@ class Found:
         return load_exchange(self.exchange)
 
 
-def find(root: Path) -> list[Found]:
+def find_checkpoints(root: Path) -> list[Found]:
     """All checkpoints at or below `root`, those of one island together, by step; among them what
     ranks saved on their way out.
 
@@ -130,17 +131,15 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def describe(found: Found) -> dict[str, Any]:
+def describe_checkpoint(found: Found) -> dict[str, Any]:
     """What one checkpoint holds, as JSON values.
 
     Raises:
         ValueError: a head cannot be read.
     """
     saved = found.open()
-    first, problems = (
-        saved.heads[0],
-        [f"island {i} lacks the part of rank {r}" for i, r in saved.missing],
-    )
+    first = saved.heads[0]
+    problems = [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
     out: dict[str, Any] = {
         "folder": str(found.folder),
         "complete": not problems,
@@ -159,6 +158,8 @@ def describe(found: Found) -> dict[str, Any]:
         for f in {path, path.with_suffix(".safetensors")}
         if f.exists()
     )
+    said = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
+    out["participants"] = list(said.pop()) if len(said) == 1 else []
     config = ExchangeConfig.from_dict(first["config"])
     out |= {
         "method": config.describe(),
@@ -194,10 +195,8 @@ def _holders(saved: SavedExchange) -> dict[str, Any]:
 
 def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int) -> None:
     """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
-    state, tensors = (
-        saved.outline(rank, island),
-        _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors")),
-    )
+    state = saved.outline(rank, island)
+    tensors = _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors"))
     out["tokens"] += state.tokens
     for channel, kept in state.channels.items():
         sums = out["states"].setdefault(channel, {})
@@ -283,11 +282,6 @@ def of_islands(numbers: Iterable[int]) -> str:
     return f"{'of island' if len(known) == 1 else 'the sum over islands'} {listed(known)}"
 
 
-def counted(number: int, word: str) -> str:
-    """`1 shard`, `2 shards`."""
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
 def ranks(head: dict[str, Any]) -> str:
     """How an island's ranks hold the model."""
     shards, copies = int(head["shards"]), int(head["copies"])
@@ -298,11 +292,13 @@ def ranks(head: dict[str, Any]) -> str:
 
 
 def text(info: dict[str, Any]) -> str:
-    """`describe`'s answer for people."""
+    """`describe_checkpoint`'s answer for people."""
     if "step" not in info:
         return f"{info['folder']}\n  NOT READABLE: {info['problems'][0]}"
     here = ", ".join(f"{number} ({name})" for number, name in info["holds"].items())
     rows = [("step", str(info["step"])), ("islands", f"{info['islands']}, here {here}")]
+    if info["participants"]:
+        rows.append(("took part", f"{listed(info['participants'])} in the last exchange"))
     rows += _details(info)
     rows += [
         ("size", f"{size(info['bytes'])} of exchange states"),
@@ -347,27 +343,62 @@ def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def common(found: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps that all islands of a run hold whole."""
-    out: dict[int, set[str]] = {}
+def common(found: Sequence[dict[str, Any]], only: Collection[int] | None = None) -> list[int]:
+    """The steps that all islands of a run hold whole.
+
+    An old folder of an island that a later start did without holds nothing of that start: of each
+    step the number of islands counts with which it was saved.
+
+    Args:
+        only: of these islands alone.
+    """
+    holders: dict[tuple[int, int], set[int]] = {}
     for info in found:
         if info["complete"]:
-            out.setdefault(info["step"], set()).update(info["holds"])
-    islands = max((info["islands"] for info in found if "step" in info), default=0)
-    return sorted(step for step, holders in out.items() if len(holders) == islands)
+            key = info["step"], info["islands"]
+            holders.setdefault(key, set()).update(map(int, info["holds"]))
+    wanted = {key: {i for i in range(key[1]) if only is None or i in only} for key in holders}
+    return sorted({step for (step, n), who in holders.items() if who >= wanted[step, n]})
+
+
+def shared(found: Sequence[dict[str, Any]]) -> str:
+    """Which steps the islands of a run hold in common, for people."""
+    readable = [info for info in found if "step" in info]
+    if not readable:
+        return "whole on all islands: no step"
+    newest = max(readable, key=lambda info: int(info["step"]))
+    count = newest["islands"]
+    here = {int(i) for info in readable if info["islands"] == count for i in info["holds"]}
+    lines = [f"whole on all islands: {listed(common(found)) or 'no step'}"]
+    if missing := set(range(count)) - here:
+        who = ("island " if len(here) == 1 else "islands ") + listed(here)
+        them = f"{'that' if len(missing) == 1 else 'those'} of {listed(missing)}"
+        lines = [
+            f"whole on the islands whose folders are here ({who} of {count}): "
+            f"{listed(common(found, here)) or 'no step'}",
+            f"the folders here say nothing of {them}: look there, too",
+        ]
+    took = newest["participants"]
+    if took and took != list(range(count)):
+        lines.append(
+            f"in step {newest['step']}, the newest, took part: {listed(took)} of {count}. With "
+            "--resume auto the others take over from these; whole on these: "
+            f"{listed(common(found, took)) or 'no step'}"
+        )
+    return "\n".join(lines)
 
 
 def inspect(root: str | Path) -> list[dict[str, Any]]:
-    """`describe` of every checkpoint at or below `root`; one that cannot be read has `complete`
-    False, `problems`, and no step.
+    """`describe_checkpoint` of every checkpoint at or below `root`; one that cannot be read has
+    `complete` False, `problems`, and no step.
 
     Raises:
         ValueError: no checkpoint is there, or the only one cannot be read.
     """
-    found, out = find(Path(root)), []
+    found, out = find_checkpoints(Path(root)), []
     for one in found:
         try:
-            out.append(describe(one))
+            out.append(describe_checkpoint(one))
         except ValueError as error:
             if len(found) == 1:
                 raise

@@ -13,10 +13,10 @@ import torch
 from ..exchange.exchange import Exchange
 from ..hosts.base import local_part
 from ..hosts.optimizers import materialise
-from .exchange_state import Snapshot, describe
+from .exchange_state import Snapshot, describe_part
 from .files import read_part, write_part
 from .finite import refuse_not_finite
-from .reshard import average
+from .reshard import average_states
 
 
 def save_local(
@@ -39,7 +39,7 @@ def save_local(
     """
     kept, state = replica_tree(optimizers), exchange.state_dict()
     refuse_not_finite(("replica", kept), ("exchange", state))
-    Snapshot(describe(exchange), state).write(folder / "exchange")
+    Snapshot(describe_part(exchange), state).write(folder / "exchange")
     rank, world = exchange.topology.rank, exchange.topology.world
     head = {"step": exchange.step, "rank": rank, "world": world, "exchange": True}
     write_part(folder, f"rank{rank}", head, {**kept, "loop": loop}, before_last)
@@ -62,7 +62,9 @@ def load_local(
     """
     contents = [read_part(folder / f"rank{rank}.json")[1] for folder in shares]
     kept = [{key: content[key] for key in ("parameters", "optimizer")} for content in contents]
-    fill_replica(optimizers, average(kept, list(shares.values())), ", ".join(map(str, shares)))
+    fill_replica(
+        optimizers, average_states(kept, list(shares.values())), ", ".join(map(str, shares))
+    )
     return [content["loop"] for content in contents]
 
 

@@ -32,7 +32,7 @@ from ..errors import NeedsDecision, NotFinite, Superseded, as_disk_error
 from . import folders
 from .choice import Held, superfluous
 from .failures import SaveFailures
-from .fence import Fence
+from .fence import Fence, place
 from .files import sync_folder
 from .folders import MANIFEST, misfits
 from .registry import CheckpointRegistry
@@ -50,8 +50,9 @@ class CheckpointManager(Shelf):
     `attach`, at the same point.
 
     Args:
-        root: folder of this island, seen by all its ranks. In a mesh, where all replicas share it,
-            each gets `root/replica<i>`.
+        root: folder of this island alone, seen by all its ranks, such as `Path(folder) /
+            topology.name`: two islands must not have the same. In a mesh, where all replicas share
+            it, each gets `root/replica<i>`.
         topology: as for `attach`.
         keep: how many to keep; never fewer than all that follow the newest step which every island
             is known to hold.
@@ -95,7 +96,8 @@ class CheckpointManager(Shelf):
         )
         self.group, self.keep, self.common = group, keep, -1
         self._failures = SaveFailures(topology.name)
-        self._fence, self._registry = Fence(self.roots, topology.run), CheckpointRegistry(topology)
+        self._fence = Fence(self.roots, topology.run, topology.name)
+        self._registry = CheckpointRegistry(topology)
         self._made: set[int] = set()
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -306,9 +308,10 @@ class CheckpointManager(Shelf):
         does not get to a common checkpoint.
 
         Args:
-            resume: False: this is a new run, in folders that hold none. "auto": as True; where
-                nothing is held by all, islands that hold none take over from the others; and where
-                islands may come and go, and none is held by all, the newest that any holds.
+            resume: False: this is a new run, in folders that hold none. "auto": as True, and
+                islands that hold none take over from the others. Where islands may come and go,
+                those that took no part when the newest state was saved take over, too; and where
+                the others hold no step in common, the newest that any holds counts.
             take_over: islands without the newest common step take over from those that have it;
                 what was theirs alone is lost. Where no step is common, the newest that any island
                 holds. Give it on all islands.
@@ -320,7 +323,8 @@ class CheckpointManager(Shelf):
 
         Raises:
             NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new
-                run where an old one has left checkpoints; folders of islands that are swapped.
+                run where an old one has left checkpoints; folders of islands that are swapped; one
+                folder for two islands.
             PeerLost: islands that did not come in time.
         """
         if resume not in (True, False, "auto"):
@@ -329,8 +333,8 @@ class CheckpointManager(Shelf):
         # all that this island holds is older than what the others have
         if self.topology.under_way():
             log.info(
-                "%s: the run is under way: nothing is resumed here, the others' state comes with "
-                "attach",
+                "%s: the run is under way: this island joins it, and does not agree on a step to "
+                "resume from",
                 self.topology.name,
             )
             self._fence.take(self.ranks)
@@ -348,7 +352,9 @@ class CheckpointManager(Shelf):
         how = "take_over" if take_over else auto if resume == "auto" else "common"
 
         def choice() -> Any:
-            chosen = self._registry.choose(held, how, resume=resume, take_over=take_over)
+            chosen = self._registry.choose(
+                held, how, place(self.root), resume=resume, take_over=take_over
+            )
             return None if chosen is None else [h and h.note() for h in chosen]
 
         notes = self.ranks.from_first(choice)

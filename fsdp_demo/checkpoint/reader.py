@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from ..channels.codec import ChannelCodec
+from ..comm.topology import form
 from ..config.fragments import expand
-from ..config.patterns import covers, kind
+from ..config.patterns import covers, tensor_layout_kind
 from ..config.schema import ExchangeConfig
+from ..errors import counted
 from ..exchange.message import MessageLayout
 from ..exchange.saved_state import ExchangeState, InFlightState
 from .relayout import Rows, TensorLayout
@@ -51,18 +53,16 @@ class CheckpointReader:
                     f"parts with {key} = {found} are not of one run: name the folders of one "
                     "checkpoint, one per island"
                 )
-        self.size, self.shards, self.active_copies = (
-            int(first["islands"]),
-            int(first["shards"]),
-            int(first["active_copies"]),
-        )
+        self.size = int(first["islands"])
+        self.shards = int(first["shards"])
+        self.active_copies = int(first["active_copies"])
         self.heads = {(h["island"], h["shard"], h["copy"]): h for h in saved.heads}
         wanted = [(s, c) for s in range(self.shards) for c in range(self.active_copies)]
         self.islands = [i for i in saved.islands if all((i, s, c) in self.heads for s, c in wanted)]
         if not self.islands:
             here = ", ".join(map(str, sorted(self.heads)))
             raise ValueError(
-                f"no island is complete: one has {self.shards} shards x {self.active_copies}, "
+                f"no island is complete: one has {form(self.shards, self.active_copies)}, "
                 f"(island, shard, copy) found are {here}"
             )
         self.states = {
@@ -88,8 +88,8 @@ class CheckpointReader:
         if absent:
             some = ", ".join(absent[:4])
             raise ValueError(
-                f"{some} ({len(absent)} tensors) was not trained when this was saved: resume with "
-                "the same model"
+                f"{counted(len(absent), 'tensor')} ({some}) not trained when this was saved: "
+                "resume with the same model"
             )
         every = [
             [flying(f) for f in self.states[i, s, c].in_flight if f.arrived is not None]
@@ -121,10 +121,8 @@ class CheckpointReader:
             covered = set(self.covered[channel])
             here = [p for p in self.parameters[shard] if p["name"] in covered]
             names, shapes = [p["name"] for p in here], [tuple(p["shape"]) for p in here]
-            kinds, rows = (
-                [kind(self.channels[channel], n) for n in names],
-                [self._rows(p, shard) for p in here],
-            )
+            kinds = [tensor_layout_kind(self.channels[channel], n) for n in names]
+            rows = [self._rows(p, shard) for p in here]
             self._sides[channel, shard, active_copy] = TensorLayout(
                 names, shapes, kinds, rows, active_copy, self.active_copies
             )

@@ -47,7 +47,9 @@ class CheckpointRegistry:
         self._opening: Future[Asker] | None = None
         self._silent = False
 
-    def choose(self, mine: Sequence[Held], how: str, **same: Any) -> list[Held | None] | None:
+    def choose(
+        self, mine: Sequence[Held], how: str, place: str = "", **same: Any
+    ) -> list[Held | None] | None:
         """Tell the islands what this one holds, and hear from which state each goes on
         (`choice.choose`). All that begin come together.
 
@@ -55,22 +57,23 @@ class CheckpointRegistry:
             In the order of `Topology.starters`.
 
         Args:
+            place: the folder of this island (`fence.place`), which must be no other's.
             same: what must be told alike on all islands, by name.
 
         Raises:
-            NeedsDecision: a person must choose, or islands differ in `same`.
+            NeedsDecision: a person must choose, islands differ in `same`, or two have one folder.
             ValueError, PeerLost: see `meet`.
         """
-        notes = self.meet({"held": [h.note() for h in mine], "name": self.topology.name, **same})
+        about = {"name": self.topology.name, "place": place}
+        notes = self.meet({"held": [h.note() for h in mine], **about, **same})
+        _refuse_one_folder(notes)
         for key in same:
             if len({str(n.get(key)) for n in notes}) > 1:
                 both = ", ".join(f"{n.get('name')}: {n.get(key)}" for n in notes)
                 raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
         try:
-            names, held = (
-                [str(n["name"]) for n in notes],
-                [[Held(*h) for h in n["held"]] for n in notes],
-            )
+            names = [str(n["name"]) for n in notes]
+            held = [[Held(*h) for h in n["held"]] for n in notes]
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"an island has left a note of another form ({error!r:.80}): use one release "
@@ -201,6 +204,22 @@ class CheckpointRegistry:
         return self.topology.open_store().under(
             f"{self.topology.prefix()}/checkpoints{self._number}"
         )
+
+
+def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
+    """Raise NeedsDecision where two islands of one machine have the same folder: each would take
+    the other's checkpoints for its own, and write over them.
+    """
+    owners: dict[str, list[str]] = {}
+    for note in notes:
+        owners.setdefault(str(note.get("place") or ""), []).append(str(note.get("name")))
+    for place, names in owners.items():
+        if place and len(names) > 1:
+            raise NeedsDecision(
+                f"islands {', '.join(names)} have one folder for their checkpoints: give each "
+                f"island a folder of its own, such as Path(folder) / topology.name"
+                f"{see('later-life')}"
+            )
 
 
 def _in_thread(work: Any) -> Future[Any]:

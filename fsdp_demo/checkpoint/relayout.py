@@ -1,4 +1,5 @@
-"""One workspace put together from workspaces of another layout: other shards of dim 0, other lanes.
+"""One workspace put together from workspaces of another layout: other shards of dim 0, other active
+copies.
 
 A tensor that lies as it lay is taken as it is, coefficients too, bit for bit. Others go through the
 element domain: out of the blocks, inverse transform, rows joined and cut, transform, into the new
@@ -23,7 +24,7 @@ Rows = tuple[int, int]  # of dim 0, or elements of what ZeRO has cut: from, to
 @dataclass
 class TensorLayout:
     """Where a channel's tensors lie on one rank: for each its name, local shape, kind of blocks and
-    rows of the whole; and the lane.
+    rows of the whole; and the active copy.
     """
 
     names: list[str]
@@ -71,10 +72,8 @@ class LayoutConverter:
     def __init__(self, target: TensorLayout, codec: Codec | None):
         # In fp32 whatever the channel multiplies in: what comes back from another layout is what
         # was saved.
-        self.target, self.codec = (
-            target,
-            replace(codec, transform_precision="fp32") if codec is not None else None,
-        )
+        self.target = target
+        self.codec = replace(codec, transform_precision="fp32") if codec is not None else None
         self._whole: Tensor | None = None
         self._tensors: dict[int, Tensor] = {}
         self._raw: set[int] = set()

@@ -43,7 +43,8 @@ from ..channels.state import ChannelState
 from ..comm.collectives import ReceivedMessage
 from ..comm.header import Header
 from ..comm.topology import ShardPosition
-from ..config.patterns import kind
+from ..config.patterns import tensor_layout_kind
+from ..errors import counted
 from ..exchange.saved_state import ExchangeState, InFlightState
 from ..hosts.base import LocalParam
 from .reader import CheckpointReader, Flying, flying, length
@@ -98,7 +99,7 @@ def _own(saved: Sequence[int], islands: int) -> dict[int, int]:
     return own | {next(free): j for j in saved if j not in own}
 
 
-def average(states: Sequence[Any], weights: Sequence[float]) -> Any:
+def average_states(states: Sequence[Any], weights: Sequence[float]) -> Any:
     """Weighted mean of trees of tensors and plain values: state dicts of a model or of an inner
     optimizer, one per saved island.
 
@@ -174,12 +175,10 @@ class ChannelConversion:
         weights: dict[int, float],
         fresh: bool,
     ):
-        self.active, self.reader, self.weights, self.channel = (
-            active,
-            reader,
-            weights,
-            active.channel,
-        )
+        self.active = active
+        self.reader = reader
+        self.weights = weights
+        self.channel = active.channel
         self.name, self._first = active.channel.name, next(iter(weights))
         self._empty = fresh and self.channel.reducer.mean_over == "senders"
         self._keys = set(active.state().workspaces)
@@ -196,11 +195,9 @@ class ChannelConversion:
         Raises:
             ValueError: the part keeps other workspaces than this configuration.
         """
-        kept, source, weight = (
-            state.channels[self.name],
-            self.reader.side(self.name, shard, active_copy),
-            self.weights[island],
-        )
+        kept = state.channels[self.name]
+        source = self.reader.side(self.name, shard, active_copy)
+        weight = self.weights[island]
         self._present |= {n for n, p in zip(source.names, kept.present, strict=True) if p}
         saved = kept.workspaces
         if self.target is not None and set(saved) != self._keys:
@@ -275,9 +272,10 @@ class ChannelConversion:
 
 def _target(active: ChannelRunner) -> TensorLayout:
     """A channel's tensors on this rank."""
-    chosen = [active.shards.params[i] for i in active.covered]
+    chosen = [active.host.params[i] for i in active.covered]
     assert active.active_copy is not None
-    names, kinds = [s.name for s in chosen], [kind(active.channel, s.name) for s in chosen]
+    names = [s.name for s in chosen]
+    kinds = [tensor_layout_kind(active.channel, s.name) for s in chosen]
     return TensorLayout(
         names,
         [s.shape for s in chosen],
@@ -297,13 +295,13 @@ def _rows(shard: LocalParam, place: ShardPosition) -> Rows:
         return shard.offset, shard.offset + prod(local)
     if local == whole:
         return 0, length(whole)
-    each = -(-whole[0] // place.shards)
+    each = -(-whole[0] // place.num_shards)
     lo = min(place.shard * each, whole[0])
     hi = min(lo + each, whole[0])
     if len(local) != len(whole) or local[0] != hi - lo or (hi > lo and local[1:] != whole[1:]):
         raise ValueError(
             f"{shard.name} of shape {whole} lies here as {local}, shard {place.shard} of "
-            f"{place.shards}: a saved state can be cut along "
+            f"{place.num_shards}: a saved state can be cut along "
             "dim 0 only, in FSDP2's equal parts"
         )
     return lo, hi
@@ -322,7 +320,7 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
         ValueError: parts are missing, or the state belongs to another model or preset.
     """
     active, islands = exchange.channels, exchange.topology.islands
-    covered = {c.channel.name: [c.shards.params[i].name for i in c.covered] for c in active}
+    covered = {c.channel.name: [c.host.params[i].name for i in c.covered] for c in active}
     reader, place = CheckpointReader(saved, covered), active[0].position
     weights = shares(reader.islands, islands)[exchange.topology.island]
     own = _own(reader.islands, islands)
@@ -369,7 +367,7 @@ def _sources(
         return [(0, 0)]
     mine = (place.shard, place.copy)
     if (
-        place.shards == reader.shards
+        place.num_shards == reader.shards
         and place.copy < reader.active_copies
         and all(t == reader.side(name, *mine) for name, t in targets)
     ):
@@ -411,10 +409,8 @@ def _tokens(
     reader: CheckpointReader, weights: Mapping[int, float], first: bool
 ) -> tuple[int, dict[str, float]]:
     """Tokens of this rank, and of the island up to the last exchange of each channel."""
-    total, weighed = (
-        0.0,
-        dict.fromkeys((n for state in reader.states.values() for n in state.weighed), 0.0),
-    )
+    total = 0.0
+    weighed = dict.fromkeys((n for state in reader.states.values() for n in state.weighed), 0.0)
     for island, w in weights.items():
         states = [state for (i, _, _), state in reader.states.items() if i == island]
         total += w * sum(state.tokens for state in states)
@@ -425,22 +421,22 @@ def _tokens(
 
 def _report(reader: CheckpointReader, exchange: Exchange) -> None:
     """What was taken over, and what could not stay as it was."""
-    place, islands, saved = (
-        exchange.channels[0].position,
-        exchange.topology.islands,
-        len(reader.islands),
-    )
+    place = exchange.channels[0].position
+    islands = exchange.topology.islands
+    saved = len(reader.islands)
     form = f"{islands} x {place.form}"
     log.info(
         "state of %d x %s (islands x shards x active copies) taken over by %s",
         reader.size,
-        ShardPosition(reader.shards, copies=reader.active_copies).form,
+        ShardPosition(reader.shards, num_copies=reader.active_copies).form,
         form,
     )
     if saved < reader.size:
         log.warning(
-            "the state was saved by %d islands, complete are %s: what the others held is lost",
-            reader.size,
+            "the state was saved by %s, whole and in sight here are those of %s: nothing of the "
+            "others' own state is taken here. Islands with disks of their own bring it themselves; "
+            "it is lost where no island sees it",
+            counted(reader.size, "island"),
             reader.islands,
         )
     lost = sorted(
@@ -456,6 +452,8 @@ def _report(reader: CheckpointReader, exchange: Exchange) -> None:
             "payloads of steps %s had not arrived in every part when the state was saved: dropped",
             lost,
         )
+    if saved < reader.size:
+        return  # what the others bring is not known here
     for c in (c.channel for c in exchange.channels):
         if c.accumulator is not None and c.reducer.mean_over == "senders" and saved != islands:
             share = 1 - min(saved, islands) / max(saved, islands)
@@ -469,9 +467,9 @@ def _report(reader: CheckpointReader, exchange: Exchange) -> None:
                 else "their sum over the islands falls by %.0f %%, their mean stays"
             )
             log.warning(
-                "channel %r divides by senders: accumulators of %d islands go to %d, " + what,
+                "channel %r divides by senders: accumulators of %s go to %d, " + what,
                 c.name,
-                saved,
+                counted(saved, "island"),
                 islands,
                 100 * share,
             )

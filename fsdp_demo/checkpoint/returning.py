@@ -11,7 +11,7 @@ from typing import Any
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
 from ..exchange.exchange import Exchange
-from .exchange_state import SavedExchange, describe, load_exchange
+from .exchange_state import SavedExchange, describe_part, load_exchange
 from .folders import damaged
 from .shelf import Shelf
 
@@ -26,7 +26,7 @@ def described(exchange: Exchange, folder: Path) -> dict[str, Any]:
     what comes.
     """
     mark = exchange.keep_since(folder)
-    return describe(exchange) | ({MARK: mark} if mark else {})
+    return describe_part(exchange) | ({MARK: mark} if mark else {})
 
 
 def newest(shelf: Shelf) -> tuple[int, SavedExchange, str] | None:

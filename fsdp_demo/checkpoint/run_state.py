@@ -65,24 +65,27 @@ class RunState:
 
     Example:
         >>> import tempfile, torch, fsdp_demo
+        >>> from pathlib import Path
         >>> from fsdp_demo.checkpoint import CheckpointManager, RunState
         >>> topology, folder = fsdp_demo.Topology.from_env({}), tempfile.TemporaryDirectory()
         >>> def start(resume):
         ...     model = torch.nn.Linear(2, 2)
         ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     state = RunState(CheckpointManager(folder.name, topology), model, optimizer)
+        ...     mine = CheckpointManager(Path(folder.name) / topology.name, topology)
+        ...     state = RunState(mine, model, optimizer)
         ...     state.restore(resume)
         ...     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, step=state.step, state=state.saved)
+        ...     state.restore_random()
         ...     return model, optimizer, state, exchange
         >>> model, optimizer, state, exchange = start(resume=False)
-        >>> rows = 0
-        >>> with fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange, lambda: {"rows": rows})):
+        >>> def place():                 # a stop is raised inside optimizer.step(): count nothing after it
+        ...     return {"rows": 4 * exchange.step}
+        >>> with fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange, place)):
         ...     while exchange.step < 3:
         ...         model(torch.randn(4, 2)).square().sum().backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
-        ...         rows += 4
-        ...     state.save(exchange, lambda: {"rows": rows})
+        ...     state.save(exchange, place)
         >>> again, _, state, exchange = start(resume=True)
         >>> exchange.step, state.extra["rows"], torch.equal(again.weight, model.weight)
         (3, 12, True)
@@ -136,6 +139,12 @@ class RunState:
         elif kind or self._siblings("checkpoint", step):
             self._load(step, bool(kind))
         else:
+            if self.checkpoints.topology.rank == 0:
+                log.warning(
+                    "%s: what messages have left out so far, moments of the inner optimizer that "
+                    "islands do not share, random states and the count of tokens begin anew here",
+                    self.checkpoints.topology.name,
+                )
             return  # at step 0, so that attach gives it what the others hold
         self.step = step
         log.info("resumed from %s of step %d", kind or "the other islands' checkpoints", step)

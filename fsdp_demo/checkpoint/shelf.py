@@ -13,7 +13,7 @@ from ..comm.ranks import Ranks
 from ..comm.topology import Topology
 from ..errors import renamed, see
 from . import folders
-from .choice import Held, look
+from .choice import NOWHERE, Held, Place, look
 from .files import read_head
 from .folders import NEWER, misfits
 
@@ -177,16 +177,16 @@ class Shelf:
             return Held(step)
 
 
-def _left(folder: Path, topology: Topology) -> tuple[str, int, str] | None:
-    """(applied, owner, history) of the part that this rank left on its way out; None where there is
-    none, it is torn, or it is of an island of another number of ranks: others load regular
-    checkpoints."""
+def _left(folder: Path, topology: Topology) -> Place | None:
+    """What the part says that this rank left on its way out; None where there is none, it is torn,
+    or it is of an island of another number of ranks: others load regular checkpoints.
+    """
     try:
         head = read_head(folder / f"rank{topology.rank}.json")[0]
         if int(head.get("world", topology.world)) != topology.world:
             return None
         if not head.get("exchange") and not (folder / "exchange").is_dir():
-            return "", -1, ""
+            return NOWHERE
         return look(folder / "exchange", topology.islands, [topology.rank])
     except (OSError, ValueError):
         return None

@@ -115,7 +115,7 @@ def unlike_runs(there: str, here: str, what: str) -> str:
     return f"{there} runs something else than {here}: {what}{see('unlike-runs')}"
 
 
-def equalise(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:
+def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:
     """Give every replica the donor's `work` (fp32 workspace), in place, sending nothing where
     digests already agree.
 

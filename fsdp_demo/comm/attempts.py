@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -111,12 +112,14 @@ def join(topology: Place, store: Asker | None = None) -> Pulse:
                 place = _from_first(
                     topology, lambda: _begin(topology, store or topology.open_store())
                 )
-            except Finished as error:
+            except Finished:
                 if topology.elastic and environment.restarted(os.environ):
                     log.warning(
-                        "%s; this island, which was lost, is not needed any more: the others hold "
-                        "what came out",
-                        error,
+                        "run %r has finished while %s was away: it is not needed any more, the "
+                        "others hold what came out. It ends with status 0%s",
+                        topology.run,
+                        topology.name,
+                        see("run-finished"),
                     )
                     leave(0)
                 raise
@@ -197,8 +200,9 @@ def _begin(topology: Place, store: Asker) -> Taken:
         taken = _take(topology, store)
         if not topology.elastic:
             return taken
+        at = store.under(f"{topology.run}/{taken.number}")
         called = roll.call(
-            store.under(f"{topology.run}/{taken.number}"), topology, taken.late, BEAT, BEATS * BEAT
+            at, topology, taken.late, BEAT, BEATS * BEAT, partial(_live, topology, at)
         )
         if called is not None:
             return taken._replace(late=called.late, starters=called.starters)

@@ -1,10 +1,10 @@
-"""What one line has brought since the last checkpoints, on disk, for an island that comes back with
-one of them.
+"""What one peer group has brought since the last checkpoints, on disk, for an island that comes
+back with one of them.
 
 A checkpoint has a *mark*: what it must be equal to (`exchange/returning.py`). From a mark on the
-steps and the messages of the line are written to a file without a name, which is gone when the
-process ends. The files of all marks together are bounded; what goes beyond is dropped, oldest mark
-first, and an island that comes back with that checkpoint gets a snapshot.
+steps and the messages of the peer group are written to a file without a name, which is gone when
+the process ends. The files of all marks together are bounded; what goes beyond is dropped, oldest
+mark first, and an island that comes back with that checkpoint gets a snapshot.
 
 The thread that trains notes marks and steps, the worker's notes messages. The worker's thread alone
 touches the files.
@@ -88,7 +88,7 @@ class Segment:
 
 
 class Backlog:
-    """The segments of one line.
+    """The segments of one peer group.
 
     Attributes:
         keeps: something is kept since a mark: steps and messages are to be noted. In any thread.

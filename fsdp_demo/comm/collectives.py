@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from ..compression import dense as coding
-from .header import HEADER, MEANS, PARTS, PAYLOAD, Header
+from ..compression.formats import EXACT
+from .header import HEADER, MEANS, PARTS, PAYLOAD, Header, room
+
+STRETCH = 1 << 17
+"""Values of a mean that are calculated at once: with room for one share they stay in the cache of
+a core.
+"""
 
 
 @dataclass
@@ -58,40 +64,53 @@ def reduce(
     """
     mine, spans = peers.rank, [(v.numel(), code) for v, code in vectors]
     kinds = (PARTS, MEANS) if header.kind == PAYLOAD else (header.kind, header.kind)
-    outgoing = shares(vectors, peers.size)
-    arrived = peers.swap(
-        replace(header, kind=kinds[0]),
-        outgoing,
-        [outgoing[mine].numel() - HEADER.size] * peers.size,
+    there, back = legs(spans, peers.size)
+    outgoing = shares(vectors, peers.size, but=mine)
+    arrived: list[Any] = peers.swap(
+        replace(header, kind=kinds[0]), outgoing, [coding.total_bytes(there[mine])] * peers.size
     )[1]
     del outgoing  # what is as large as the vectors goes as soon as it has served
-    if compare:
-        peers.alike, peers.something = (
-            all(torch.equal(a, arrived[0]) for a in arrived),
-            bool(arrived[0].any()),
-        )
+    if not compare:
+        arrived[mine] = own_part(vectors, peers.size, mine)
+    else:
+        arrived[mine] = share(vectors, peers.size, mine)[HEADER.size :]
+        peers.alike = all(torch.equal(a, arrived[0]) for a in arrived)
+        peers.something = bool(arrived[0].any())
     coded = part_of_mean(arrived, spans, weights, mine)
-    back = legs(spans, peers.size)[1]
     arrived = peers.swap(
         replace(header, kind=kinds[1]), [coded] * peers.size, [coding.total_bytes(s) for s in back]
     )[1]
     return whole(arrived, spans)
 
 
-def shares(vectors: Sequence[tuple[Tensor, str]], size: int) -> list[Tensor]:
-    """For each of `size` ranks the coded part of the vectors that it owns, with room for a
-    header.
+def shares(
+    vectors: Sequence[tuple[Tensor, str]], size: int, but: int | None = None
+) -> list[Tensor]:
+    """For each of `size` ranks the coded part of the vectors that it owns, with room for a header;
+    of rank `but`, who keeps its part, only that room.
     """
-    cuts = [coding.cuts(v.numel(), code, size) for v, code in vectors]
-    return [
-        _pack(
-            [
-                coding.encode(code, v[c[j] : c[j + 1]])
-                for (v, code), c in zip(vectors, cuts, strict=True)
-            ]
-        )
-        for j in range(size)
-    ]
+    return [share(vectors, size, j) if j != but else room(0) for j in range(size)]
+
+
+def share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:
+    """The coded part of the vectors that rank `j` of `size` owns, with room for a header. Values
+    are written where they are sent from.
+    """
+    parts, codes = _parts(vectors, size, j), [code for _, code in vectors]
+    return _coded([(v.numel(), code) for v, code in zip(parts, codes, strict=True)], parts)
+
+
+def own_part(vectors: Sequence[tuple[Tensor, str]], size: int, mine: int) -> list[Tensor]:
+    """The part that rank `mine` of `size` owns and sends to nobody, as the others would decode it:
+    fp32 values are views.
+    """
+    parts, codes = _parts(vectors, size, mine), [code for _, code in vectors]
+    return [coding.rounded(code, v) for v, code in zip(parts, codes, strict=True)]
+
+
+def _parts(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> list[Tensor]:
+    at = [coding.cuts(v.numel(), code, size) for v, code in vectors]
+    return [v[c[j] : c[j + 1]] for (v, _), c in zip(vectors, at, strict=True)]
 
 
 def part_of_mean(
@@ -99,10 +118,11 @@ def part_of_mean(
 ) -> Tensor:
     """The coded mean of the part that rank `mine` of `size` owns (0: as many as bodies), with room
     for a header, from everybody's shares in rank order (used up): coded, or the values of each
-    vector as `stretch` gives them."""
+    vector as `stretch` and `own_part` give them."""
     there, back = legs(spans, size or len(bodies))
-    means = _means(bodies, there[mine], weights)
-    return _pack([coding.encode(code, m) for m, (_, code) in zip(means, back[mine], strict=True)])
+    if all(code in EXACT for _, code in spans):
+        return _exact_means(bodies, there[mine], weights)
+    return _coded(back[mine], _means(bodies, there[mine], weights))
 
 
 def stretch(coded: Tensor, spans: Spans, mine: int, size: int) -> list[Tensor]:
@@ -119,14 +139,12 @@ def stretch(coded: Tensor, spans: Spans, mine: int, size: int) -> list[Tensor]:
 def whole(bodies: list[Tensor], spans: Spans) -> list[Tensor]:
     """The means, fp32, from everybody's coded parts in rank order (used up)."""
     size, back = len(bodies), legs(spans, len(bodies))[1]
-    cuts, out = (
-        [coding.cuts(n, code, size) for n, code in spans],
-        [torch.empty(n) for n, _ in spans],
-    )
+    cuts = [coding.cuts(n, code, size) for n, code in spans]
+    out = [torch.empty(n) for n, _ in spans]
     for j in range(size):
-        parts = _unpack(bodies.pop(0), back[j])
-        for mean, c in zip(out, cuts, strict=True):
-            mean[c[j] : c[j + 1]] = next(parts)
+        parts = _split(bodies.pop(0), back[j])
+        for mean, c, data, (_, code) in zip(out, cuts, parts, back[j], strict=True):
+            coding.decode_into(code, data, mean[c[j] : c[j + 1]])
         del parts
     return out
 
@@ -163,15 +181,60 @@ def legs(
     return there, [[(n, coding.mean_code(code)) for n, code in part] for part in there]
 
 
-def _pack(parts: Sequence[Tensor]) -> Tensor:
-    """Coded parts as one message, with room for its header."""
-    return torch.cat([torch.zeros(HEADER.size, dtype=torch.uint8), *parts])
+def _exact_means(bodies: list[Any], spans: Spans, weights: Sequence[Sequence[float]]) -> Tensor:
+    """`_means` of codes that are number formats of torch, coded, with room for a header: the same
+    sums in the same order, in stretches that stay in the cache of a core, and written where they
+    are sent from."""
+    message = room(coding.total_bytes(spans))
+    rooms = _split(message[HEADER.size :], spans)
+    parts = [body if isinstance(body, list) else _split(body, spans) for body in bodies]
+    bodies.clear()
+    acc, its = torch.empty(STRETCH), torch.empty(STRETCH)
+    for i, (n, code) in enumerate(spans):
+        shares = [_values(code, part[i]) for part in parts]
+        out = coding.as_values(code, rooms[i])
+        for lo in range(0, n, STRETCH):
+            hi = min(lo + STRETCH, n)
+            mean = _mean([v[lo:hi] for v in shares], weights[i], acc[: hi - lo], its[: hi - lo])
+            if out is not None:
+                out[lo:hi] = mean
+            else:
+                width = len(rooms[i]) // n
+                rooms[i][lo * width : hi * width] = coding.encode(code, mean)
+    return message
 
 
-def _unpack(body: Tensor, spans: Sequence[tuple[int, str]]) -> Iterator[Tensor]:
+def _mean(shares: list[Tensor], weights: Sequence[float], acc: Tensor, its: Tensor) -> Tensor:
+    """The weighted mean of `shares` [n] in `acc` fp32 [n]; `its` [n] is room for one of them."""
+    acc.zero_()
+    for v, w in zip(shares, weights, strict=True):
+        if w:  # a replica without a share may hold NaN: it must not touch the sum
+            acc.add_(v if v.dtype == acc.dtype else its.copy_(v), alpha=w)
+    return acc.div_(sum(weights)) if sum(weights) else acc
+
+
+def _values(code: str, part: Tensor) -> Tensor:
+    """A part as values: of bytes a view, where there is one."""
+    if part.dtype != torch.uint8:
+        return part
+    values = coding.as_values(code, part)
+    return part.clone().view(EXACT[code]) if values is None else values
+
+
+def _coded(spans: Spans, parts: Sequence[Tensor]) -> Tensor:
+    """Values fp32 of each vector as one message, coded, with room for its header."""
+    message = room(coding.total_bytes(spans))
+    for data, v, (_, code) in zip(_split(message[HEADER.size :], spans), parts, spans, strict=True):
+        coding.encode_into(code, v, data)
+    return message
+
+
+def _split(body: Tensor, spans: Spans) -> list[Tensor]:
+    """The coded vectors of a body, views."""
+    return list(body.split([coding.num_bytes(code, n) for n, code in spans]))
+
+
+def _unpack(body: Tensor, spans: Spans) -> Iterator[Tensor]:
     """The vectors of a body."""
-    at = 0
-    for n, code in spans:
-        size = coding.num_bytes(code, n)
-        yield coding.decode(code, body[at : at + size], n)
-        at += size
+    for data, (n, code) in zip(_split(body, spans), spans, strict=True):
+        yield coding.decode(code, data, n)

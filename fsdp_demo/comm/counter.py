@@ -20,11 +20,11 @@ from .joining import OWN, Snapshot, Tick, packed
 
 
 class Counter:
-    """`joining.Desk` of one line: what the donor's training hands out.
+    """`joining.Desk` of one peer group: what the donor's training hands out.
 
     Args:
         guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the
-            next message of the line.
+            next message of the peer group.
 
     Attributes:
         submit: runs a job in the worker's thread, after all that is under way.

@@ -35,11 +35,9 @@ class Keys:
 
     def listen(self, socket: Any) -> None:
         """Let a socket accept only who has the token. Before it is bound."""
-        socket.curve_server, socket.curve_secretkey, socket.curve_publickey = (
-            True,
-            self._secret,
-            self._public,
-        )
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret
+        socket.curve_publickey = self._public
 
     def connect(self, socket: Any) -> None:
         """Let a socket connect only to who has the token. Before it connects."""

@@ -74,7 +74,7 @@ class Driver:
         guests: Guests | None = None,
     ):
         self._hub, self.machine, self._labels, self.signs = hub, machine, labels, signs
-        self.notes, self.lanes, self.siblings = signs.notes, signs.lanes, signs.siblings
+        self.notes, self.connections, self.siblings = signs.notes, signs.connections, signs.siblings
         self._expelled, self.guests = expelled, guests
         self.stable, self.changes = 0, 0
         self.changed = threading.Condition()
@@ -171,7 +171,7 @@ class Driver:
 
     def expel(self, why: str) -> None:
         """End this island: what it holds is not what the others hold."""
-        log.error("this island has gone wrong: %s", why)
+        log.error("this island cannot go on, and ends: %s", why)
         self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
@@ -181,9 +181,9 @@ class Driver:
         self._post(lambda: self.signs.say(["joined"], self.notes.values()))
         self._post(then)
 
-    def widen(self, lanes: Mapping[Member, Wire]) -> None:
+    def widen(self, connections: Mapping[Member, Wire]) -> None:
         """One more connection to each peer, for messages from now on."""
-        self._post(lambda: self._traffic.widen(lanes))
+        self._post(lambda: self._traffic.widen(connections))
 
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
@@ -242,9 +242,10 @@ class Driver:
             self._read_notes(wire, member)
         for wire in list(self.siblings.values()):
             self._read_notes(wire, None)
-        for wires in self.lanes.values():
+        for wires in self.connections.values():
             for wire in wires:
                 wire.notes.clear()  # signs: that they came is all
+                wire.keep_pace(now)
         self._traffic.look()
         if self.guests is not None:
             self._serve_guest(self.guests)
@@ -352,8 +353,8 @@ class Driver:
     # ---- a change of members -------------------------------------------------------------------
 
     def _serve_guest(self, guests: Guests) -> None:
-        """Listen to who wants to join. The first line of the donor plans it when the newcomer is
-        near.
+        """Listen to who wants to join. The first peer group of the donor plans it when the newcomer
+        is near.
         """
         for word in guests.look():
             guest = guests.guest
@@ -392,7 +393,7 @@ class Driver:
                 self._lost(member, "it is a member, but has not reached this rank")
                 continue
             self.signs.admit(member, *moved, time.monotonic())
-            for wire in [self.notes[member], *self.lanes[member]]:
+            for wire in [self.notes[member], *self.connections[member]]:
                 wire.said = (record.epoch, self.machine.landed)
                 wire.renew(record.view)
             self.signs.say(["planned", record.epoch], [self.notes[member]])
@@ -436,10 +437,8 @@ class Driver:
         self.signs.forgive(time.monotonic())
         self._soon.append((time.monotonic(), self._early_pieces.offer))
         if self.machine.rank == 0:
-            left, lost = (
-                ", ".join(self._labels(m.slot) for m in record.members),
-                ", ".join(self._labels(m.slot) for m in gone),
-            )
+            left = ", ".join(self._labels(m.slot) for m in record.members)
+            lost = ", ".join(self._labels(m.slot) for m in gone)
             log.warning(
                 "epoch %d: %s lost, training goes on with %s" + see("island-lost"),
                 record.epoch,

@@ -34,14 +34,12 @@ class EarlyPieces:
         changed: threading.Condition,
         over: Callable[[], bool],
     ):
-        self._traffic, self._signs, self._rank, self._later, self._changed, self._over = (
-            traffic,
-            signs,
-            rank,
-            later,
-            changed,
-            over,
-        )
+        self._traffic = traffic
+        self._signs = signs
+        self._rank = rank
+        self._later = later
+        self._changed = changed
+        self._over = over
         self._going: Early | None = None
         self._offered, self._kept_by, self._nobody = set[Member](), set[Member](), False
 

@@ -63,12 +63,12 @@ class ElasticPeerGroup(PeerGroup):
         self._counter: Counter | None = None
         self._submit: Callable[[Callable[[], None]], Any] | None = None
         self._follow: Follow | None = None
-        self._lanes, self._since, self._longest_early = 1, 0.0, 0
+        self._num_connections, self._since, self._longest_early = 1, 0.0, 0
         self._set(slots)
 
-    def drive(self, driver: Driver, lanes: int = 1) -> None:
+    def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """This rank is a member from now on."""
-        self._driver, self._lanes = driver, lanes
+        self._driver, self._num_connections = driver, num_connections
         driver.allow_early(self._longest_early)
         if driver.guests is not None:
             self._counter = Counter(driver.guests, driver.do, lambda: self._next)
@@ -90,10 +90,8 @@ class ElasticPeerGroup(PeerGroup):
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
-        self.rank, self.size = (
-            self.slots.index(self._me.slot) if self._me.slot in slots else -1,
-            len(self.slots),
-        )
+        self.rank = self.slots.index(self._me.slot) if self._me.slot in slots else -1
+        self.size = len(self.slots)
         self.names = [self._names.get(s, f"island{s}") for s in slots]
 
     @property
@@ -169,18 +167,24 @@ class ElasticPeerGroup(PeerGroup):
         body = room(data.numel())
         body[HEADER.size :] = data
         message = Message(
-            self._next, self._me, header, body, vectors, weigh, longest, self._lanes, compare
+            self._next,
+            self._me,
+            header,
+            body,
+            vectors,
+            weigh,
+            longest,
+            self._num_connections,
+            compare,
         )
         due = self._taken_part(message)
         headers, bodies, means = message.result(due)
         before, names = self.slots, [m.slot for m in message.counted(due.settled)]
         if header.kind not in WITHIN:  # a newcomer may take part in a question that it does not ask
             asked = [i for i, h in enumerate(headers) if not h.flags & SKIPPED]
-            headers, bodies, names = (
-                [headers[i] for i in asked],
-                [bodies[i] for i in asked],
-                [names[i] for i in asked],
-            )
+            headers = [headers[i] for i in asked]
+            bodies = [bodies[i] for i in asked]
+            names = [names[i] for i in asked]
         out = headers, bodies, means
         self._set(names)
         if not self.begun and self.slots != before:
@@ -263,7 +267,7 @@ class ElasticPeerGroup(PeerGroup):
             vectors,
             lambda h: _asked(h, len(vectors)),
             coming.longest,
-            self._lanes,
+            self._num_connections,
         )
         message.result(self._taken_part(message))
         self.meter.count(message.sent, message.received)
@@ -314,7 +318,7 @@ class ElasticPeerGroup(PeerGroup):
         for k in range(1, count):
             assert self._driver is not None
             self._driver.widen(connect(k))
-        self._lanes = count
+        self._num_connections = count
         if count > 1:
             log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
 

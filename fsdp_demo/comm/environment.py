@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from ..config.parsing import nearest
 from ..errors import see
 from .address import ENDPOINT, Endpoint, is_public, split_endpoint
+from .curve import check
 
 log = logging.getLogger("fsdp_demo")
 
@@ -46,9 +47,13 @@ VARIABLES = {
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
     "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that "
     "authenticate",
+    "ISLAND_TUNING": "form of compression on a CPU: auto, off, or what machine.Form names",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
+    "ISLAND_LAUNCHED": "when the launch began, in seconds since the epoch (set by launchers)",
+    "ISLAND_FORKED": "when a forked rank began, and how long the imports for all took (set by "
+    "launchers)",
 }
 """All variables of this package, and what they say."""
 
@@ -221,6 +226,16 @@ def restarted(env: Mapping[str, str]) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
 
 
+def token(env: Mapping[str, str]) -> str:
+    """ISLAND_TOKEN, "" where it is not set.
+
+    Raises:
+        ValueError: it is short.
+    """
+    text = env.get("ISLAND_TOKEN", "")
+    return check(text) if text else ""
+
+
 def refuse_gloo(place: Endpoint, transport: str) -> None:
     """gloo meets by torch's own store.
 
@@ -277,20 +292,14 @@ def warn_of_open(place: Endpoint, address: str, transport: str, token: str) -> N
     reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
     public = [said for said, host in reached.items() if host and is_public(host)]
     if transport == "gloo":
-        lacks, cure = (
-            "gloo asks for no token",
-            "set ISLAND_TRANSPORT=zeromq and ISLAND_TOKEN (openssl rand -hex 32) on all islands",
-        )
+        lacks = "gloo asks for no token"
+        cure = "set ISLAND_TRANSPORT=zeromq and ISLAND_TOKEN (openssl rand -hex 32) on all islands"
     elif not token:
-        lacks, cure = (
-            "ISLAND_TOKEN is not set",
-            "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)",
-        )
+        lacks = "ISLAND_TOKEN is not set"
+        cure = "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)"
     elif not place.scheme:
-        lacks, cure = (
-            "the store at host:port asks for no token",
-            f"take the store of `fsdp-demo store --bind zmq://{place}`",
-        )
+        lacks = "the store at host:port asks for no token"
+        cure = f"take the store of `fsdp-demo store --bind zmq://{place}`"
     else:
         return
     if public and "open" not in _said:

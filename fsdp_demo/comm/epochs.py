@@ -2,11 +2,11 @@
 Plain values without sockets or clock.
 
 An *island* holds one replica and has several *ranks*. Rank r of an island talks to rank r of each
-other island: that is *line* r. A `PeerGroup` is one line, seen from one of its ranks. A *message*
-has a number n = 0, 1, 2, ..., the same on all islands. Everything islands learn from each other is
-a message. A *record* is what a store holds under one *epoch* number. The first that is written
-there stays (compare_set). A record that settles open messages opens a new *view*. A planned join
-has an epoch of its own, but goes on in the view before it.
+other island: they are *peer group* r. A `PeerGroup` is one of them, seen from one of its ranks. A
+*message* has a number n = 0, 1, 2, ..., the same on all islands. Everything islands learn from each
+other is a message. A *record* is what a store holds under one *epoch* number. The first that is
+written there stays (compare_set). A record that settles open messages opens a new *view*. A planned
+join has an epoch of its own, but goes on in the view before it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Member(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of one message on one line.
+    """Bytes of one message in one peer group.
 
     body: what `of` contributes. share: the part of `of`'s vector that the receiver owns (leg 1 of a
     reduce). part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one
@@ -54,9 +54,9 @@ class Ballot(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """On one line, `sender` sends a piece of message n to members that lack it."""
+    """In one peer group, `sender` sends a piece of message n to members that lack it."""
 
-    line: int
+    peer_group: int
     n: int
     piece: Piece
     sender: Member
@@ -106,7 +106,7 @@ class Report:
     """What one frozen rank tells the store, once in a view (K1).
 
     Attributes:
-        heard: members whose frames this rank receives on its line; itself is among them.
+        heard: members whose frames this rank receives in its peer group; itself is among them.
         landed: all messages below it are delivered on this rank.
         held: the messages of which the rank has anything and that it has not freed, in order. The
             kind of one of which it has only what came early is what the sender took it for.

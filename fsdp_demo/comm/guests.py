@@ -2,10 +2,10 @@
 and what the donor sends it.
 
 Each rank of each member listens at its door (its address stands in the store,
-`door/<slot>.<incarnation>.<line>`). A newcomer tells there who it is and is given ports of its own:
-for short words, for ticks and the snapshot, for messages, and for what it sends as a member. It is
-a guest until a record names it. One guest at a time; others are told to come later. The lowest slot
-is its donor.
+`door/<slot>.<incarnation>.<peer group>`). A newcomer tells there who it is and is given ports of
+its own: for short words, for ticks and the snapshot, for messages, and for what it sends as a
+member. It is a guest until a record names it. One guest at a time; others are told to come later.
+The lowest slot is its donor.
 
 All of it runs in the driver's thread. What the donor's training hands out comes over `counter.py`.
 """
@@ -41,7 +41,7 @@ TO_CONNECT = 30.0
 """Seconds that somebody who was let in has to connect."""
 
 WIRES = ("notes", "ticks", "messages")
-"""Connections of a guest, but for its lanes."""
+"""Connections of a guest, but for those for messages."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Guest:
     member: Member
     name: str
     wires: dict[str, Wire]
-    lanes: list[Wire]
+    connections: list[Wire]
     asked: bool = False
     brings: dict[str, str] = field(default_factory=dict)
     following: bool = False
@@ -67,27 +67,29 @@ class Guest:
     @property
     def every(self) -> list[Wire]:
         """All its connections."""
-        return [*self.wires.values(), *self.lanes]
+        return [*self.wires.values(), *self.connections]
 
 
-def greeting(prefix: str, line: int, k: str, sender: Member, receiver: Member) -> bytes:
+def greeting(prefix: str, peer_group: int, k: str, sender: Member, receiver: Member) -> bytes:
     """What `sender` says first on connection `k` to `receiver`."""
-    text = f"{prefix} {line} {k} {tuple(sender)} {tuple(receiver)}"
+    text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def connections(lanes: int) -> list[str]:
+def connection_names(count: int) -> list[str]:
     """The names of all connections to a guest."""
-    return [*WIRES, *(f"lane{k}" for k in range(lanes))]
+    # both ends greet with them: other names would be another wire format, like the keys "line" and
+    # "lanes" of a request and its answer
+    return [*WIRES, *(f"lane{k}" for k in range(count))]
 
 
 class Guests:
     """The door of one rank, and who has come in.
 
     Args:
-        hub: of all connections. prefix: keys of the run. me, line: this rank. address: where others
-            reach it, "" if nobody can.
-        lanes: asked for the number of connections for messages.
+        hub: of all connections. prefix: keys of the run. me, peer_group: this rank. address: where
+            others reach it, "" if nobody can.
+        num_connections: asked for the number of connections for messages.
         refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how
             this rank stands, for `look.py`.
         names: of the islands, by slot; a newcomer's is added.
@@ -102,26 +104,22 @@ class Guests:
         hub: Hub,
         prefix: str,
         me: Member,
-        line: int,
+        peer_group: int,
         address: str,
-        lanes: Callable[[], int],
+        num_connections: Callable[[], int],
         refused: Callable[[Member], str],
         status: Callable[[], dict[str, Any]] = dict,
         names: dict[int, str] | None = None,
     ):
-        self._hub, self._prefix, self._me, self._line, self._address = (
-            hub,
-            prefix,
-            me,
-            line,
-            address,
-        )
-        self._lanes, self._refused, self._status, self._names = (
-            lanes,
-            refused,
-            status,
-            {} if names is None else names,
-        )
+        self._hub = hub
+        self._prefix = prefix
+        self._me = me
+        self._peer_group = peer_group
+        self._address = address
+        self._num_connections = num_connections
+        self._refused = refused
+        self._status = status
+        self._names = {} if names is None else names
         self.guest: Guest | None = None
         self.endpoint = ("", 0)
         self._door: Any = None
@@ -135,8 +133,9 @@ class Guests:
 
     @property
     def first(self) -> bool:
-        """Whether this is the island's first line: a newcomer hears of steps on that alone."""
-        return self._line == 0
+        """Whether this is the island's first peer group: a newcomer hears of steps on that
+        alone."""
+        return self._peer_group == 0
 
     def put(
         self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]
@@ -160,21 +159,19 @@ class Guests:
             found = json.loads(data)
             if found.get("ask") == "status":
                 return self._status()
-            who, line, name = (
-                Member(int(found["slot"]), int(found["life"])),
-                int(found["line"]),
-                str(found["name"])[:200],
-            )
+            who = Member(int(found["slot"]), int(found["life"]))
+            peer_group = int(found["line"])
+            name = str(found["name"])[:200]
             run = str(found["run"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return {
                 "refused": f"a request that cannot be read ({error!r:.80}): use one release "
                 "everywhere"
             }
-        if run != self._prefix or line != self._line:
+        if run != self._prefix or peer_group != self._peer_group:
             return {
-                "refused": f"this is line {self._line} of run {self._prefix}, not line {line} of "
-                f"{run}"
+                "refused": f"this is peer group {self._peer_group} of run {self._prefix}, not peer "
+                f"group {peer_group} of {run}"
             }
         if self.guest is not None and self.guest.member.slot == who.slot:
             self.drop("it has started again")
@@ -186,20 +183,20 @@ class Guests:
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
         wires, ports = {}, []
-        for k in connections(self._lanes()):
+        for k in connection_names(self._num_connections()):
             wire = self._hub.add(0, True)
             ports.append(
                 int(bound(wire.socket, self._address, f"island {self._me.slot}").rpartition(":")[2])
             )
             wire.greet(
-                greeting(self._prefix, self._line, k, self._me, who),
-                greeting(self._prefix, self._line, k, who, self._me),
+                greeting(self._prefix, self._peer_group, k, self._me, who),
+                greeting(self._prefix, self._peer_group, k, who, self._me),
             )
             wires[k] = wire
-        lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
-        self.guest = Guest(who, name, wires, lanes)
+        connections = [wires.pop(k) for k in list(wires) if k not in WIRES]
+        self.guest = Guest(who, name, wires, connections)
         self._names[who.slot] = name
-        return {"ports": ports, "lanes": len(lanes)}
+        return {"ports": ports, "lanes": len(connections)}
 
     # ---- the guest -----------------------------------------------------------------------------
 
@@ -239,14 +236,14 @@ class Guests:
                 wire.close(0)
 
     def move_in(self, member: Member) -> tuple[Wire, list[Wire]] | None:
-        """The guest is a member from now on: its connection for words, and its lanes. What it
-        follows goes on until `over`.
+        """The guest is a member from now on: its connection for words, and those for messages. What
+        it follows goes on until `over`.
         """
         guest = self.guest
         if guest is None or guest.member != member:
             return None
         guest.moved = True
-        return guest.wires["notes"], guest.lanes
+        return guest.wires["notes"], guest.connections
 
     def over(self, member: Member) -> None:
         """The newcomer needs nothing more of what it follows."""

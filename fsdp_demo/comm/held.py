@@ -43,7 +43,7 @@ class Early:
     """
 
     def __init__(self, n: int, kind: Kind, longest: int):
-        self.n, self.kind, self.longest, self.lanes = n, kind, longest, 1
+        self.n, self.kind, self.longest, self.num_connections = n, kind, longest, 1
         self.data: Tensor | None = None
         self.header: Header | None = None
 
@@ -77,7 +77,8 @@ class Message:
             `longest` is given.
         vectors, weigh: see `PeerGroup.exchange`.
         longest: bytes of a body at most, where they differ.
-        lanes: connections to which its pieces are dealt. compare: see `PeerGroup.exchange`.
+        num_connections: connections to which its pieces are dealt. compare: see
+            `PeerGroup.exchange`.
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
@@ -100,10 +101,10 @@ class Message:
         vectors: Vectors = (),
         weigh: Weigh = lambda headers: [],
         longest: int | None = None,
-        lanes: int = 1,
+        num_connections: int = 1,
         compare: bool = False,
     ):
-        self.n, self.me, self.lanes, self.longest = n, me, lanes, longest
+        self.n, self.me, self.num_connections, self.longest = n, me, num_connections, longest
         self.header = replace(header, number=n % 2**32)
         self.kind: Kind = "mixed" if vectors else "gather"
         self.vectors, self.weigh = list(vectors), weigh
@@ -160,14 +161,14 @@ class Message:
 
     # ---- calculations, in the thread that waits ------------------------------------------------
 
-    def cut(self, owners: Sequence[Member], attempt: int) -> dict[Member, Tensor]:
-        """Each owner's share of the vectors, coded; one's own is kept."""
-        made = collectives.shares(self.vectors, len(owners))
-        out = {
-            m: fill(share, self.expected("share")) for m, share in zip(owners, made, strict=True)
+    def cut(self, owners: Sequence[Member]) -> dict[Member, Tensor]:
+        """Each other owner's share of the vectors, coded."""
+        made = collectives.shares(self.vectors, len(owners), but=owners.index(self.me))
+        return {
+            m: fill(share, self.expected("share"))
+            for m, share in zip(owners, made, strict=True)
+            if m != self.me
         }
-        self.shares[self.me, attempt] = out[self.me]
-        return out
 
     def average(self, settled: Settlement) -> Tensor:
         """The coded mean of the part that this rank owns, from all shares, which are used up, and
@@ -179,6 +180,10 @@ class Message:
         mine, size = owners.index(self.me), len(owners)
 
         def share(m: Member) -> Any:
+            if m == self.me:  # it is not sent: it is coded only where bytes are compared
+                if not self._compare:
+                    return collectives.own_part(self.vectors, size, mine)
+                return collectives.share(self.vectors, size, mine)[HEADER.size :]
             if m in owners:
                 return self.shares.pop((m, attempt))[HEADER.size :]
             return collectives.stretch(self._came_early(m)[self._body :], self.spans, mine, size)
@@ -186,10 +191,8 @@ class Message:
         bodies = [share(m) for m in who]
         if self._compare:
             whole = [body for m, body in zip(who, bodies, strict=True) if m in owners]
-            self.alike, self.something = (
-                all(torch.equal(body, whole[0]) for body in whole),
-                bool(whole[0].any()),
-            )
+            self.alike = all(torch.equal(body, whole[0]) for body in whole)
+            self.something = bool(whole[0].any())
         part = collectives.part_of_mean(bodies, self.spans, weights, mine, size)
         self.parts[self.me, attempt] = fill(part, self.expected("part"))
         return self.parts[self.me, attempt]

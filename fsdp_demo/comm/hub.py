@@ -95,7 +95,7 @@ class Hub:
                 socket.close(0)
 
     def other_socket(self, kind: int) -> Any:
-        """A socket for what is not a connection of a line."""
+        """A socket for what is not a connection of a peer group."""
         made = self.context.socket(kind)
         made.linger, made.maxmsgsize = 0, frames.LONGEST
         return made

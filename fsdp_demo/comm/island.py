@@ -49,10 +49,10 @@ class IslandGroup(Ranks):
         )
         if mesh:
             self.copies = topology.group
-        elif position.copies > 1 and position.shards > 1:
-            for shard in range(position.shards):  # every rank makes every group, in one order
+        elif position.num_copies > 1 and position.num_shards > 1:
+            for shard in range(position.num_shards):  # every rank makes every group, in one order
                 group = dist.new_group(
-                    [copy * position.shards + shard for copy in range(position.copies)]
+                    [copy * position.num_shards + shard for copy in range(position.num_copies)]
                 )
                 self.copies = group if shard == position.shard else self.copies
 
@@ -60,9 +60,9 @@ class IslandGroup(Ranks):
         """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the
         CPU).
         """
-        if self.position.copies == 1:
+        if self.position.num_copies == 1:
             return
-        group = self.copies if self.position.shards > 1 else self.group
+        group = self.copies if self.position.num_shards > 1 else self.group
         there = work if dist.get_backend(group) == "gloo" else work.to(self.device)
         dist.broadcast(there, group_src=0, group=group)
         work.copy_(there)
@@ -93,11 +93,11 @@ class IslandGroup(Ranks):
         if across is None and self._on_device():
             return self._clip_there(present, square, limit)
         value = float(square)
-        if self.position.shards > 1:
-            value = self.sum(value)[0] / self.position.copies
+        if self.position.num_shards > 1:
+            value = self.sum(value)[0] / self.position.num_copies
         bad = float(not math.isfinite(value))
         # equal gradients, unless something is wrong with one of them
-        if self.position.shards == 1 and self.position.copies > 1:
+        if self.position.num_shards == 1 and self.position.num_copies > 1:
             bad = self.max(bad)[0]
         if limit is not None:
             factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
@@ -137,7 +137,7 @@ class IslandGroup(Ranks):
         a gradient."""
         if self.device.type == "cpu":
             return False
-        return self.position.shards == 1 or self._reaches_device()
+        return self.position.num_shards == 1 or self._reaches_device()
 
     def _reaches_device(self) -> bool:
         return f"{self.device.type}:" in dist.get_backend_config(self._ranks)
@@ -151,11 +151,11 @@ class IslandGroup(Ranks):
         """Scale by a factor that is not read, to the bits that the host would come to; by 1, which
         changes nothing, where the norm is within the limit; by 0 where it is not finite."""
         square = square.double()
-        if self.position.shards > 1:
+        if self.position.num_shards > 1:
             dist.all_reduce(square, group=self._ranks)
-            square.div_(self.position.copies)
+            square.div_(self.position.num_copies)
         bad = square.isfinite().logical_not().float()
-        if self.position.shards == 1:
+        if self.position.num_shards == 1:
             bad = self._any_there(bad)
         factor = (
             torch.ones_like(square)

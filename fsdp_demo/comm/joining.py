@@ -1,10 +1,11 @@
-"""What a newcomer, its donor and their lines say to each other when an island joins a run under
-way.
+"""What a newcomer, its donor and their peer groups say to each other when an island joins a run
+under way.
 
-The donor hands a `Snapshot` to its line's `Desk` at the end of a step, and from then on a `Tick` of
-each step. The newcomer reads them from its line's `Following`, with the messages that the others
-have agreed on since. How they travel is the line's matter; it has neither desk nor following where
-the members are fixed. What a snapshot holds is said by `exchange/snapshot.py`.
+The donor hands a `Snapshot` to its peer group's `Desk` at the end of a step, and from then on a
+`Tick` of each step. The newcomer reads them from its peer group's `Following`, with the messages
+that the others have agreed on since. How they travel is the peer group's matter; it has neither
+desk nor following where the members are fixed. What a snapshot holds is said by
+`exchange/snapshot.py`.
 
 On a wire everything is a list of uint8 tensors, the first a head in JSON, never pickle. A head says
 how long the rest is; nobody makes room for that before the rank for which it is has compared it
@@ -252,12 +253,12 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
     return ReceivedMessage(headers, bodies, means, slots=tuple(slots))
 
 
-# ---- a line's two sides ------------------------------------------------------------------------
+# ---- a peer group's two sides ------------------------------------------------------------------
 
 
 class Desk(Protocol):
-    """The donor's side of one line, `PeerGroup.desk`. All of it is called in the thread that trains
-    and returns at once.
+    """The donor's side of one peer group, `PeerGroup.desk`. All of it is called in the thread that
+    trains and returns at once.
     """
 
     @property
@@ -325,11 +326,11 @@ class Desk(Protocol):
 
 
 class Following(Protocol):
-    """The newcomer's side of one line, `PeerGroup.following`. What waits raises PeerLost if it will
-    never come.
+    """The newcomer's side of one peer group, `PeerGroup.following`. What waits raises PeerLost if
+    it will never come.
 
-    While it follows, the line's `exchange` and `all_gather` send nothing and give what `arrived`
-    gives.
+    While it follows, the peer group's `exchange` and `all_gather` send nothing and give what
+    `arrived` gives.
     """
 
     @property
@@ -377,7 +378,7 @@ class Following(Protocol):
 
     def caught_up(self, step: int) -> None:
         """This island has taken all ticks and goes on by itself from `step`. On every rank with a
-        line.
+        peer group.
         """
         ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import counted
 from .address import split_address
 from .guests import knock
 from .newcomer import newest
@@ -16,7 +17,7 @@ from .store_client import Asker
 
 
 def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
-    """The members of a run, each with what its first line's door says.
+    """The members of a run, each with what the door of its first peer group says.
 
     Returns:
         `run`, `attempt`; `state` ("nobody has met", "members", "left", "finished"); `epoch`;
@@ -68,7 +69,7 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
 
 def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
     """Whether any of these islands of a run (`at`: below its keys) answers at the door of its first
-    line.
+    peer group.
     """
     import zmq
 
@@ -98,7 +99,7 @@ def text(found: dict[str, Any]) -> str:
     head = f"run {found['run']}, attempt {found['attempt'] or '-'}: {found['state']}"
     if found["epoch"] is None:
         return head
-    lines = [f"{head}; epoch {found['epoch']} of {len(found['members'])} islands"]
+    lines = [f"{head}; epoch {found['epoch']}, {counted(len(found['members']), 'island')}"]
     for one in found["members"]:
         name = f"  island {one['slot']}" + (f" (life {one['life']})" if one["life"] else "")
         if "heard" not in one:
@@ -107,6 +108,7 @@ def text(found: dict[str, Any]) -> str:
         heard = ", ".join(f"{slot} {age:.1f} s ago" for slot, age in sorted(one["heard"].items()))
         guest = f"; {one['joining']} joins" if one.get("joining") else ""
         lines.append(
-            f"{name}: {one['delivered']} messages delivered, heard {heard or 'nobody'}{guest}"
+            f"{name}: {counted(one['delivered'], 'message')} delivered, "
+            f"heard {heard or 'nobody'}{guest}"
         )
     return "\n".join(lines)

@@ -36,11 +36,11 @@ the slowest of the last messages.
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands on the lines.
+    """Where a rank stands in the peer groups.
 
     Attributes:
-        slot: of this island. rank, ranks: this line, and how many an island has. names: of the
-            islands, by slot; who joins adds its own.
+        slot: of this island. rank, ranks: this peer group, and how many an island has. names: of
+            the islands, by slot; who joins adds its own.
         share: ranks of an island that use its link at once. process: this rank, as its launcher
             counts.
     """
@@ -68,7 +68,8 @@ def elastic_peers(
     """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
 
     Args:
-        meeting: of the line: `rank` and `size` are slots; `prefix` is that of all lines.
+        meeting: of the peer group: `rank` and `size` are slots; `prefix` is that of all peer
+            groups.
         open_store: a connection of its own, below the keys of the meeting.
 
     Raises:
@@ -81,9 +82,9 @@ def elastic_peers(
     hub = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
     try:
         members = {slot: Member(slot) for slot in meeting.ranks}
-        at_line = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
-        transport = ZeroMQ(at_line, hub)
-        notes, lanes = (_by_member(transport.open(k), members) for k in ("notes", 0))
+        at_peer_group = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
+        transport = ZeroMQ(at_peer_group, hub)
+        notes, connections = (_by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(hub, meeting, place, members[place.slot])
         peers = ElasticPeerGroup(
             members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share
@@ -100,7 +101,7 @@ def elastic_peers(
             peers,
         )
         start.member(
-            first_record(members.values()), notes, {m: [wire] for m, wire in lanes.items()}
+            first_record(members.values()), notes, {m: [wire] for m, wire in connections.items()}
         )
     except BaseException:
         hub.close(0)
@@ -114,7 +115,7 @@ def elastic_peers(
     return peers
 
 
-def newcomer_line(
+def newcomer_peers(
     meeting: Meeting,
     place: Place,
     life: int,
@@ -123,7 +124,8 @@ def newcomer_line(
     dead: float,
     min_continue: int = 1,
 ) -> ElasticPeerGroup:
-    """Join a run under way: the line of a newcomer, which follows its donor until it takes part.
+    """Join a run under way: the peer group of a newcomer, which follows its donor until it takes
+    part.
 
     Args:
         meeting: as for `elastic_peers`. life: how often the slot was started before.
@@ -135,10 +137,8 @@ def newcomer_line(
     from .curve import Keys
     from .hub import Hub
 
-    hub, me = (
-        Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None),
-        Member(place.slot, life),
-    )
+    hub = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
+    me = Member(place.slot, life)
     labels, name = place.label, place.names[place.slot]
     try:
         siblings = _siblings(hub, meeting, place, me)
@@ -155,7 +155,7 @@ def newcomer_line(
             start.member(
                 record,
                 {r.member: r.wires["notes"] for r in reached},
-                {r.member: r.lanes for r in reached},
+                {r.member: r.connections for r in reached},
             )
             start.open_door()
 
@@ -170,7 +170,7 @@ def newcomer_line(
 
 
 def _siblings(hub: Any, meeting: Meeting, place: Place, me: Member) -> dict[int, Any]:
-    """Connections to the other ranks of this island that have a line, by line."""
+    """Connections to the other ranks of this island that have a peer group, by peer group."""
     from .zeromq import ZeroMQ
 
     if place.ranks == 1:
@@ -198,20 +198,22 @@ class Starter:
         min_continue: int,
         peers: ElasticPeerGroup,
     ):
-        self._hub, self._meeting, self._place, self._me, self._siblings = (
-            hub,
-            meeting,
-            place,
-            me,
-            siblings,
-        )
+        self._hub = hub
+        self._meeting = meeting
+        self._place = place
+        self._me = me
+        self._siblings = siblings
         self._open_store, self._dead, self._min, self._peers = open_store, dead, min_continue, peers
         self._guests: Guests | None = None
 
     def member(
-        self, record: Record, notes: Mapping[Member, Any], lanes: Mapping[Member, Sequence[Any]]
+        self,
+        record: Record,
+        notes: Mapping[Member, Any],
+        connections: Mapping[Member, Sequence[Any]],
     ) -> None:
-        """This rank takes part in `record`, over these connections; the line has its driver."""
+        """This rank takes part in `record`, over these connections; the peer group has its
+        driver."""
         meeting, place = self._meeting, self._place
         driver: list[Driver] = []
         guests = self._guests = Guests(
@@ -220,17 +222,19 @@ class Starter:
             self._me,
             place.rank,
             meeting.address,
-            lambda: max((len(w) for w in driver[0].lanes.values()), default=1) if driver else 1,
+            lambda: (
+                max((len(w) for w in driver[0].connections.values()), default=1) if driver else 1
+            ),
             lambda who: driver[0].busy(who) if driver else "it starts",
             lambda: driver[0].status() if driver else {"silent": True},
             place.names,
         )
         notes = {m: wire for m, wire in notes.items() if m in record.members}
-        lanes = {m: wires for m, wires in lanes.items() if m in record.members}
+        connections = {m: wires for m, wires in connections.items() if m in record.members}
         signs = Signs(
             self._hub,
             notes,
-            lanes,
+            connections,
             self._siblings,
             self._dead,
             meeting.timeout,
@@ -249,7 +253,7 @@ class Starter:
                 guests,
             )
         )
-        self._peers.drive(driver[0], max((len(w) for w in lanes.values()), default=1))
+        self._peers.drive(driver[0], max((len(w) for w in connections.values()), default=1))
 
     def open_door(self) -> None:
         """Others may knock at this member's door, where it can be reached."""

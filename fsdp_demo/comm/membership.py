@@ -31,11 +31,11 @@ class Rank:
             are kept (K10).
         record: of the epoch it is in, without what is needed once.
         state: a frozen rank receives nothing; an expelled one or one that left does nothing.
-        lost: peers that it does not hear on its line in this view.
+        lost: peers that it does not hear in its peer group in this view.
         next: the first message that it has not launched. reported: the same when it froze.
         landed: all messages below it are delivered here. freed: all below it are stable and freed.
-        heard: how far each member has landed on this line, as far as this rank knows; in the order
-            of `record.members`.
+        heard: how far each member has landed in this peer group, as far as this rank knows; in the
+            order of `record.members`.
         open: what is kept, by number.
         ballots: votes of this view and of later ones that this rank has not adopted yet (K24).
     """
@@ -193,8 +193,8 @@ class Rank:
         return ballot.view >= self.record.view
 
     def _agreed(self, n: int) -> bool:
-        """Whether all ranks of the island hold n as it is settled in this view. No line acts for
-        itself (K3).
+        """Whether all ranks of the island hold n as it is settled in this view. No peer group acts
+        for itself (K3).
         """
         return all(Ballot(n, r, self.record.view) in self.ballots for r in range(self.ranks))
 
@@ -237,7 +237,7 @@ class Rank:
         return rank._freed_below(rank._stable())
 
     def _stable(self) -> int:
-        """All members have delivered every message below it, on this line (K9, K10)."""
+        """All members have delivered every message below it, in this peer group (K9, K10)."""
         return min(
             [
                 self.landed,
@@ -255,7 +255,7 @@ class Rank:
     # ---- a change of members -------------------------------------------------------------------
 
     def _peer_lost(self, event: moves.PeerLost) -> tuple[Rank, Actions]:
-        """One reason is enough, on one line: the line is the judge of life (K17)."""
+        """One reason is enough, in one peer group: the peer group is the judge of life (K17)."""
         if (
             event.member not in self.record.members
             or event.member == self.me
@@ -365,7 +365,7 @@ class Rank:
 
     def _forwards(self, record: Record) -> list[Action]:
         kinds = {e.n: e.kind for e in self.open}
-        mine = [f for f in record.forwards if (f.line, f.sender) == (self.rank, self.me)]
+        mine = [f for f in record.forwards if (f.peer_group, f.sender) == (self.rank, self.me)]
         return [self._send(f.n, kinds[f.n], f.piece, f.to) for f in mine]
 
     # ---- planned changes -----------------------------------------------------------------------
@@ -397,8 +397,8 @@ class Rank:
 
     def _leave(self, event: moves.Leave) -> tuple[Rank, Actions]:
         """The others hear it as `PeerLost` without waiting for a timer. What they hold of this
-        island on every line counts, and so does what it has sent ahead of a message that it has
-        not launched (K21)."""
+        island in every peer group counts, and so does what it has sent ahead of a message that it
+        has not launched (K21)."""
         return replace(self, state="left", open=(), ballots=frozenset()), (
             moves.Freeze(self.record.view),
         )

@@ -28,8 +28,8 @@ class Launched:
 
 @dataclass(frozen=True)
 class Received:
-    """A frame from a peer on this line, whole and checked: a refusal (checksum, bounds, not finite)
-    happens before it.
+    """A frame from a peer in this peer group, whole and checked: a refusal (checksum, bounds, not
+    finite) happens before it.
     """
 
     view: int
@@ -43,7 +43,7 @@ class Received:
 
 @dataclass(frozen=True)
 class LandedHeard:
-    """A beat of a peer on this line: it has delivered all messages below `landed`."""
+    """A beat of a peer in this peer group: it has delivered all messages below `landed`."""
 
     view: int
     member: Member
@@ -60,7 +60,7 @@ class Voted:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """Nothing more is expected from a peer on this line; or it has said that it leaves."""
+    """Nothing more is expected from a peer in this peer group; or it has said that it leaves."""
 
     member: Member
 
@@ -100,7 +100,7 @@ class JoinPlanned:
 
 @dataclass(frozen=True)
 class Leave:
-    """This island goes. What it launched before reached every line first (K21)."""
+    """This island goes. What it launched before reached every peer group first (K21)."""
 
 
 Event = (
@@ -121,9 +121,9 @@ Event = (
 
 @dataclass(frozen=True)
 class Send:
-    """Send a piece of message n to these members on this line. A share or part is cut or computed
-    by the driver, from the kept vector and the shares that came (with attempt `piece.attempt`);
-    another attempt than the last is a repeat (K6, K23)."""
+    """Send a piece of message n to these members in this peer group. A share or part is cut or
+    computed by the driver, from the kept vector and the shares that came (with attempt
+    `piece.attempt`); another attempt than the last is a repeat (K6, K23)."""
 
     view: int
     epoch: int
@@ -144,9 +144,9 @@ class CastVote:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Message n is complete on every line of the island: hand it to the clock of its channels. It
-    comes once for each n, in any order (K11), and is never undone (K22). `pieces`: what the
-    result is made of."""
+    """Message n is complete in every peer group of the island: hand it to the clock of its
+    channels. It comes once for each n, in any order (K11), and is never undone (K22). `pieces`:
+    what the result is made of."""
 
     n: int
     contributors: tuple[Member, ...]
@@ -171,7 +171,8 @@ class SealAllowed:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Tell the peers on this line and the other ranks of this island: this view is frozen here."""
+    """Tell the peers in this peer group and the other ranks of this island: this view is frozen
+    here."""
 
     view: int
 

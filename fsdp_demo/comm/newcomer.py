@@ -22,7 +22,7 @@ from .collectives import ReceivedMessage
 from .coming import Coming
 from .epochs import Member, Record
 from .frames import LONGEST
-from .guests import LEAST, WIRES, connections, greeting, knock
+from .guests import LEAST, WIRES, connection_names, greeting, knock
 from .header import WITHIN
 from .hub import Hub
 from .joining import LONGEST as LONGEST_HEAD
@@ -45,13 +45,13 @@ class Reached:
 
     member: Member
     wires: dict[str, Wire]
-    lanes: list[Wire]
+    connections: list[Wire]
     until: float = field(default_factory=lambda: time.monotonic() + TO_CONNECT)
 
     @property
     def every(self) -> list[Wire]:
         """All connections."""
-        return [*self.wires.values(), *self.lanes]
+        return [*self.wires.values(), *self.connections]
 
     @property
     def met(self) -> bool:
@@ -85,21 +85,21 @@ def reach(
     at: Asker,
     prefix: str,
     me: Member,
-    line: int,
+    peer_group: int,
     name: str,
     labels: Callable[[int], str],
     seconds: float,
 ) -> list[Reached]:
-    """Connections to this line of all members of the newest record, which is read anew as long as
-    somebody is busy.
+    """Connections to this peer group of all members of the newest record, which is read anew as
+    long as somebody is busy.
 
     Raises:
         PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
     key = f"in/{me.slot}.{me.incarnation}"
-    # two islands that come at once would each be let in on some lines only
-    while line and not at.peek(key):
+    # two islands that come at once would each be let into some peer groups only
+    while peer_group and not at.peek(key):
         if time.monotonic() > end:
             raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
         time.sleep(AGAIN / 5)
@@ -124,16 +124,16 @@ def reach(
                 "run": prefix,
                 "slot": me.slot,
                 "life": me.incarnation,
-                "line": line,
+                "line": peer_group,
                 "name": name,
             }
-            answer = _ask(hub, at, m, line, request)
+            answer = _ask(hub, at, m, peer_group, request)
             if "refused" in answer:
                 raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
             if "ports" not in answer:
                 why = f"{labels(m.slot)}: {answer['later']}"
                 break
-            reached[m] = _dial(hub, prefix, me, m, line, answer)
+            reached[m] = _dial(hub, prefix, me, m, peer_group, answer)
         found = [reached[m] for m in members if m in reached]
         _drive(hub, found)
         if members and len(found) == len(members) and all(r.met for r in found) and not still:
@@ -156,8 +156,10 @@ def _drive(hub: Hub, reached: Sequence[Reached]) -> None:
             time.sleep(left)
 
 
-def _ask(hub: Hub, at: Asker, member: Member, line: int, request: dict[str, Any]) -> dict[str, Any]:
-    text = at.peek(f"door/{member.slot}.{member.incarnation}.{line}")
+def _ask(
+    hub: Hub, at: Asker, member: Member, peer_group: int, request: dict[str, Any]
+) -> dict[str, Any]:
+    text = at.peek(f"door/{member.slot}.{member.incarnation}.{peer_group}")
     if not text:
         return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
     host, _, port = text.rpartition(":")
@@ -170,24 +172,26 @@ def _ask(hub: Hub, at: Asker, member: Member, line: int, request: dict[str, Any]
 
 
 def _dial(
-    hub: Hub, prefix: str, me: Member, member: Member, line: int, answer: dict[str, Any]
+    hub: Hub, prefix: str, me: Member, member: Member, peer_group: int, answer: dict[str, Any]
 ) -> Reached:
     wires = {}
-    for k, port in zip(connections(int(answer["lanes"])), answer["ports"], strict=True):
+    for k, port in zip(connection_names(int(answer["lanes"])), answer["ports"], strict=True):
         wire = hub.add(0, False)
         wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
-        wire.greet(greeting(prefix, line, k, me, member), greeting(prefix, line, k, member, me))
+        wire.greet(
+            greeting(prefix, peer_group, k, me, member), greeting(prefix, peer_group, k, member, me)
+        )
         wires[k] = wire
-    lanes = [wires.pop(k) for k in list(wires) if k not in WIRES]
-    return Reached(member, wires, lanes)
+    connections = [wires.pop(k) for k in list(wires) if k not in WIRES]
+    return Reached(member, wires, connections)
 
 
 class Follow:
-    """`joining.Following` of one line.
+    """`joining.Following` of one peer group.
 
     Args:
         hub: of all connections. donor: whom this island follows. first: this is the island's first
-            line.
+            peer group.
         become: makes this rank a member, given the record that names it.
         at: the store, below the keys of the run.
 
@@ -207,15 +211,13 @@ class Follow:
         who: str,
         become: Callable[[Record], None],
     ):
-        self._hub, self._donor, self._first, self._at, self._me, self._who, self._become = (
-            hub,
-            donor,
-            first,
-            at,
-            me,
-            who,
-            become,
-        )
+        self._hub = hub
+        self._donor = donor
+        self._first = first
+        self._at = at
+        self._me = me
+        self._who = who
+        self._become = become
         self._ticks, self._messages = (
             spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages")
         )

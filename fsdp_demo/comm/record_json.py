@@ -2,8 +2,8 @@
 
 A record names each member once, in "who" (sorted), and after that by its place there. A set of them
 is a number in hexadecimal digits whose bits are those places: sets are sorted in every record.
-Forwards of one message on one line stand together. So the record of 64 islands of 64 ranks with
-four open messages, of which all pieces must be forwarded, stays below the bound of the store
+Forwards of one message in one peer group stand together. So the record of 64 islands of 64 ranks
+with four open messages, of which all pieces must be forwarded, stays below the bound of the store
 (`stores.LARGEST`).
 """
 
@@ -41,8 +41,10 @@ def record_text(record: Record) -> str:
             ],
             "pieces": [[p.what, at[p.of], p.attempt] for p in pieces],
             "forwards": [
-                [n, line, [[piece_at[f.piece], at[f.sender], _bits(f.to, at)] for f in found]]
-                for (n, line), found in groupby(record.forwards, lambda f: (f.n, f.line))
+                [n, peer_group, [[piece_at[f.piece], at[f.sender], _bits(f.to, at)] for f in found]]
+                for (n, peer_group), found in groupby(
+                    record.forwards, lambda f: (f.n, f.peer_group)
+                )
             ],
             "stable": record.stable,
             "history": record.history,
@@ -73,9 +75,13 @@ def read_record(text: str) -> Record:
             ),
             forwards=tuple(
                 Forward(
-                    int(line), int(n), _one(piece, pieces), _one(sender, who), _several(to, who)
+                    int(peer_group),
+                    int(n),
+                    _one(piece, pieces),
+                    _one(sender, who),
+                    _several(to, who),
                 )
-                for n, line, rows in found["forwards"]
+                for n, peer_group, rows in found["forwards"]
                 for piece, sender, to in rows
             ),
             stable=int(found["stable"]),

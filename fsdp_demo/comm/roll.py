@@ -17,10 +17,10 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import PeerLost, see
+from ..errors import PeerLost, counted, see
 from .store_client import Asker
 
 log = logging.getLogger("fsdp_demo")
@@ -28,6 +28,10 @@ log = logging.getLogger("fsdp_demo")
 LOOK = 0.1  # seconds between two looks
 
 FIELDS: dict[str, type] = {"name": str, "host": str, "count": int, "slots": int, "least": int}
+
+
+class Unlike(ValueError):
+    """Another island has another number of islands."""
 
 
 class Caller(Protocol):
@@ -50,13 +54,25 @@ class Called(NamedTuple):
     late: bool
 
 
-def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> Called | None:
+def _somebody(islands: Sequence[int]) -> bool:
+    return True
+
+
+def call(
+    at: Asker,
+    place: Caller,
+    late: bool,
+    beat: float,
+    silence: float,
+    lives: Callable[[Sequence[int]], bool] = _somebody,
+) -> Called | None:
     """Wait until it is known who begins, and, on an island that does not, until they have begun.
 
     Args:
         at: the store, below the keys of the attempt. late: the run is under way already.
         beat: seconds between two beats, which are made here meanwhile. silence: seconds without one
             after which an island is gone.
+        lives: whether any of these islands lives.
 
     Returns:
         None: the attempt has ended meanwhile; there is a place in the next.
@@ -66,6 +82,8 @@ def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> C
         PeerLost: too few came within `timeout`, or the run has not begun by then.
     """
     roll = _Roll(at, place, beat, silence)
+    if roll.of_an_earlier_start(late, lives):
+        return None
     said = {
         "name": place.name,
         "host": socket.gethostname(),
@@ -75,9 +93,8 @@ def call(at: Asker, place: Caller, late: bool, beat: float, silence: float) -> C
     }
     at.set(f"came/{place.island}", json.dumps(said))
     expected = place.island < place.count
-    for i in range(place.islands):
-        if i != place.island and at.check([f"came/{i}"]):
-            roll.hear(i, begins=expected and not late)
+    for i in roll.came():
+        roll.hear(i, begins=expected and not late)
     if late:
         return Called(roll.decided() or roll.everyone, True)
     if expected:
@@ -143,6 +160,30 @@ class _Roll:
         """See `decided`."""
         return decided(self._at, self._place.count)
 
+    def came(self) -> list[int]:
+        """The other islands that have said something of themselves, whether they live or not."""
+        others = (i for i in range(self._place.islands) if i != self._place.island)
+        return [i for i in others if self._at.check([f"came/{i}"])]
+
+    def of_an_earlier_start(self, late: bool, lives: Callable[[Sequence[int]], bool]) -> bool:
+        """Whether who has come has other numbers and is gone: a start with those numbers is over,
+        and this one belongs to the next attempt. Asked before this island says anything of itself:
+        an island that lives would refuse it, and be gone, too.
+        """
+        came = self.came()
+        try:
+            for i in came:
+                self.hear(i, begins=self._place.island < self._place.count and not late)
+        except Unlike as error:
+            if lives(came):
+                return False  # they hear of each other, and all are refused
+            log.info(
+                "%s; but none of the islands that came before lives: that attempt has ended", error
+            )
+            self._at.compare_set("ended", "", str(self._place.island))
+            return True
+        return False
+
     def hear(self, i: int, begins: bool = True) -> None:
         """What island i says of itself, compared with this one."""
         other, p = self._at.note(f"came/{i}", f"island {i}", FIELDS), self._place
@@ -156,9 +197,7 @@ class _Roll:
         for variable, theirs, mine in numbers:
             if theirs != mine:
                 both = f"{variable}={theirs}, {p.name} has {mine}"
-                raise ValueError(
-                    f"island {i} ({other['name']}) has {both}: set one number everywhere"
-                )
+                raise Unlike(f"island {i} ({other['name']}) has {both}: set one number everywhere")
 
     def wait(self) -> tuple[int, ...] | None:
         """The islands that begin; None where the attempt has ended."""
@@ -236,8 +275,8 @@ class _Roll:
         )
         missing = ", ".join(str(i) for i in self.everyone if i not in here)
         return (
-            f"waited {p.timeout:g} s for {p.count} islands, at least ISLAND_MIN={p.suffice}, at "
-            f"{p.endpoint}, run {p.run!r}: came {came}; "
+            f"waited {p.timeout:g} s for {counted(p.count, 'island')}, at least "
+            f"ISLAND_MIN={p.suffice}, at {p.endpoint}, run {p.run!r}: came {came}; "
             f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or "
             "raise ISLAND_TIMEOUT"
             f"{see('missing-islands')}"

@@ -38,7 +38,7 @@ def expected(record: Record, reports: Iterable[Report]) -> frozenset[Member]:
 
 
 def mutual(reports: Reports) -> frozenset[frozenset[Member]]:
-    """Pairs that hear each other both ways on every line (K15)."""
+    """Pairs that hear each other both ways in every peer group (K15)."""
     hears = {m: frozenset.intersection(*(r.heard for r in own)) for m, own in reports.items()}
     return frozenset(
         frozenset((a, b))
@@ -147,16 +147,19 @@ def _settle(
     """How one message goes on. A later settlement never has more contributors than an earlier one.
 
     Delivered by a member: as it was; all ranks of that member hold it, even where one has freed it.
-    gather: the members, and of those lost whoever's body some member holds on every line. reduce,
-    mixed: as it was, if the members together have all of it on every line (K7, K8); else again,
-    among the members (K6). all: with what was given early, if some member holds it on every line
-    (K21).
+    gather: the members, and of those lost whoever's body some member holds in every peer group.
+        reduce,
+    mixed: as it was, if the members together have all of it in every peer group (K7, K8); else
+    again, among the members (K6). all: with what was given early, if some member holds it in every
+    peer group (K21).
     """
     delivered = any(h.delivered for h in held.values())
-    lines = {line for line, _ in held}
+    peer_groups = {peer_group for peer_group, _ in held}
     union = {
-        line: frozenset().union(*(h.pieces for (at, _), h in held.items() if at == line))
-        for line in lines
+        peer_group: frozenset().union(
+            *(h.pieces for (at, _), h in held.items() if at == peer_group)
+        )
+        for peer_group in peer_groups
     }
     if delivered or (kind != "gather" and all(needed(kind, old) <= u for u in union.values())):
         return (
@@ -189,15 +192,15 @@ def _forwards(
     repeat. Nor is the body of a member that has not launched yet."""
     wanted = {p for p in needed(kind, settlement) if not (p.what == "part" and p.attempt == epoch)}
     found = []
-    for line in sorted({line for line, _ in held}):
-        at = {m: held[line, m] for m in members}
+    for peer_group in sorted({peer_group for peer_group, _ in held}):
+        at = {m: held[peer_group, m] for m in members}
         for piece in sorted(wanted):
             holders = [m for m in members if piece in at[m].pieces]
             to = tuple(m for m in members if not at[m].delivered and piece not in at[m].pieces)
             if holders and to:
                 found.append(
                     Forward(
-                        line,
+                        peer_group,
                         settlement.n,
                         piece,
                         piece.of if piece.of in holders else holders[0],

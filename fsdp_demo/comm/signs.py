@@ -32,8 +32,9 @@ class Signs:
 
     Args:
         hub: of all connections.
-        notes: for each other member the connection for short words; lanes: those for messages.
-            siblings: for each other rank of this island that has a line, by its number.
+        notes: for each other member the connection for short words; connections: those for
+            messages. siblings: for each other rank of this island that has a peer group, by its
+            number.
         dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
         patience: seconds without progress, given how long the last messages took.
 
@@ -48,18 +49,16 @@ class Signs:
         self,
         hub: Hub,
         notes: Mapping[Member, Wire],
-        lanes: Mapping[Member, Sequence[Wire]],
+        connections: Mapping[Member, Sequence[Wire]],
         siblings: Mapping[int, Wire],
         dead: float,
         meeting: float,
         patience: Callable[[Sequence[float]], float],
     ):
         self._hub, self.dead, self.meeting, self._patience = hub, dead, meeting, patience
-        self.notes, self.lanes, self.siblings = (
-            dict(notes),
-            {m: list(w) for m, w in lanes.items()},
-            dict(siblings),
-        )
+        self.notes = dict(notes)
+        self.connections = {m: list(w) for m, w in connections.items()}
+        self.siblings = dict(siblings)
         self.began: dict[int, float] = {}
         self.rounds: deque[float] = deque(maxlen=50)
         self.next_of: dict[Member, int] = {}
@@ -73,7 +72,7 @@ class Signs:
         return [
             *self.notes.values(),
             *self.siblings.values(),
-            *(w for wires in self.lanes.values() for w in wires),
+            *(w for wires in self.connections.values() for w in wires),
         ]
 
     def say(self, word: list[Any], wires: Iterable[Wire]) -> None:
@@ -93,7 +92,9 @@ class Signs:
         kernel has received counts, and a sign that waits behind a long piece is not needed."""
         if now - self._signed > self.dead / 5:
             self._signed = now
-            self.say(["sign"], [w for wires in self.lanes.values() for w in wires if not w.waiting])
+            self.say(
+                ["sign"], [w for wires in self.connections.values() for w in wires if not w.waiting]
+            )
         half, standing = max(self.dead / 2, 4 * BEAT), dict[Wire, float]()
         for member in self.notes:
             stood = {w: seconds for w in self._of(member) if (seconds := w.stood) is not None}
@@ -103,16 +104,16 @@ class Signs:
                 }
         self._standing = standing
 
-    def admit(self, member: Member, notes: Wire, lanes: list[Wire], now: float) -> None:
+    def admit(self, member: Member, notes: Wire, connections: list[Wire], now: float) -> None:
         """A peer more."""
-        self.notes[member], self.lanes[member] = notes, lanes
-        for wire in [notes, *lanes]:
+        self.notes[member], self.connections[member] = notes, connections
+        for wire in [notes, *connections]:
             wire.heard_at = now
 
     def drop(self, member: Member) -> None:
         """A peer less."""
         self._ended.pop(member, None)
-        for wire in [self.notes.pop(member), *self.lanes.pop(member, [])]:
+        for wire in [self.notes.pop(member), *self.connections.pop(member, [])]:
             wire.close(0)
 
     def forgive(self, now: float) -> None:
@@ -169,7 +170,7 @@ class Signs:
         return why if now >= self._ended.setdefault(member, now + SOON) else ""
 
     def _of(self, member: Member) -> list[Wire]:
-        return [self.notes[member], *self.lanes.get(member, [])]
+        return [self.notes[member], *self.connections.get(member, [])]
 
     def _heard_at(self, member: Member) -> float:
         return max(w.heard_at for w in self._of(member))

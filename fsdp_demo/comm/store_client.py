@@ -43,13 +43,11 @@ class Asker:
     """
 
     def __init__(self, store: Any, where: str, deadline: float):
-        self._store, self._where, self.deadline, self.prefix, self.absent = (
-            store,
-            where,
-            deadline,
-            "",
-            math.inf,
-        )
+        self._store = store
+        self._where = where
+        self.deadline = deadline
+        self.prefix = ""
+        self.absent = math.inf
 
     @property
     def store(self) -> Any:

@@ -97,12 +97,10 @@ class Client:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid, self._lock, self._id, self._number = (
-            os.getpid(),
-            threading.Lock(),
-            secrets.token_hex(16).encode(),
-            0,
-        )
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._id = secrets.token_hex(16).encode()
+        self._number = 0
         self._redis: Any = None
         self._patience = 0.0
         self.known = b""

@@ -71,11 +71,9 @@ class Connection:
 
     def __init__(self, context: Any, address: str, token: str):
         self._socket = context.socket(zmq.DEALER)
-        self._socket.linger, self._socket.reconnect_ivl, self._socket.maxmsgsize = (
-            0,
-            -1,
-            LARGEST_MESSAGE,
-        )
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = -1
+        self._socket.maxmsgsize = LARGEST_MESSAGE
         self._socket.ipv6 = "[" in address
         if token:
             _keys(token).connect(self._socket)
@@ -135,6 +133,8 @@ class Client:
 
     def __init__(self, endpoint: str, token: str):
         where = split_endpoint(endpoint)
+        if token:
+            _keys(token)  # refused here, before there is a socket to close
         self._where, self._token = endpoint, token
         self._address = (
             f"tcp://[{where.host}]:{where.port}"
@@ -144,12 +144,10 @@ class Client:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid, self._lock, self._id, self._number = (
-            os.getpid(),
-            threading.Lock(),
-            secrets.token_bytes(16),
-            0,
-        )
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._id = secrets.token_bytes(16)
+        self._number = 0
         self._context: Any = zmq.Context()
         self._connection: Connection | None = None
         self.known: Identity | None = None
@@ -208,11 +206,9 @@ class Client:
 
     def _answer(self, question: bytes, end: float, seconds: float, absent: float) -> Answer:
         """Ask until there is an answer."""
-        give_up, patience, why = (
-            time.monotonic() + absent,
-            FIRST,
-            "" if self.known else " (it hangs, or another program listens there)",
-        )
+        give_up = time.monotonic() + absent
+        patience = FIRST
+        why = "" if self.known else " (it hangs, or another program listens there)"
         while (left := end - time.monotonic()) > 0:
             if self._connection is None:
                 self._connection = Connection(self._context, self._address, self._token)
@@ -270,15 +266,17 @@ class Client:
         if os.getpid() == self._pid and not self._context.closed:
             with self._lock:
                 self._drop()
-                self._context.term()
+                self._context.destroy(0)  # term() would wait for a socket that is left over
 
     def __del__(self) -> None:
-        with suppress(Exception):
+        try:  # not `suppress`, which may be gone when the interpreter ends
             if os.getpid() == self._pid and not self._context.closed:
                 # garbage together with this: the context does not know its socket any more, and
                 # would wait for it for ever
                 self._drop()
                 self._context.destroy(0)
+        except Exception:
+            pass
 
 
 class ZeroMQStore(BoundedStore):

@@ -72,24 +72,27 @@ class Streams:
     """All pieces that one rank waits for.
 
     Args:
-        lanes: the connections for messages to each peer. refused: called with a peer and a reason,
-            when what it sends is damaged.
+        connections: the connections for messages to each peer. refused: called with a peer and a
+            reason, when what it sends is damaged.
         labels: how errors name an island, by slot.
     """
 
     def __init__(
         self,
         hub: Hub,
-        lanes: Mapping[Member, Sequence[Wire]],
+        connections: Mapping[Member, Sequence[Wire]],
         refused: Callable[[Member, str], None],
         labels: Callable[[int], str] = str,
     ):
-        self._hub, self._lanes, self._refused, self._labels = hub, lanes, refused, labels
+        self._hub = hub
+        self._connections = connections
+        self._refused = refused
+        self._labels = labels
         self._waiting: dict[tuple[int, Piece], Stream] = {}
 
     def send(self, message: Message | Early, piece: Piece, data: Tensor, to: Member) -> None:
         """Hand a piece to the connections to one peer."""
-        wires, touched = self._lanes[to][: message.lanes], []
+        wires, touched = self._connections[to][: message.num_connections], []
         with self._hub.changed:
             for i, part in enumerate(data.split(LARGEST)):
                 wire = wires[i % len(wires)]
@@ -106,16 +109,14 @@ class Streams:
         owners: tuple[Member, ...] = (),
     ) -> None:
         """Make room for the first megabyte of a piece, unless it is waited for already."""
-        if (message.n, piece) in self._waiting or sender not in self._lanes:
+        if (message.n, piece) in self._waiting or sender not in self._connections:
             return
         stream = self._waiting[message.n, piece] = Stream(message, piece, sender, owners)
         self._post(stream, [stream.data], 0)
 
     def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
-        wires, number = (
-            self._lanes[stream.sender][: stream.message.lanes],
-            _number(stream.message.n, stream.piece),
-        )
+        wires = self._connections[stream.sender][: stream.message.num_connections]
+        number = _number(stream.message.n, stream.piece)
         for i, room in enumerate(rooms, first):
             wire, moving = wires[i % len(wires)], Moving(self._hub, room)
             with self._hub.changed:

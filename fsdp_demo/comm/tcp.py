@@ -7,6 +7,8 @@ import fcntl
 import socket as sockets
 import struct
 import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _TCP_INFO: int = getattr(sockets, "TCP_INFO", -1)  # Linux has it
@@ -34,22 +36,35 @@ def keep_alive(socket: Any) -> None:
     socket.tcp_keepalive_cnt = QUIET // NAT
 
 
+def gather(descriptor: int, size: int) -> bool:
+    """Let a TCP connection wake its reader only when `size` bytes are there (or it has closed); 1:
+    at once, also for what is there already. Whether the kernel does so. At 100 Mbit/s a reader is
+    else woken for every packet."""
+    with suppress(OSError), _connection(descriptor) as made:
+        made.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, size)
+        return True
+    return False
+
+
 def stood(descriptor: int) -> float | None:
     """Seconds for which nothing has come on a TCP connection; 0 while something waits to be read. A
     piece that comes slowly counts as it comes, long before ZeroMQ gives it out. None where the
     kernel does not say: no Linux, or the connection has closed."""
-    if _TCP_INFO < 0 or descriptor < 0:
-        return None
-    try:
-        made = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, descriptor)
-    except OSError:
-        return None
-    try:
+    with suppress(OSError, struct.error), _connection(descriptor) as made:
         unread = array.array("i", [0])
         fcntl.ioctl(descriptor, termios.FIONREAD, unread)
         info = made.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _LAST_DATA.size)
         return 0.0 if unread[0] else float(_LAST_DATA.unpack(info)[0]) / 1e3
-    except (OSError, struct.error):
-        return None
+    return None
+
+
+@contextmanager
+def _connection(descriptor: int) -> Iterator[sockets.socket]:
+    """A connection of ZeroMQ's, for questions to the kernel; OSError where there is none."""
+    if _TCP_INFO < 0 or descriptor < 0:
+        raise OSError("the kernel has no such connection, or does not tell")
+    made = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, descriptor)
+    try:
+        yield made
     finally:
         made.detach()  # it is ZeroMQ's

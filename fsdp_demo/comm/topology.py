@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import PeerLost, StoreSilent, see
+from ..errors import PeerLost, StoreSilent, counted, renamed, see
 from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
@@ -42,25 +42,35 @@ name server for every address that connects, and a name server that does not ans
 # how often this process joined a run: every attach gets keys of its own
 _epochs: Counter[tuple[str, str]] = Counter()
 
+OLD_NAMES = {"shards": "num_shards", "copies": "num_copies"}
+
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """A rank's place inside its island: shard of `shards`, copy of `copies`."""
+    """A rank's place inside its island: shard of `num_shards`, copy of `num_copies`.
 
-    shards: int = 1
+    Checkpoints, and what islands tell each other, name the two numbers "shards" and "copies".
+    """
+
+    num_shards: int = 1
     shard: int = 0
-    copies: int = 1
+    num_copies: int = 1
     copy: int = 0
+
+    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise renamed("ShardPosition", name, OLD_NAMES)
 
     @property
     def form(self) -> str:
         """How the island holds the model: `2 shards x 1 copy`."""
-        return form(self.shards, self.copies)
+        return form(self.num_shards, self.num_copies)
 
 
 def form(shards: int, copies: int) -> str:
     """`1 shard x 2 copies`."""
-    return f"{shards} shard{'s' * (shards != 1)} x {copies} {'copy' if copies == 1 else 'copies'}"
+    return f"{counted(shards, 'shard')} x {counted(copies, 'copy', 'copies')}"
 
 
 @dataclass
@@ -156,7 +166,7 @@ class Topology:
         common |= {
             "address": env.get("ISLAND_ADDRESS", ""),
             "transport": transport,
-            "token": env.get("ISLAND_TOKEN", ""),
+            "token": environment.token(env),
         }
         return cls(
             "islands",
@@ -224,13 +234,13 @@ class Topology:
         """
         if self.kind == "single":
             environment.say_single(self._meant, self.rank)
-            return PeerGroup(None, 0, 1, [self.name], self.timeout), position.copies
+            return PeerGroup(None, 0, 1, [self.name], self.timeout), position.num_copies
         link = Link.from_env()
         if self.kind == "mesh":
             names = [f"island{i}" for i in range(self.islands)]
             return PeerGroup(
                 self.peer_group, self.island, self.islands, names, self.timeout, link, self.world
-            ), position.copies
+            ), position.num_copies
         try:
             store = self._connect()
             if self._late:
@@ -261,7 +271,7 @@ class Topology:
             names,
             self.timeout,
             link,
-            position.shards * active_copies,
+            position.num_shards * active_copies,
         )
         try:
             peers.widen(open_group)
@@ -298,7 +308,7 @@ class Topology:
         self, store: Asker, position: ShardPosition, link: Link | None
     ) -> tuple[PeerGroup | None, int]:
         """`join` of an island that comes when the run is under way."""
-        from .meet import newcomer_line
+        from .meet import newcomer_peers
 
         key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
         mine = self._announcement(position)
@@ -310,10 +320,11 @@ class Topology:
                 )
         self._compare({i: info for i, info in infos.items() if i != self.island}, position)
         active_copies = min(info["copies"] for info in infos.values())
-        if position.copies < active_copies:
+        if position.num_copies < active_copies:
             raise ValueError(
-                f"{self.name} holds the model in {position.copies} copies, the run goes on in "
-                f"{active_copies}: start it with as many"
+                f"{self.name} holds the model in "
+                f"{counted(position.num_copies, 'copy', 'copies')}, "
+                f"the run goes on in {active_copies}: start it with as many"
             )
         store.set(key.format(self.island), json.dumps(mine))
         store.deadline = self.question
@@ -323,7 +334,7 @@ class Topology:
             store, position, active_copies, self._names({**infos, self.island: mine})
         )
         pulse = attempts.join(self)
-        met = newcomer_line(
+        met = newcomer_peers(
             meeting, place, pulse.taken.life, self._own_store, link, self.dead, self.least
         )
         pulse.quiet()
@@ -338,7 +349,7 @@ class Topology:
     ) -> tuple[Meeting, Any]:
         from .meet import Place
 
-        where, ranks = self.address or route_to(self.endpoint), position.shards * active_copies
+        where, ranks = self.address or route_to(self.endpoint), position.num_shards * active_copies
         meeting = Meeting(
             store,
             self._prefix,
@@ -464,7 +475,7 @@ class Topology:
         return infos
 
     def _announcement(self, position: ShardPosition) -> dict[str, Any]:
-        layout = {"count": self.count, "shards": position.shards, "copies": position.copies}
+        layout = {"count": self.count, "shards": position.num_shards, "copies": position.num_copies}
         return {
             "name": self.name,
             "host": socket.gethostname(),
@@ -486,7 +497,7 @@ class Topology:
             if other["transport"] != self.transport:
                 both = f"ISLAND_TRANSPORT={other['transport']}, {self.name} has {self.transport}"
                 raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
-            if other["shards"] != position.shards:
+            if other["shards"] != position.num_shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in "
                     f"{form(other['shards'], other['copies'])}, {self.name} in {position.form}: "
@@ -520,8 +531,8 @@ class Topology:
                     or "nobody"
                 )
                 raise PeerLost(
-                    f"waited {self.timeout:g} s for {len(wanted)} islands at {self.endpoint}, run "
-                    f"{self.run!r}: came {came}; missing "
+                    f"waited {self.timeout:g} s for {counted(len(wanted), 'island')} at "
+                    f"{self.endpoint}, run {self.run!r}: came {came}; missing "
                     f"{', '.join(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
                     "there, or raise ISLAND_TIMEOUT"
                     f"{see('missing-islands')}"

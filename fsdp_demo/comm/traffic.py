@@ -58,7 +58,7 @@ class Traffic:
         self._messages: dict[int, Message] = {}
         self._early: dict[tuple[int, Member], Early] = {}
         self.longest = 0
-        self._streams = Streams(hub, signs.lanes, refused, labels)
+        self._streams = Streams(hub, signs.connections, refused, labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
 
     # ---- messages ------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Traffic:
             message.received += stream.data.numel()
         self._signs.next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
         wire = self._signs.notes.get(stream.sender)
-        epoch = max([w.record for w in self._signs.lanes[stream.sender]], default=0)
+        epoch = max([w.record for w in self._signs.connections[stream.sender]], default=0)
         landed = wire.landed if wire else 0
         self._received(
             epoch,
@@ -212,11 +212,11 @@ class Traffic:
 
     def send_early(self, early: Early, piece: Piece, to: Member) -> None:
         """Send one other island what one that leaves contributes to a coming message."""
-        if to in self._signs.lanes and early.data is not None:
+        if to in self._signs.connections and early.data is not None:
             self._streams.send(early, piece, early.data, to)
 
     def _cut(self, message: Message, owners: tuple[Member, ...], piece: Piece, view: int) -> None:
-        made = message.cut(owners, piece.attempt)
+        made = message.cut(owners)
 
         def send() -> None:
             rank = self._rank()
@@ -247,21 +247,21 @@ class Traffic:
         counted: bool = False,
     ) -> None:
         for member in to:
-            if member in self._signs.lanes:
+            if member in self._signs.connections:
                 self._streams.send(message, piece, data, member)
                 message.sent += 0 if counted else data.numel()
 
     # ---- the connections -----------------------------------------------------------------------
 
-    def widen(self, lanes: Mapping[Member, Wire]) -> None:
+    def widen(self, connections: Mapping[Member, Wire]) -> None:
         """One more connection to each peer."""
-        for m, wire in lanes.items():
-            if m not in self._signs.lanes:  # lost meanwhile
+        for m, wire in connections.items():
+            if m not in self._signs.connections:  # lost meanwhile
                 wire.close(0)
                 continue
             with self._hub.changed:
                 wire.renew(self._rank().record.view)
-            self._signs.lanes[m].append(wire)
+            self._signs.connections[m].append(wire)
 
     def freeze(self) -> None:
         """Wait for nothing."""
@@ -272,7 +272,7 @@ class Traffic:
         them.
         """
         with self._hub.changed:
-            for wires in self._signs.lanes.values():
+            for wires in self._signs.connections.values():
                 for wire in wires:
                     wire.renew(record.view)
         self._streams.clear()
@@ -280,5 +280,5 @@ class Traffic:
         self._forwards = {
             (f.n, f.piece): f.sender
             for f in record.forwards
-            if f.line == rank.rank and rank.me in f.to
+            if f.peer_group == rank.rank and rank.me in f.to
         }

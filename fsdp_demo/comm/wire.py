@@ -20,7 +20,7 @@ from . import frames
 from .frames import Frame
 from .header import memory
 from .inbox import Counts, Inbox, Place
-from .tcp import stood
+from .tcp import gather, stood
 
 TURN = 4  # pieces that one connection takes or gives before the next has its turn
 WAITING = 2  # pieces that wait in the library: what is there cannot be overtaken any more
@@ -29,6 +29,9 @@ AGAIN = 0.2  # seconds between two tries to connect
 # bytes: a message whose first piece is not longer overtakes others; it is also copied when it is
 # read early
 SHORT = 1 << 16
+
+GATHERED = 1 << 18  # bytes of a long message for which the kernel wakes the library at once
+ALONE = 1.0  # seconds without a frame after which it wakes it for every byte again
 
 AT_ONCE, BRIEF, LONG = range(3)
 """The order in which what waits is sent: notes, pieces of short messages, the others."""
@@ -109,6 +112,30 @@ class Wire:
         self._lent: list[Piece] = []
         self._order, self._late = 0, dict[int, bool]()
         self._head: Frame | None = None  # of a piece that is not read yet
+        self._paced_until = 0.0
+        self._gathers = False
+
+    # ---- the pace of the kernel, in the thread that drives -------------------------------------
+
+    def keep_pace(self, now: float) -> None:
+        """From whoever drives, at least once a second: while he does, pieces of long messages are
+        gathered by the kernel. Bytes of a message that has stopped on the way are let in.
+        """
+        self._paced_until = now + 2 * ALONE
+        if self._gathers and now - self.heard_at > ALONE:
+            self._gather(False)
+
+    def _pace(self, frame: Frame) -> None:
+        """After a piece: gather while a whole piece is sure to follow, and one more behind it. All
+        pieces of a message were handed over at once there."""
+        waiting = len(self.inbox.rooms.get(frame.number, ()))
+        whole = frame.length == frames.LARGEST and frame.epoch == self.inbox.epoch
+        wanted = whole and waiting >= 2 and time.monotonic() < self._paced_until
+        if wanted != self._gathers:
+            self._gather(wanted)
+
+    def _gather(self, on: bool) -> None:
+        self._gathers = gather(self._file, GATHERED if on else 1) and on
 
     # ---- what others ask for, under the lock ---------------------------------------------------
 
@@ -302,13 +329,12 @@ class Wire:
                 if not self.socket.rcvmore:
                     raise WireError(f"{len(data)} bytes without a piece behind them")
                 self._head = frames.read(data)
-                self.heard_at, self.record, self.landed = (
-                    time.monotonic(),
-                    self._head.record,
-                    self._head.landed,
-                )
+                self.heard_at = time.monotonic()
+                self.record = self._head.record
+                self.landed = self._head.landed
             if not self._read(self._head):
                 return n > 0
+            self._pace(self._head)
             if self.socket.rcvmore:
                 raise WireError("more than one piece behind a frame")
             self._head = None
@@ -361,7 +387,9 @@ class Wire:
 
     def _greeted(self, data: Any) -> None:
         if data.bytes != self._theirs:
-            raise WireError("somebody else greets: another line, or another start of this run")
+            raise WireError(
+                "somebody else greets: another peer group, or another start of this run"
+            )
         self.ready, self._file = True, data.get(zmq.SRCFD)
 
     def _give(self) -> None:

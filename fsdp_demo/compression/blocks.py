@@ -29,15 +29,16 @@ import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
+from .machine import form
 from .windows import EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1
-# blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 4
+# blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 8
 WINDOW, WINDOW_GPU = 512, 2048
-# coefficients coded at once where every kernel has to be launched: 8 MiB of places
-CODED_GPU = 1 << 20
-# blocks, 1 MiB: what a CPU transforms at once, so that what is written in between stays in the
-# cache of a core
+# coefficients coded at once: 2 MiB of places, and 8 MiB where every kernel has to be launched
+CODED, CODED_GPU = 1 << 18, 1 << 20
+# blocks, 1 MiB: the most that a CPU transforms at once (`machine.Form.part` may be less), so that
+# what is written in between stays in the cache of a core
 CACHED = 64
 
 T = TypeVar("T")
@@ -225,7 +226,9 @@ class Layout:
         cpu = torch.device(device).type == "cpu"
         if cpu not in self._windows:
             self._windows[cpu] = (
-                self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
+                self._cut(WINDOW, min(form().part, CACHED))
+                if cpu
+                else self._cut(WINDOW_GPU, WINDOW_GPU)
             )
         return self._windows[cpu]
 
@@ -233,16 +236,14 @@ class Layout:
         """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded
         at once; their parts are `windows`.
 
-        On a CPU each is a window, so that what is coded stays in the cache; elsewhere they are
-        long, for the sake of few kernels."""
+        They have several windows, for the sake of few operations: on a CPU as long as what is
+        coded stays in the cache."""
         out: list[Window] = []
+        cpu = torch.device(device).type == "cpu"
+        coded, window = (CODED, WINDOW) if cpu else (CODED_GPU, WINDOW_GPU)
         for g in self.groups:
             windows = [w for w in self.windows(device) if w.group is g]
-            many = (
-                1
-                if torch.device(device).type == "cpu"
-                else max(1, CODED_GPU // (WINDOW_GPU * size * g.k(topk)))
-            )
+            many = max(1, coded // (window * size * g.k(topk)))
             for i in range(0, len(windows), many):
                 parts = tuple(windows[i : i + many])
                 out.append(Window(g, parts[0].begin, parts[-1].end, parts=parts))

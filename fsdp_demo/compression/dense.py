@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config.channel import BLOCK
 from ..config.names import FORMATS
 from . import quantize
+from .formats import EXACT
 
 STEP = 256  # rows of 4096 that are coded at once where a whole vector would be a second one
 
@@ -59,6 +60,39 @@ def decode(code: str, data: Tensor, n: int) -> Tensor:
     out = torch.empty(n, device=data.device)
     _into(out, code, data, None)
     return out
+
+
+def encode_into(code: str, v: Tensor, data: Tensor) -> None:
+    """Write what `encode` would have made of a vector fp32 [n] into `data`, uint8 [num_bytes]."""
+    values = as_values(code, data)
+    if values is None:
+        data.copy_(encode(code, v))
+    else:
+        values.copy_(v)
+
+
+def decode_into(code: str, data: Tensor, out: Tensor) -> None:
+    """`decode` into `out`, fp32 [n]."""
+    values = as_values(code, data)
+    if values is None:
+        _into(out, code, data, None)
+    else:
+        out.copy_(values)
+
+
+def rounded(code: str, v: Tensor) -> Tensor:
+    """A vector fp32 [n] as whoever receives it decodes it, in fp32 or in its number format: itself
+    in fp32.
+    """
+    return v.to(EXACT[code]) if code in EXACT else decode(code, encode(code, v), v.numel())
+
+
+def as_values(code: str, data: Tensor) -> Tensor | None:
+    """A coded vector as a view of its own values, where the code is a number format of torch and
+    the bytes lie so that it can read them; else None.
+    """
+    form = EXACT.get(code)
+    return None if form is None or data.storage_offset() % form.itemsize else data.view(form)
 
 
 def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .integers import Integer
+from .levels import OneLevel, TwoLevels
 from .small_floats import E2M1, E3M0
-from .two_levels import TwoLevels
 
 
 class Coder(Protocol):
@@ -42,4 +42,5 @@ CODERS: dict[str, Coder] = {
     "fp4_e3m0": E3M0,
     "fp4_e2m1": E2M1,
     "2bit": TwoLevels(),
+    "1bit": OneLevel(),
 }

@@ -14,6 +14,7 @@ import torch
 
 from ..config.channel import BLOCK
 from .dct import dct_matrix
+from .machine import form
 from .windows import EDGE
 
 _LOCK = threading.Lock()
@@ -73,4 +74,5 @@ def products_on(device: torch.device, tf32: bool) -> AbstractContextManager[None
     """
     if device.type == "cuda":
         return set_precision(torch.backends.cuda.matmul, "tf32" if tf32 else "ieee")
-    return set_precision(_MKLDNN.matmul, "bf16") if onednn() else nullcontext()
+    onednn_made = form().library == "onednn" and onednn()
+    return set_precision(_MKLDNN.matmul, "bf16") if onednn_made else nullcontext()

@@ -16,14 +16,16 @@ int4      256    bf16(m / 7)         the same with -7..7, two's complement      
 fp4_e3m0  4096   bf16(m)             sign and 0, 2^-6, 2^-5, ... 1 times s                                  max(|v| / 3, s / 128)
 fp4_e2m1  32     bf16(m / 6)         sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6 times s                            max(|v| / 5, s / 4)
 2bit      256    two levels, bf16    sign and the mean of the |v| below, or not below, their common mean t  max(t, m - t) + 2^-8 m
+1bit      4096   bf16(t)             sign and the mean t of the |v|                                         max(t, m - t) + 2^-8 m
 ========  =====  ==================  =====================================================================  ========================
 
 A bound in s has fp32's rounding on top (2^-16 of it) and holds for normal numbers: scales from
 2^-126, magnitudes that bf16 can hold. The fp4 codes take the nearest magnitude, of two equally near
 ones that which is an even multiple of their distance (e3m0: the larger, and 0 rather than 2^-6);
 their sign bit (the highest) is that of the value also at 0. What lies above the largest magnitude,
-because the scale was rounded down, gets the largest. 2bit has no zero: exact zeros count as |v| and
-get the lower level; bit 1 is the sign, bit 0 the level; a level of no values is 0.
+because the scale was rounded down, gets the largest. 2bit and 1bit have no zero: exact zeros count
+as |v| and get the (lower) level; the highest bit is the sign, bit 0 of 2bit the level; a level of no
+values is 0.
 
 A scale of 0 marks a group of zeros. A group that is not finite gets a scale (both levels) that is
 not, and is decoded so as a whole. Little-endian; the same bytes of finite values on CPU and CUDA:
@@ -35,10 +37,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.names import FORMATS
+from .bits import pack, unpack
 from .formats import CODERS, EXACT
 
 # values coded at once on a CPU: what is written in between stays in the cache of a core
@@ -78,7 +80,7 @@ def encode(code: str, v: Tensor) -> Tensor:
         coded = [coder.encode(groups) for groups in _groups(code, part)]
         scales.copy_(torch.cat([s for s, _ in coded], 1))
         codes.copy_(
-            _pack(torch.cat([q.flatten(1) for _, q in coded], 1).view(-1), FORMATS[code].bits)
+            pack(torch.cat([q.flatten(1) for _, q in coded], 1).view(-1), FORMATS[code].bits)
         )
     return data
 
@@ -103,7 +105,7 @@ def decode(
         return out
     coder = CODERS[code]
     for part, scales, codes in _chunks(code, data, out):
-        q = _unpack(codes, FORMATS[code].bits)[: part.numel()].view_as(part)
+        q = unpack(codes, FORMATS[code].bits)[: part.numel()].view_as(part)
         start = 0
         for groups, its in zip(_groups(code, part), _groups(code, q), strict=True):
             _write(
@@ -115,7 +117,7 @@ def decode(
 
 def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> None:
     """Write what `encode` would have made of `v` [n, cols] as rows first, first + 1, ... of `rows`
-    into its bytes `data`; what comes before `first` fills whole bytes (any multiple of 4 rows
+    into its bytes `data`; what comes before `first` fills whole bytes (any multiple of 8 rows
     does)."""
     scales, codes = split_bytes(code, data, rows, v.shape[1])
     coded, size = encode(code, v), len(scales) // max(rows, 1)
@@ -189,26 +191,3 @@ def _groups(code: str, part: Tensor) -> list[Tensor]:
     whole = part.shape[1] // size * size
     last = [part[:, whole:].unsqueeze(1)] if whole < part.shape[1] else []
     return [part[:, :whole].unflatten(1, (-1, size)), *last]
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [n] below 2^bits as uint8 [ceil(n * bits / 8)]: neighbours are joined until they
-    fill a byte.
-    """
-    codes = F.pad(codes, (0, -codes.numel() % (8 // bits)))
-    while bits < 8:
-        pairs = codes.view(torch.int16)  # the first of the two in the low byte
-        codes, bits = (pairs | pairs >> 8 - bits).to(torch.uint8), 2 * bits
-    return codes
-
-
-def _unpack(data: Tensor, bits: int) -> Tensor:
-    """The inverse of `_pack`: uint8 [n * 8 / bits], the last ones may be padding."""
-    half = 4
-    while bits <= half:
-        pairs = data.to(torch.int16)
-        data, half = (
-            ((pairs | pairs << 8 - half) & ((1 << half) - 1) * 257).view(torch.uint8),
-            half // 2,
-        )
-    return data

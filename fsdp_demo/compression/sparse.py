@@ -2,9 +2,8 @@
 header).
 
 For each group of the layout the values (`quantize.encode`, one row per block) and then the
-positions inside the r x s block, slot coordinates (64 row + column), ascending, 12 bits each, two
-in three bytes; after all groups the dense elements. The size is fixed by layout and codec, so both
-sides know it.
+positions inside the r x s block (s row + column), ascending (`positions.py`); after all groups the
+dense elements. The size is fixed by layout and codec, so both sides know it.
 """
 
 from __future__ import annotations
@@ -16,30 +15,16 @@ import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK, Codec
+from . import positions
 from . import quantize as values
 from .blocks import Layout
 from .selection import choose
 from .windows import EDGE, Group, Window
 
 
-def pack12(index: Tensor) -> Tensor:
-    """Pack numbers 0..4095 into uint8 [ceil(1.5 n)]: a, b -> a & 255, a >> 8 | (b & 15) << 4, b >>
-    4; an odd last one is padded by 0.
-    """
-    flat = index.reshape(-1)
-    if flat.numel() % 2:
-        flat = torch.cat([flat, flat.new_zeros(1)])
-    a, b = flat.view(-1, 2).unbind(1)
-    packed = torch.stack([a & 255, (a >> 8) | ((b & 15) << 4), b >> 4], 1).to(torch.uint8).view(-1)
-    return packed[: (3 * index.numel() + 1) // 2]
-
-
-def unpack12(data: Tensor, n: int) -> Tensor:
-    """The inverse of `pack12`: int64 [n]."""
-    if data.numel() % 3:
-        data = torch.cat([data, data.new_zeros(1)])
-    x, y, z = data.to(torch.int64).view(-1, 3).unbind(1)
-    return torch.stack([x | ((y & 15) << 8), (y >> 4) | (z << 4)], 1).view(-1)[:n]
+def position_form(group: Group, topk: int) -> positions.Form:
+    """How the positions of a group's blocks are sent."""
+    return positions.form(group.r * group.s, group.k(topk))
 
 
 def dense_code(codec: Codec) -> str:
@@ -54,7 +39,8 @@ def sparse_bytes(layout: Layout, codec: Codec) -> int:
     total = values.num_bytes(dense_code(codec), 1, layout.num_dense)
     for g in layout.groups:
         k = g.k(codec.topk)
-        total += values.num_bytes(codec.value_dtype, g.count, k) + (3 * g.count * k + 1) // 2
+        total += values.num_bytes(codec.value_dtype, g.count, k)
+        total += position_form(g, codec.topk).num_bytes(g.count)
     return total
 
 
@@ -66,7 +52,8 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
     for g in layout.groups:
         k = g.k(codec.topk)
         size = values.num_bytes(codec.value_dtype, g.count, k)
-        out.append((at, at + size, at + size + (3 * g.count * k + 1) // 2))
+        end = at + size + position_form(g, codec.topk).num_bytes(g.count)
+        out.append((at, at + size, end))
         at = out[-1][2]
     return out
 
@@ -82,11 +69,11 @@ def encode_stretch(
     picked = [_select(w, codec, w.of(work)) for w in stretch.parts]
     index, chosen = picked[0] if len(picked) == 1 else map(torch.cat, zip(*picked, strict=True))
     values.encode_rows(codec.value_dtype, chosen, data[span[0] : span[1]], g.count, stretch.first)
-    packed, at = (
-        pack12(index if g.s == EDGE else index // g.s * EDGE + index % g.s),
-        span[1] + 3 * stretch.first * index.shape[1] // 2,
-    )
-    data[at : at + packed.numel()] = packed
+    form = position_form(g, codec.topk)
+    planes = form.split(data[span[1] : span[2]], g.count)
+    for plane, bits, new in zip(planes, form.planes, positions.encode(form, index), strict=True):
+        at = stretch.first * bits // 8
+        plane[at : at + len(new)] = new
 
 
 def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,13 +89,13 @@ def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Coded:
-    """What several sections hold for one group: scales and codes of the values, and positions, in
-    rank order.
+    """What several sections hold for one group: scales and codes of the values, and the planes of
+    the positions, in rank order.
     """
 
     group: Group
     values: list[tuple[Tensor, Tensor]]
-    positions: list[Tensor]
+    positions: list[list[Tensor]]
 
 
 def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, Coded]:
@@ -119,26 +106,34 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
             values.split_bytes(codec.value_dtype, d[begin:middle], g.count, g.k(codec.topk))
             for d in datas
         ]
-        out[g] = Coded(g, found, [d[middle:end] for d in datas])
+        form = position_form(g, codec.topk)
+        out[g] = Coded(g, found, [form.split(d[middle:end], g.count) for d in datas])
     return out
 
 
 def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, Tensor]:
     """What R sections hold for a window of n blocks: places in the block (int64 [R, n, k], distinct
-    in each), values (fp32 [R, n, k]).
+    in each that was encoded, and below 4096 whatever the bytes), values (fp32 [R, n, k]).
     """
-    k, n, size = coded.group.k(codec.topk), window.count, len(coded.positions)
-    found = values.decode_rows(
-        codec.value_dtype, coded.values, coded.group.count, k, window.first, n
-    )
-    at, length = 3 * window.first * k // 2, (3 * n * k + 1) // 2
-    parts = [p[at : at + length] for p in coded.positions]
-    slot = (
-        torch.stack([unpack12(p, n * k) for p in parts])
-        if n * k % 2
-        else unpack12(torch.cat(parts), size * n * k)
-    )
-    return slot.view(size, n, k), found
+    g, first, n = coded.group, window.first, window.count
+    k = g.k(codec.topk)
+    found = values.decode_rows(codec.value_dtype, coded.values, g.count, k, first, n)
+    form = position_form(g, codec.topk)
+    parts = [
+        [
+            plane[first * b // 8 : ((first + n) * b + 7) // 8]
+            for plane, b in zip(p, form.planes, strict=True)
+        ]
+        for p in coded.positions
+    ]
+    if any(n * bits % 8 for bits in form.planes):  # the last byte of a plane is not full
+        place = torch.stack([positions.decode(form, planes, n) for planes in parts])
+    else:
+        joined = [torch.cat(planes) for planes in zip(*parts, strict=True)]
+        place = positions.decode(form, joined, len(parts) * n)
+    if g.s < EDGE:
+        place = place // g.s * EDGE + place % g.s
+    return place.view(len(parts), n, k), found
 
 
 def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
@@ -159,7 +154,7 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
     """Positions in the workspace (int64 [m], distinct), their values (fp32 [m]) and the dense part
     (fp32 [num_dense]).
     """
-    positions, found = (
+    places, found = (
         [torch.empty(0, dtype=torch.int64, device=data.device)],
         [torch.empty(0, device=data.device)],
     )
@@ -167,13 +162,13 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
     for s in layout.stretches(data.device, codec.topk):
         assert s.group is not None
         place, value = decode_window(s, of[s.group], codec)
-        positions.append(
+        places.append(
             place[0]
             .add_(torch.arange(s.begin, s.end, BLOCK, device=place.device)[:, None])
             .view(-1)
         )
         found.append(value.view(-1))
-    return torch.cat(positions), torch.cat(found), decode_dense(layout, codec, data)
+    return torch.cat(places), torch.cat(found), decode_dense(layout, codec, data)
 
 
 def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ transform of n points (`MATRICES`). Edge blocks use their own r and s, so the pa
 stays exactly zero. Orthonormal: the inverse is the transpose, norms are kept. A new transform is a
 function that gives its matrices, in a file of its own, a line in `config/names.py` and a line here.
 
-Two products per block, of all rows of all blocks at once and then of each block; the second adds to
+Two products per block, of each block and then of all rows of all blocks at once; the second adds to
 the accumulator as it goes. With `transform_precision="bf16"` (of the codec) their factors are
-rounded to bf16 and added in fp32, twice as fast or more where a CPU has instructions for that; on
-CUDA they are TF32. What is sent is then selected among coefficients that are off by about 0.3 % of
-their root mean square; it is still subtracted exactly.
+rounded to bf16 and added in fp32 where a CPU has instructions that make this faster (`machine.py`);
+on CUDA they are TF32. What is sent is then selected among coefficients that are off by about 0.3 %
+of their root mean square; it is still subtracted exactly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ from torch import Tensor
 from ..config.channel import BLOCK, Codec
 from .blocks import Layout
 from .dct import dct_matrix
+from .machine import fast_bf16, form
 from .precision import products_on
-from .windows import EDGE, Group, Window
+from .windows import EDGE, ContiguousViews, Group, Window
+
+# coefficients of a block for which outer products are less work than two products of matrices
+FEW = 64
+# blocks in a row of them, on average, below which copies cost less than a product for each row
+NARROW = 8
 
 MATRICES: dict[str, Callable[[int], Tensor]] = {"dct": dct_matrix}
 """Of each transform its n-point orthonormal matrix, fp64 [n, n], for any n from 1 to 64."""
@@ -44,6 +50,11 @@ def _matrix(name: str, n: int, device: torch.device, dtype: torch.dtype) -> Tens
     return MATRICES[name](n).float().to(device, dtype)
 
 
+def whole(group: Group | None) -> bool:
+    """Whether blocks are transformed and fill their slots."""
+    return group is not None and group.transform and group.r * group.s == BLOCK
+
+
 class Transform:
     """A transform of windows of workspaces on one device, with the memory it needs in between (two
     inner windows, or three).
@@ -54,120 +65,158 @@ class Transform:
         name: of the transform, one of `MATRICES`; "none" where no block is one to be transformed.
         device: of the workspaces.
         products: "fp32" or "bf16".
-
-    Attributes:
-        shortens: whether `sparse_inverse` may stand in for `inverse_` where few coefficients are
-            not zero. Not in fp32, where the update is one function of the mean, whatever the number
-            of replicas.
     """
 
     def __init__(self, name: str, device: torch.device | str, products: str = "fp32"):
         self.name, self.device = name, torch.device(device)
-        self._tf32 = products == "bf16" and self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if products == "bf16" and not self._tf32 else torch.float32
+        self._cpu, low = self.device.type == "cpu", products == "bf16"
+        self._tf32 = low and self.device.type == "cuda"
+        dtype = torch.bfloat16 if low and not self._tf32 else torch.float32
+        # what this rank selects is its own affair, but all that decode make the same bits of it
+        self._forward = torch.float32 if self._cpu and form().products == "fp32" else dtype
+        self._inverse = torch.float32 if self._cpu and not fast_bf16() else dtype
+        self._short = low and self._cpu
         self._memory: dict[int, Tensor] = {}
         self._views: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
-        self.shortens = products == "bf16" and self.device.type == "cpu"
-        self._factors: tuple[Tensor, Tensor] | None = None
+        self._factors: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self._precision = ExitStack()
 
     def room(self, window: Window, exact: bool = False) -> Tensor:
         """Memory [numel] for a window that is to be transformed, until the next one: in the
         precision of the first product, which is what copies of gradients are best made in, or
         fp32 where `exact`."""
-        whole = (
-            window.group is not None
-            and window.group.transform
-            and window.group.r * window.group.s == EDGE * EDGE
-        )
-        return self._buffer(0, window.numel, self.dtype if whole and not exact else torch.float32)[
-            0
-        ]
+        low = whole(window.group) and not exact
+        return self._buffer(0, window.numel, self._forward if low else torch.float32)[0]
+
+    def shortens(self, group: Group | None, terms: int) -> bool:
+        """Whether `sparse_inverse` may stand in for `inverse_` where `terms` coefficients of a
+        block are not zero. Not in fp32, where the update is one function of the mean, whatever the
+        number of replicas."""
+        return self._short and whole(group) and terms <= FEW
+
+    def reads(self, window: Window, tensors: ContiguousViews) -> bool:
+        """Whether `add_from` takes a window from where it lies: blocks in fp32, on a CPU, not in
+        many small tensors."""
+        group = window.group
+        if group is None or not self._cpu or not form().strided:
+            return False
+        if group.transform:
+            rows = sum(box.shape[0] for box in window.boxes)
+            if not whole(group) or self._forward != torch.float32 or NARROW * rows > window.count:
+                return False
+        found = (tensors[box.tensor] for box in window.boxes)
+        return all(t is None or t.dtype == torch.float32 for t in found)
+
+    def add_from(
+        self, window: Window, tensors: ContiguousViews, work: Tensor, beta: float, gain: float
+    ) -> None:
+        """`add`, of the elements of `tensors` that are the window's (None counts as zeros), which
+        are not copied; the same bits."""
+        if not whole(window.group):
+            for box in window.boxes:
+                source, slots = tensors[box.tensor], box.slots(work)
+                _add(torch.zeros(()) if source is None else box.view(source), slots, beta, gain)
+            return
+        _, _, half = self._buffer(1, window.numel, torch.float32)
+        for box in window.boxes:
+            source, out = tensors[box.tensor], half[box.lo : box.hi]
+            if source is None:
+                out.zero_()
+            else:
+                for row, into in zip(box.view(source), out.view(box.shape), strict=True):
+                    self._from_left(0, row, into)
+        self._add_second(half, work, beta, gain)
 
     def add(
         self, group: Group | None, source: Tensor, work: Tensor, beta: float, gain: float
     ) -> None:
         """work = beta work + gain T(source), both stretches [numel] of blocks (or of dense
         elements, which are not transformed); `source` is used up, `work` is fp32."""
-        if group is None or not group.transform:
-            work.mul_(beta).add_(source, alpha=gain)
+        if not whole(group):
+            transformed = group is not None and group.transform
+            x = self._edges(group, source, inverse=False) if group and transformed else source
+            _add(x, work, beta, gain)
             return
-        if group.r * group.s < EDGE * EDGE:
-            work.mul_(beta).add_(self._edges(group, source, inverse=False), alpha=gain)
-            return
-        if source.dtype != self.dtype:
-            source = self._buffer(2, source.numel(), self.dtype)[0].copy_(source)
-        half, left = self._rows(source, inverse=False)
-        blocks = work.view(-1, EDGE, EDGE)
-        if self.dtype == torch.float32:
-            blocks.baddbmm_(left, half, beta=beta, alpha=gain)
-        else:
-            made = torch.bmm(left, half, out=source.view_as(half))
-            # one pass over the accumulator
-            torch.add(made if gain == 1.0 else made.mul_(gain), blocks, alpha=beta, out=blocks)
+        source = self._cast(source, self._forward)
+        half = self._buffer(1, source.numel(), source.dtype)[2]
+        self._add_second(self._from_left(0, source.view_as(half), half), work, beta, gain)
 
     def forward_(self, group: Group | None, work: Tensor) -> Tensor:
         """The transform of a stretch of blocks, in place."""
         if group is None or not group.transform:
             return work
-        if group.r * group.s < EDGE * EDGE:
+        if not whole(group):
             return self._edges(group, work, inverse=False)
-        return self._whole(work, inverse=False)
+        source = self._cast(work, self._forward)
+        half = self._buffer(1, source.numel(), source.dtype)[2]
+        self._from_left(0, source.view_as(half), half)
+        return self._put(self._from_right(1, half, source), work)
 
     def inverse_(self, group: Group | None, work: Tensor) -> Tensor:
         """The inverse transform of a stretch of blocks, in place."""
         if group is None or not group.transform:
             return work
-        if group.r * group.s < EDGE * EDGE:
+        if not whole(group):
             return self._edges(group, work, inverse=True)
-        return self._whole(work, inverse=True)
+        source = self._cast(work, self._inverse)
+        half = self._buffer(1, source.numel(), source.dtype)[2]
+        self._from_right(0, source.view_as(half), half)
+        return self._put(self._from_left(1, half, source.view_as(half)), work)
 
     def sparse_inverse(self, place: Tensor, values: Tensor, out: Tensor) -> Tensor:
         """The inverse transform of whole blocks of which few coefficients are not zero, into `out`
         (fp32 [n * 4096]): sums of m outer products of rows of D. `values`: fp32 [n, m], at
         places [n, m] in the block, added where a place comes again."""
-        n, d = len(place), matrix(self.name, EDGE, self.device, self.dtype)
-        if self._factors is None:
-            self._rows(torch.zeros(BLOCK, dtype=self.dtype), inverse=True)  # sets the precision
+        n, d = len(place), self._matrices(self._inverse)[0]
         left = d.index_select(0, (place >> 6).view(-1)).view(n, -1, EDGE).transpose(1, 2)
-        right = (
-            d.index_select(0, (place & 63).view(-1))
-            .view(n, -1, EDGE)
-            .mul_(values.to(self.dtype)[:, :, None])
-        )
-        if self.dtype == torch.float32:
+        right = d.index_select(0, (place & 63).view(-1)).view(n, -1, EDGE)
+        right.mul_(values.to(d.dtype)[:, :, None])
+        if d.dtype == torch.float32:
             torch.bmm(left, right, out=out.view(n, EDGE, EDGE))
-        else:
-            out.view(n, EDGE, EDGE).copy_(
-                torch.bmm(left, right, out=self._buffer(1, n * BLOCK, self.dtype)[2])
-            )
-        return out
+            return out
+        return self._put(torch.bmm(left, right, out=self._buffer(1, n * BLOCK, d.dtype)[2]), out)
 
-    def _whole(self, work: Tensor, inverse: bool) -> Tensor:
-        """Whole blocks, in place."""
-        source = (
-            work
-            if self.dtype == torch.float32
-            else self._buffer(2, work.numel(), self.dtype)[0].copy_(work)
-        )
-        half, left = self._rows(source, inverse)
-        blocks = torch.bmm(left, half, out=source.view_as(half))
-        if self.dtype != torch.float32:
-            work.view_as(blocks).copy_(blocks)
-        return work
-
-    def _rows(self, source: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        """The first product, X D^T (inverse: X D), of all blocks [n, 64, 64]; and the left factor
-        of the second.
-        """
-        if self._factors is None:
-            d = matrix(self.name, EDGE, self.device, self.dtype)
-            self._factors = d, d.t().contiguous()
+    def _matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """D and its transpose [64, 64]; from the first time on the precision of products is set."""
+        if not self._factors:
             self._precision.enter_context(products_on(self.device, self._tf32))
-        left, right = reversed(self._factors) if inverse else self._factors
-        _, flat, half = self._buffer(1, source.numel(), self.dtype)
-        torch.mm(source.view(-1, EDGE), right, out=flat)
-        return half, left.expand(len(half), EDGE, EDGE)
+        if dtype not in self._factors:
+            d = matrix(self.name, EDGE, self.device, dtype)
+            self._factors[dtype] = d, d.t().contiguous()
+        return self._factors[dtype]
+
+    def _from_left(self, number: int, blocks: Tensor, out: Tensor) -> Tensor:
+        """D X (0) or D^T X (1) of blocks [n, 64, 64], which may lie apart; into `out`."""
+        factor = self._matrices(out.dtype)[number]
+        return torch.bmm(factor.expand(len(blocks), EDGE, EDGE), blocks, out=out)
+
+    def _from_right(self, number: int, blocks: Tensor, out: Tensor) -> Tensor:
+        """X D (0) or X D^T (1) of all rows of blocks at once, into `out`, which has their size."""
+        factor = self._matrices(out.dtype)[number]
+        return torch.mm(blocks.view(-1, EDGE), factor, out=out.view(-1, EDGE))
+
+    def _add_second(self, half: Tensor, work: Tensor, beta: float, gain: float) -> None:
+        """work = beta work + gain half D^T."""
+        if half.dtype == torch.float32:
+            factor = self._matrices(half.dtype)[1]
+            work.view(-1, EDGE).addmm_(half.view(-1, EDGE), factor, beta=beta, alpha=gain)
+            return
+        made = self._buffer(2, half.numel(), half.dtype)[0]
+        self._from_right(1, half, made)
+        # one pass over the accumulator
+        torch.add(made if gain == 1.0 else made.mul_(gain), work, alpha=beta, out=work)
+
+    def _cast(self, work: Tensor, dtype: torch.dtype) -> Tensor:
+        """A stretch in the precision of a product: itself, or a copy."""
+        if work.dtype == dtype:
+            return work
+        return self._buffer(2, work.numel(), dtype)[0].copy_(work)
+
+    def _put(self, made: Tensor, work: Tensor) -> Tensor:
+        """Bring a product to the stretch `work`, which may be its own memory."""
+        if made.dtype != work.dtype:
+            work.copy_(made.view(-1))
+        return work
 
     def _edges(self, group: Group, work: Tensor, inverse: bool) -> Tensor:
         """Blocks that do not fill their slots, in place: few, and always in fp32."""
@@ -192,9 +241,7 @@ class Transform:
         if key not in self._views:
             flat = self._memory[number][:size].view(dtype)
             self._views[key] = (
-                (flat,)
-                if numel % (EDGE * EDGE)
-                else (flat, flat.view(-1, EDGE), flat.view(-1, EDGE, EDGE))
+                (flat,) if numel % BLOCK else (flat, flat.view(-1, EDGE), flat.view(-1, EDGE, EDGE))
             )
         return self._views[key]
 
@@ -204,6 +251,14 @@ class Transform:
 
     def __exit__(self, *_: object) -> None:
         self._precision.close()
+
+
+def _add(source: Tensor, work: Tensor, beta: float, gain: float) -> None:
+    """work = beta work + gain source, in one pass where that can be."""
+    if gain == 1.0:
+        torch.add(source, work, alpha=beta, out=work)
+    else:
+        work.mul_(beta).add_(source, alpha=gain)
 
 
 def make_transform(codec: Codec, device: torch.device | str) -> Transform:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
@@ -130,18 +131,18 @@ class Window:
             box.slots(out).mul_(factors[box.tensor])
         return out
 
-    def unpack(self, work: Tensor, tensors: ContiguousViews) -> None:
-        """Write `work` [numel] into the tensors in place (None is left out), casting to their
-        dtype.
+    def unpack(self, work: Tensor, tensors: ContiguousViews, sign: bool = False) -> None:
+        """Write `work` [numel], or its `sign`, into the tensors in place (None is left out),
+        casting to their dtype.
         """
         for tensor, lo, hi, at in self.rows:
             target = tensors.flat(tensor, lo, hi)
             if target is not None:
-                target.copy_(work[at : at + hi - lo])
+                _put(target, work[at : at + hi - lo], sign)
         for box in self.boxes:
             target = tensors[box.tensor]
             if target is not None:
-                box.view(target).copy_(box.slots(work))
+                _put(box.view(target), box.slots(work), sign)
 
 
 class ContiguousViews:
@@ -179,6 +180,15 @@ class ContiguousViews:
 
     def __exit__(self, *_: object) -> None:
         self._return()
+
+
+def _put(target: Tensor, source: Tensor, sign: bool) -> None:
+    if not sign:
+        target.copy_(source)
+    elif target.dtype == source.dtype:  # on the way
+        torch.sign(source, out=target)
+    else:
+        target.copy_(source.sign())
 
 
 def _copy(target: Tensor, source: Tensor | None) -> None:

@@ -9,10 +9,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
-import yaml
-
 from ..errors import see
-from . import renamed
+from . import effects, renamed, yaml_text
 from .parsing import MEANT, nearest, one_of, paths_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
@@ -41,7 +39,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest
-            right name. For one that was renamed it says the new name (`renamed.py`).
+            right name. For one that was renamed it says the new name (`renamed.py`). For a path
+            that has no effect in this method (`effects.py`) it says why.
 
     Example:
         >>> from fsdp_demo import preset
@@ -50,6 +49,12 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
         >>> preset("demo", **{"codec.topk": 16}).channels[0].codec.topk
         16
     """
+    _refuse_twice(changes)
+    return _made(name, changes)
+
+
+def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
+    """`preset`, where a path wins over a keyword for the same key."""
     known = presets()
     one_of("preset", name, tuple(known))
     takes = inspect.signature(known[name]).parameters
@@ -67,8 +72,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
             options = [*takes, *(name for name in TOP if name not in takes)]
             allowed = f"{', '.join(options)}, or a dotted path such as schedule.sync_every"
             raise ValueError(
-                f"preset {name!r} has no setting {key!r}{_meant(key, options)} (allowed: "
-                f"{allowed}){see('unknown-key')}"
+                f"preset {name!r} has no setting {key!r}{_meant(key, options, known[name]())} "
+                f"(allowed: {allowed}){see('unknown-key')}"
             )
     return known[name](**own).changed(rest)
 
@@ -86,21 +91,50 @@ def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfi
         if word in takes and word not in TOP:
             paths = paths_of(config.to_dict()["channels"][0]) if len(config.channels) == 1 else []
             path = MEANT.get(word) or next((p for p in paths if p.endswith(f".{word}")), "")
-            other = f", or {path}={value!r}" if path in paths else ""
+            other = f"{path}={value!r}, or " if path in paths else ""
             raise ValueError(
-                f"{key} is a keyword of the preset, and this is a configuration: write "
-                f"preset({config.preset!r}, {word}={value!r}){other}{see('unknown-key')}"
+                f"{key} is a keyword of the preset, and this is a whole configuration: write "
+                f"{other}preset({config.preset!r}, {word}={value!r}){see('unknown-key')}"
             )
     return config.changed(changes) if changes else config
 
 
-def _meant(key: str, options: list[str]) -> str:
-    """The proposal for a wrong keyword of a preset: what papers call it, else the nearest."""
+def _refuse_twice(changes: Mapping[str, Any]) -> None:
+    """Raise ValueError where a keyword and a path for all channels set one key to unlike values:
+    the path would win in silence.
+    """
+    for word, value in changes.items():
+        path = next((p for p in changes if _same_key(word, p)), "")
+        if path and changes[path] != value:
+            raise ValueError(
+                f"{word}={value!r} and {path}={changes[path]!r} set the same key: give one of them"
+            )
+
+
+def _same_key(word: str, path: str) -> bool:
+    """Whether a dotted path for all channels is what the keyword `word` sets."""
+    section, dot, leaf = path.partition(".")
+    plain = dot and section in ("schedule", "accumulator", "codec", "applier", "fragments")
+    return bool(plain) and "." not in word and (path == MEANT.get(word) or leaf == word)
+
+
+def _meant(key: str, options: list[str], config: ExchangeConfig) -> str:
+    """The proposal for a wrong keyword of a preset: what papers call it, then the one path that
+    ends in it, with the reason if it has no effect here; else the nearest.
+    """
     path = MEANT.get(key.lower(), "schedule.sync_every" if key == "sync_every" else "")
     word = "period" if path == "schedule.sync_every" else path.rpartition(".")[2]
     if word and word in options:
         return f"; did you mean {word!r}?"
-    return f"; did you mean {path!r}?" if word == "period" else nearest(key, options, 0.5)
+    if word == "period":
+        return f"; did you mean {path!r}?"
+    paths = paths_of(config.to_dict()["channels"][0])
+    same = [path] if path else [p for p in paths if p.endswith(f".{key}")]
+    if len(same) != 1:
+        return nearest(key, options, 0.5)
+    if why := effects.reason(config.channels, same[0]):
+        return f", and {same[0]} has no effect: {why}"
+    return f"; did you mean {same[0]!r}?"
 
 
 def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
@@ -113,7 +147,8 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
             takes them.
 
     Raises:
-        ValueError: for unknown names, keys or values; FileNotFoundError for a yaml path that is not
+        ValueError: for unknown names, keys or values, keys that stand twice, and settings without
+            effect, or given by keyword and by path; FileNotFoundError for a yaml path that is not
             there.
 
     Example:
@@ -121,6 +156,11 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
         >>> load_config("demo", ["codec.topk=16"]).channels[0].codec.topk
         16
     """
+    if isinstance(overrides, str):
+        raise ValueError(
+            f"changes must be a list of texts or a mapping, found the text {overrides!r}: write "
+            f"[{overrides!r}]"
+        )
     changes: dict[str, Any] = dict(overrides) if isinstance(overrides, Mapping) else {}
     for text in () if isinstance(overrides, Mapping) else overrides:
         path, equals, value = text.partition("=")
@@ -128,11 +168,16 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
             raise ValueError(
                 f"override {text!r} must read path=value, as in schedule.sync_every=50"
             )
-        changes[path.strip()] = yaml.safe_load(value)
+        changes[path.strip()] = yaml_text.read(value, f"override {text!r}")
     if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
         return preset(source, **changes)
+    if not os.path.exists(source):
+        raise FileNotFoundError(
+            f"{source!r} is neither a preset nor a file that is there (presets: "
+            f"{', '.join(presets())})"
+        )
     with open(source, encoding="utf-8") as file:
-        data = yaml.safe_load(file)
+        data = yaml_text.read(file.read(), source)
     if not isinstance(data, dict) or "preset" not in data:
         raise ValueError(
             f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` "
@@ -140,21 +185,25 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
         )
     if "channels" in data:
         return changed(_in_file(source, lambda: ExchangeConfig.from_dict(data)), changes)
-    name = data.pop("preset")
-    for given, same in (("period", "sync_every"), ("sync_every", "period")):
-        if given in changes:
-            data.pop(same, None)
-    flat = _flatten(data)
+    name, flat = data.pop("preset"), _flatten(data)
+    _in_file(source, lambda: _refuse_twice(flat))
+    _refuse_twice(changes)
+    words = {"period", "sync_every"} if {"period", "sync_every"} & {*changes} else set()
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if key not in words and not any(_same_key(word, key) for word in changes)
+    }
     try:
-        return preset(name, **{**flat, **changes})
+        return _made(name, {**kept, **changes})
     except ValueError as error:
         if changes:  # whose fault it is
-            _in_file(source, lambda: preset(name, **flat))
+            _in_file(source, lambda: _made(name, flat))
             raise
         raise ValueError(f"{source}: {error}") from None
 
 
-def _in_file(source: str, read: Callable[[], ExchangeConfig]) -> ExchangeConfig:
+def _in_file(source: str, read: Callable[[], Any]) -> Any:
     """What `read` makes of the file alone; its errors name the file."""
     try:
         return read()

@@ -19,7 +19,7 @@ class Format:
     """How many bits a value takes (`codec.value_dtype`).
 
     Attributes:
-        bits: of one value: 2, 4 or 8, or those of a dtype where there are no scales.
+        bits: of one value: 1, 2, 4 or 8, or those of a dtype where there are no scales.
         group: consecutive values that share scales; 0: there are none, each value stands for
             itself.
         scales: of one group, each bf16.
@@ -86,6 +86,7 @@ FORMATS = {
     "fp4_e3m0": Format(4, 4096),
     "fp4_e2m1": Format(4, 32),
     "2bit": Format(2, 256, scales=2),
+    "1bit": Format(1, 4096),
 }
 TRANSFORMS = ("none", "dct")
 SELECTIONS = {

@@ -101,7 +101,8 @@ def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
         meant = proposal(path, known := [*top, *paths])
         known = [k for k in known if head in sections and k.startswith(f"{head}.")] or known
     found = f"{path!r} is no key of the configuration{meant}"
-    return f"{found} (known: {', '.join(known)}){see('unknown-key')}"
+    here = f"; channels: {', '.join(by_name)}" if rest and head not in sections else ""
+    return f"{found} (known: {', '.join(known)}{here}){see('unknown-key')}"
 
 
 def paths_of(node: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -148,17 +149,30 @@ def build(cls: Any, data: Any, where: str) -> Any:
     )
 
 
-def typed(hint: Any, value: Any, where: str) -> Any:
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list",
+    tuple: "a list",
+    type(None): "nothing (null)",
+}
+"""Types in the words of yaml."""
+
+
+def typed(hint: Any, value: Any, where: str, more: str = "") -> Any:
     """Convert one plain value to the type a field declares, or raise ValueError that names the
     field.
+
+    Args:
+        more: what else is allowed there, for the message.
     """
     args = get_args(hint)
     if type(None) in args:
-        return (
-            None
-            if value is None
-            else typed(next(a for a in args if a is not type(None)), value, where)
-        )
+        inner = next(a for a in args if a is not type(None))
+        return None if value is None else typed(inner, value, where, ", or null")
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}={value!r} must be a mapping, as in {{exp_avg: 3}}")
@@ -172,15 +186,24 @@ def typed(hint: Any, value: Any, where: str) -> Any:
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
             raise ValueError(f"{where}={value!r} must be a list")
         return tuple(typed(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if isinstance(value, str) and hint is float:  # yaml reads 1e-3 as text
-        try:
-            value = float(value)
-        except ValueError:
-            pass
+    if isinstance(value, str) and hint in (int, float):  # yaml reads 1e-3 and 1e3 as text
+        value = _number(hint, value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ValueError(
-            f"{where}={value!r} must be of type {hint.__name__}, found {type(value).__name__}"
-        )
+        wanted = f"{_WORDS.get(hint, hint.__name__)}{more}"
+        found = _WORDS.get(type(value), type(value).__name__)
+        raise ValueError(f"{where}={value!r} must be {wanted}; found {found}")
     return value
+
+
+def _number(hint: Any, text: str) -> Any:
+    """The number that a text says; the text where it says none, or no whole one for an int."""
+    try:
+        value = float(text)
+        if hint is float:
+            return value
+        whole = int(value)
+        return whole if whole == value and abs(whole) < 2**53 else int(text)
+    except (ValueError, OverflowError):
+        return text

@@ -29,7 +29,7 @@ def covers(channel: Channel, name: str) -> bool:
     return matches(name, channel.include) and not matches(name, channel.exclude)
 
 
-def kind(channel: Channel, name: str) -> str:
+def tensor_layout_kind(channel: Channel, name: str) -> str:
     """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks,
     not transformed) or "transform".
     """

@@ -62,7 +62,8 @@ TEXTS = {
     "Channel.applier": "how the mean acts",
     "Channel.include": "shell patterns over parameter names: what the channel covers",
     "Channel.exclude": "patterns: what is never exchanged",
-    "Channel.uncompressed": "patterns: what a sparse channel sends whole",
+    "Channel.uncompressed": "patterns: what a sparse channel sends whole, beside "
+    "[what always goes whole](#what-goes-whole)",
     "Channel.no_transform": "patterns: what it sends without the transform",
     "Channel.fragments": "cuts the channel into fragments of layers; null: one piece",
     "Channel.after": "name of a channel that is applied first on the steps where both act",
@@ -72,7 +73,8 @@ TEXTS = {
     "along; "
     "`random`, `stride`: positions "
     "that all islands compute from the step",
-    "Codec.topk": "values of each block of 4096 that are sent; without effect where everything is",
+    "Codec.topk": "values of each block of 4096 that are sent; refused where everything is. Small "
+    "tensors [go whole](#what-goes-whole)",
     "Codec.value_dtype": "number format of the values ([below](#number-formats))",
     "Codec.transform_precision": "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, "
     "nearly "
@@ -138,18 +140,34 @@ topk: 16
 codec.value_dtype: bf16
 ```
 
-* A path wins over a keyword for the same key, also a path in the file over a keyword of `--set`.
-* Where both name the same key, `--set` wins over the file.
+* `--set` wins over the file, be the key named by its keyword or by its path.
+* In one place a key is named once: `period: 8` beside `schedule.sync_every: 12` in one file is an error.
+* A path for one channel (`momentum.codec.topk`) wins over the keyword.
 * Several changes stand after one `--set`: `--set period=5 topk=16`.
 
-An unknown key or value is an error, which says what is allowed and the nearest right name. Settings that have no meaning together are
-refused, too.
+These are errors:
+
+* An unknown key or value. The message says what is allowed and the nearest right name.
+* Settings that have no meaning together.
+* A path of yours that has no effect, such as `codec.topk` in `diloco`, which sends every value. The message says why.
+* A key that stands twice in a yaml file. The message names both lines.
 """  # noqa: E501
 
 CHANNEL = (
     "Keys of each entry of `channels`. As a dotted path a key stands alone (all channels) or after "
     "the channel's name."
 )
+WHOLE = """## What goes whole
+
+A sparse channel sends these values whole, without choice and transform:
+
+* every tensor of fewer than 4096 values, such as biases, norms, and matrices up to 63 x 64;
+* at most the last 63 values of a tensor that is cut into blocks of 4096 values in a row;
+* tensors that `uncompressed` names. It is empty in every preset.
+
+Under FSDP2 and ZeRO it is the size of a rank's shard that counts. A value that goes whole is fp32 where `codec.value_dtype` is, else
+bf16. In a small model most values may go whole. The log says how many at the start: `100 of 6500 values of sparse channels go whole`.
+"""  # noqa: E501
 FORMAT_HEAD = """## Number formats
 
 Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](results.md#number-formats) has errors and
@@ -164,11 +182,12 @@ PRESET_HEAD = """## Keywords of the presets
 
 `lr` has two meanings:
 
-* As a keyword of `diloco`, `streaming_diloco`, `decoupled_momentum`, `sparse_loco` and `muloco` it is the rate of the outer step
+* As a keyword of `diloco`, `streaming_diloco`, `decoupled_momentum`, `sparse_loco`, `sign_loco` and `muloco` it is the rate of the outer step
   (`applier.lr`).
-* Beside other presets, and in a whole yaml file, it is the published rate of the inner optimizer.
+* Beside other presets, and in a whole yaml file, it is the published rate of the inner optimizer. It changes one thing: the rate
+  that `base_optimizer(config, params)` takes where you give it no `lr`.
 
-You give your own optimizer its rate yourself: `pretrain.py --lr`.
+You give your own optimizer its rate yourself: `pretrain.py --lr`. An outer rate below 0.05 is warned of at the start.
 
 | preset | keywords and defaults |
 |---|---|"""  # noqa: E501
@@ -177,7 +196,8 @@ PATHS = {"Channel": "channels"}
 
 def page() -> str:
     """The whole page, markdown."""
-    parts = [HEAD, *(_section(cls, path) for cls, path in _classes()), _formats(), _keywords()]
+    sections = (_section(cls, path) for cls, path in _classes())
+    parts = [HEAD, *sections, WHOLE, _formats(), _keywords()]
     return "\n".join(parts)
 
 

@@ -18,10 +18,8 @@ def problems(c: Channel) -> list[str]:
 
 
 def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
-    select, whole = (
-        c.codec.select,
-        not c.codec.sparse and c.codec.format.exact and c.accumulator is None,
-    )
+    select = c.codec.select
+    whole = not c.codec.sparse and c.codec.format.exact and c.accumulator is None
     exact = " or ".join(name for name, form in FORMATS.items() if form.exact)
     return [
         (

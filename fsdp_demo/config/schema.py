@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from . import rules
+from ..errors import counted
+from . import effects, rules, yaml_text
 from .channel import BLOCK, Channel
 from .parsing import build, in_range, nearest, one_of, set_path
 
@@ -180,7 +181,7 @@ class ExchangeConfig:
         """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes:
         see `load_config`.
         """
-        return cls.from_dict(yaml.safe_load(text))
+        return cls.from_dict(yaml_text.read(text, "the configuration"))
 
     def digest(self) -> int:
         """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on
@@ -205,8 +206,10 @@ class ExchangeConfig:
                 if c.codec.sparse
                 else c.codec.value_dtype
             )
-            late = f", applied {c.schedule.delay} steps later" if c.schedule.delay else ""
-            cut = f", in fragments of {c.fragments.layers} layers" if c.fragments else ""
+            late = (
+                f", applied {counted(c.schedule.delay, 'step')} later" if c.schedule.delay else ""
+            )
+            cut = f", in fragments of {counted(c.fragments.layers, 'layer')}" if c.fragments else ""
             parts.append(
                 f"{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over "
                 f"{c.reducer.mean_over}{late})"
@@ -221,6 +224,10 @@ class ExchangeConfig:
         """A copy with dotted paths set: `clip`, `codec.topk` (all channels) or `NAME.codec.topk`
         (one channel).
 
+        Raises:
+            ValueError: an unknown path or value, or one that has no effect in this method
+                (`effects.py`).
+
         Example:
             >>> from fsdp_demo import preset
             >>> preset("demo").changed({"codec.topk": 8}).channels[0].codec.topk
@@ -229,4 +236,6 @@ class ExchangeConfig:
         data, top = self.to_dict(), [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
         for path, value in changes.items():
             set_path(data, top, path, value)
-        return ExchangeConfig.from_dict(data)
+        made = ExchangeConfig.from_dict(data)
+        effects.refuse_unused(made.channels, made.clips_mean, changes)
+        return made

@@ -46,10 +46,10 @@ class Connections:
         """
         return None if self.worker is None else self.worker.peers
 
-    def placement(self, shards: TrainingHost, home: str | None) -> Placement:
-        """Where channels over `shards` stand; `home`: see there."""
+    def placement(self, host: TrainingHost, home: str | None) -> Placement:
+        """Where channels over the tensors of `host` stand; `home`: see there."""
         return Placement(
-            shards,
+            host,
             self.island.position,
             self.active_copies,
             self.island.copies,

@@ -55,7 +55,7 @@ class Exchange(Readings):
     How it stands is in `Readings`, what it does is here.
 
     Attributes:
-        config, topology, shards: what was agreed, and what the engine offers.
+        config, topology, host: what was agreed, and what the engine offers.
         step: optimizer steps of the job done so far (ticks).
         channels: the channels at work (`channel.ChannelRunner`).
         drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at
@@ -68,7 +68,7 @@ class Exchange(Readings):
         newcomer: this island has joined a run under way: what `attach` was given of parameters,
             state and step was replaced by what the others hold, and `step` is where they were; they
             answer no question that is asked between `attach` and the first step.
-        showing: the model holds `outer_parameters` at the moment, not this replica's own.
+        shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
         >>> import torch, fsdp_demo
@@ -84,29 +84,29 @@ class Exchange(Readings):
 
     def __init__(
         self,
-        shards: TrainingHost,
+        host: TrainingHost,
         config: ExchangeConfig,
         model: torch.nn.Module | None,
         topology: Topology,
         start: Start | None = None,
     ):
-        self.config, self.topology, self.shards, start = config, topology, shards, start or Start()
-        refuse(shards, config.needs_gradients)
-        check_inner(config, shards.optimizer_names, shards.optimizers)
-        shards.materialise()
-        channels = expand(config, [s.name for s in shards.params if not s.frozen])
-        self.showing = self.newcomer = False
+        self.config, self.topology, self.host, start = config, topology, host, start or Start()
+        refuse(host, config.needs_gradients)
+        check_inner(config, host.optimizer_names, host.optimizers)
+        host.init_optimizer_state()
+        channels = expand(config, [s.name for s in host.params if not s.frozen])
+        self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self._follow)
         self._connections = Connections(
-            topology, shards.position(topology.rank, topology.world), shards.device
+            topology, host.shard_position(topology.rank, topology.world), host.device
         )
         self._island, self._meter = self._connections.island, self._connections.meter
         try:
             bound = bind(
                 channels,
                 config,
-                self._connections.placement(shards, "cpu" if config.offload_outer_state else None),
+                self._connections.placement(host, "cpu" if config.offload_outer_state else None),
                 model,
             )
             self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
@@ -115,13 +115,13 @@ class Exchange(Readings):
             self._queue = InFlightQueue(
                 every,
                 self._connections,
-                shards.device,
+                host.device,
                 topology.rank == 0,
                 self._gone,
                 config.norm_limit,
                 topology.islands,
             )
-            self._runtime = StepRuntime(config, topology, shards, bound, self._queue, start.step)
+            self._runtime = StepRuntime(config, topology, host, bound, self._queue, start.step)
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._keep = partial(returning.keep, self._runtime, model, start.facts)
             self._hooks, self._first = self._runtime.hooks, FirstStep(self._runtime)
@@ -132,7 +132,7 @@ class Exchange(Readings):
                     self.catch_up()
             summary.announce(self._runtime, start.batch, summary.total_steps(start.facts))
             if topology.rank == 0:
-                warn_of_outside(shards, model, topology.name)
+                warn_of_outside(host, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
@@ -231,8 +231,8 @@ class Exchange(Readings):
 
         Args:
             together: wait for that, however long the period. False: where no payload leaves in the
-                next step, this island stops after it, and the others find it gone at their next
-                exchange.
+                next step, this island stops after it (of several ranks: within about a second,
+                all after one step), and the others find it gone at their next exchange.
         """
         self._runtime.status.request_stop(together)
 
@@ -362,17 +362,17 @@ class Exchange(Readings):
         """Within this context `model` holds the parameters that the method calls its result: the
         anchor, or the mean over the replicas.
 
-        Use it to evaluate and export. Where `shows` is "mean" all replicas enter at the same step,
-        since they communicate here. Gradient presets hold them anyway. Local parameters come back
-        at the end; a step taken here is a RuntimeError.
+        Use it to evaluate and export. Where `result_kind` is "mean" all replicas enter at the same
+        step, since they communicate here. Gradient presets hold them anyway. Local parameters come
+        back at the end; a step taken here is a RuntimeError.
         """
-        shows = "parameters" if self.finished or self._queue.broken else self.shows
-        with self._hooks.paused(_SHOWN), result.shown(self._runtime, model, shows):
-            before, self.showing = self.showing, self.showing or shows != "parameters"
+        kind = "parameters" if self.finished or self._queue.broken else self.result_kind
+        with self._hooks.paused(_SHOWN), result.shown(self._runtime, model, kind):
+            before, self.shows_result = self.shows_result, self.shows_result or kind != "parameters"
             try:
                 yield
             finally:
-                self.showing = before
+                self.shows_result = before
 
     def timeline(self) -> list[ExchangeRecord]:
         """The exchanges that have ended (the last 10 000): step of launch, step of application,

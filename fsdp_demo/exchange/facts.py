@@ -4,10 +4,8 @@ optimizers, and the machine they run on.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 
 from ..comm import agreement
 from ..comm.peers import PeerGroup
+from ..compression.machine import cpu_name, kernels
 from ..hosts.base import LocalParam, TrainingHost
 
 NUMBERS = (
@@ -31,12 +30,10 @@ MOVED = ("betas", "momentum")
 """Those that torch's cyclic schedules move with the step, as they do the learning rate."""
 
 
-def optimizers(shards: TrainingHost) -> dict[str, Any]:
+def optimizers(host: TrainingHost) -> dict[str, Any]:
     """Kind, number of groups and numbers of each group, whatever the step."""
     out: dict[str, Any] = {}
-    for i, (name, optimizer) in enumerate(
-        zip(shards.optimizer_names, shards.optimizers, strict=True)
-    ):
+    for i, (name, optimizer) in enumerate(zip(host.optimizer_names, host.optimizers, strict=True)):
         out |= {f"optimizer{i}": name, f"optimizer{i}.groups": len(optimizer.param_groups)}
         for g, group in enumerate(optimizer.param_groups):
             fixed = [
@@ -46,11 +43,11 @@ def optimizers(shards: TrainingHost) -> dict[str, Any]:
     return out
 
 
-def rates(shards: TrainingHost) -> dict[str, Any]:
+def rates(host: TrainingHost) -> dict[str, Any]:
     """What is equal at equal steps only: learning rates, and what cyclic schedules move."""
     return {
         f"optimizer{i}.group{g}.{k}": _plain(group[k])
-        for i, optimizer in enumerate(shards.optimizers)
+        for i, optimizer in enumerate(host.optimizers)
         for g, group in enumerate(optimizer.param_groups)
         for k in ("lr", *MOVED)
         if k in group
@@ -167,23 +164,11 @@ def _parting(a: Sequence[Any], b: Sequence[Any]) -> int:
 def machine(device: torch.device) -> dict[str, str]:
     """What may differ between islands, and explains differences in the last bit."""
     if device.type == "cpu":
-        kernels = torch.backends.cpu.get_cpu_capability()
         return {
             "torch": torch.__version__,
             "device": "cpu",
-            "processor": f"{_processor()}, {kernels}",
+            "processor": f"{cpu_name()}, {kernels()}",
         }
     module = torch.get_device_module(device)
     name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
     return {"torch": torch.__version__, "device": device.type, "processor": name}
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next(
-                peers.split(":", 1)[1].strip() for peers in file if peers.startswith("model name")
-            )
-    except (OSError, StopIteration):  # not Linux, or a processor that gives no name there
-        return platform.processor() or platform.machine()

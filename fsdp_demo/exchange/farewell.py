@@ -65,18 +65,23 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
         )
     held = not runtime.island.any(not held) and weight > 0
     if runtime.topology.rank == 0 and weight > 0:
-        what = (
-            "counts there if they settle it so"
-            if held
-            else "was not with them in time, and is lost"
-        )
-        log.info(
-            "%s: what it has done since its last exchange, for that of step %d of the others, %s",
-            runtime.topology.name,
-            step + 1,
-            what,
-        )
+        log.info("%s: %s", runtime.topology.name, _told(runtime, due, step, held))
     return held
+
+
+def _told(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
+    """What has become of the steps since the last exchange, from 1."""
+    first = 1 + max(min(runtime.queue.last.get(c.channel.name, 0) for c in due), 0)
+    taken = f"steps {first} to {runtime.step}" if first < runtime.step else f"step {runtime.step}"
+    if held:
+        return (
+            f"the others hold {taken} of this island: if they agree on it, it counts in their "
+            f"exchange of step {step + 1}"
+        )
+    return (
+        f"{taken} of this island did not reach the others in time: only what this island saves "
+        "has it"
+    )
 
 
 def warn_of_no_finish(runtime: StepRuntime) -> None:

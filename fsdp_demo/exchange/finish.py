@@ -21,7 +21,7 @@ def flush(runtime: StepRuntime) -> None:
         late, due = oldest
         gradients = [c for c in late if c.channel.before_step]
         if gradients:  # what another channel left there has had its step
-            runtime.shards.gradients([False] * len(runtime.shards.params))
+            runtime.host.prepare_gradients([False] * len(runtime.host.params))
         runtime.land(late, due, now=runtime.step - 1)
         if gradients:
             runtime.clip(mean=True)
@@ -48,7 +48,7 @@ def conclude(runtime: StepRuntime) -> bool | None:
             runtime.buffers, runtime.buffers, math.inf, now=runtime.step - 1, last=True
         )
         runtime.drift = result.set_mean(runtime)
-        runtime.shards.commit()
+        runtime.host.commit()
         return None
     queue, moving = runtime.queue, [*runtime.moving, *runtime.buffers]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less
@@ -70,7 +70,7 @@ def conclude(runtime: StepRuntime) -> bool | None:
     for c in moving:
         if c.channel.source == "delta" and not c.channel.equal_after_exchange:
             c.show_anchor()
-    runtime.shards.commit()
+    runtime.host.commit()
     equal = result.equal(runtime)
     if not equal and runtime.topology.rank == 0:
         log.warning(

@@ -30,7 +30,7 @@ class FirstStep:
     """
 
     def __init__(self, runtime: StepRuntime):
-        self._runtime, self._untouched = runtime, Untouched(runtime.shards, runtime.island)
+        self._runtime, self._untouched = runtime, Untouched(runtime.host, runtime.island)
         self._behind = False
         self.joined_at = runtime.step
 
@@ -53,7 +53,7 @@ class FirstStep:
         self.check()
         self._runtime.ahead = None
         if self._runtime.config.needs_gradients:
-            refuse_sparse(self._runtime.shards)
+            refuse_sparse(self._runtime.host)
 
     def check(self) -> None:
         """Refuse parameters that were changed since attach, but by steps inside `paused()`."""
@@ -107,14 +107,14 @@ class Untouched:
     wrote them.
 
     Args:
-        shards: the parameters. island: the ranks that look together.
+        host: of the parameters. island: the ranks that look together.
 
     Attributes:
         pending: there is something to compare with.
     """
 
-    def __init__(self, shards: TrainingHost, island: IslandGroup):
-        self._shards, self._island = shards, island
+    def __init__(self, host: TrainingHost, island: IslandGroup):
+        self._host, self._island = host, island
         self._sums: list[int] | None = None
 
     @property
@@ -126,7 +126,7 @@ class Untouched:
         """The parameters as they are now are right. One pass over them, one read from the
         device.
         """
-        self._sums = self._now() if self._shards.device.type != "meta" else None
+        self._sums = self._now() if self._host.device.type != "meta" else None
 
     def forget(self) -> None:
         """Compare with nothing."""
@@ -142,7 +142,7 @@ class Untouched:
             return
         other = [
             s.name
-            for s, now, then in zip(self._shards.params, self._now(), self._sums, strict=True)
+            for s, now, then in zip(self._host.params, self._now(), self._sums, strict=True)
             if now != then
         ]
         if self._island.any(bool(other)):
@@ -161,10 +161,10 @@ class Untouched:
 
     def _now(self) -> list[int]:
         """The sums, read from the device in one go."""
-        tensors = self._shards.read("parameter")
+        tensors = self._host.tensors("parameter")
         if not tensors:
             return []
-        device = self._shards.device
+        device = self._host.device
         return list(
             torch.stack([total([] if t is None else [t], device) for t in tensors]).cpu().tolist()
         )

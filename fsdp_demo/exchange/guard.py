@@ -117,19 +117,21 @@ def _leave(
         f"{exchange.topology.name} (island {exchange.topology.island}, rank "
         f"{exchange.topology.rank}), step {exchange.step}"
     )
-    log.error("%s: %s", where, error)
+    # a stop that was asked for is no error
+    level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
+    log.log(level, "%s: %s", where, error)
     exchange.leave(stopped=isinstance(error, Stopped))
     try:
         if save is not None:
             _save(save)
         if exchange.topology.rank == 0:
-            done, command = (
-                "saved" if save is not None else "nothing was saved",
-                resume or "the same command",
-            )
+            done = "saved" if save is not None else "nothing was saved"
+            command = resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
-            who = "this island" if status == SAVED and exchange.topology.elastic else "all islands"
-            log.error("%s: %s; %s, start %s again with: %s", where, done, when, who, command)
+            who = _who(exchange, status)
+            log.log(level, "%s: %s; %s, start %sagain with: %s", where, done, when, who, command)
+            if save is not None and exchange.topology.islands > 1:
+                log.log(level, "%s: for the steps of the others see fsdp-demo inspect", where)
     except PeerLost as lost:
         # what the others have is not known: it must not be saved, and is not needed to start again
         log.error("%s: nothing was saved: %s", where, lost)
@@ -139,6 +141,15 @@ def _leave(
         status = 1
     tell_launcher(exchange.topology.rank, status)
     leave(status)
+
+
+def _who(exchange: Exchange, status: int) -> str:
+    """Whom to start again. Where islands come and go, the others may train on, or have ended."""
+    if exchange.topology.islands == 1:
+        return ""
+    if status == SAVED and exchange.topology.elastic:
+        return "this island (and each other one that has ended) "
+    return "all islands "
 
 
 def _save(save: Callable[[], Any]) -> None:

@@ -121,12 +121,10 @@ class InFlightQueue:
         norm_limit: float | None = None,
         islands: int = 1,
     ):
-        self.channels, self.device, self.connections, self._gone = (
-            list(channels),
-            device,
-            connections,
-            gone,
-        )
+        self.channels = list(channels)
+        self.device = device
+        self.connections = connections
+        self._gone = gone
         self.watch, self.history = Watch(connections.peers, speaks), History(islands)
         self.norms = Norms(
             norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0)
@@ -175,18 +173,14 @@ class InFlightQueue:
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self.device)
         header = peers.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
-        staged, at = (
-            self._staging.to_host([*numbers, *bodies, *vectors]),
-            (len(numbers), len(numbers) + len(bodies)),
-        )
+        staged = self._staging.to_host([*numbers, *bodies, *vectors])
+        at = (len(numbers), len(numbers) + len(bodies))
 
         def job() -> ReceivedMessage:
             flight.seconds.append(time.perf_counter())
             found = staged()
-            sections, sent = (
-                found[at[0] : at[1]],
-                list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True)),
-            )
+            sections = found[at[0] : at[1]]
+            sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]), peers)
             with record_function("fsdp_demo::send"):
@@ -349,10 +343,8 @@ class InFlightQueue:
         if arrived is None:
             received, present = None, sent.present
         elif name in arrived.decoded:
-            received, present = (
-                Received([], [], [], workspace=arrived.decoded.pop(name)),
-                sent.present,
-            )
+            received = Received([], [], [], workspace=arrived.decoded.pop(name))
+            present = sent.present
         else:
             received = flight.layout.split(name, arrived)
             present = received.present
@@ -366,7 +358,7 @@ class InFlightQueue:
         """
         if (
             present is None
-            or self.connections.island.position.copies == self.connections.active_copies
+            or self.connections.island.position.num_copies == self.connections.active_copies
         ):
             return present
         return [bool(v) for v in self.connections.island.max(*map(float, present))]
@@ -413,10 +405,8 @@ class InFlightQueue:
                 error = e
         headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
         if headers and not flight.counted:
-            flight.counted, error = (
-                True,
-                self.watch.count(self.connections.peers, headers, arrived.slots, flight.step),
-            )
+            error = self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
+            flight.counted = True
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop = self.connections.island.max(float(error is not None), float(asked))
         if failed:
@@ -511,10 +501,8 @@ def _saved(f: PendingExchange) -> InFlightState:
     """
     got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
     if got is not None:
-        headers, bodies = (
-            [replace(h, number=0) for h in got.headers],
-            [b.clone() for b in got.bodies],
-        )
+        headers = [replace(h, number=0) for h in got.headers]
+        bodies = [b.clone() for b in got.bodies]
         got = ReceivedMessage(headers, bodies, got.means, dict(got.decoded))
     return InFlightState(f.step, f.members, f.parts, got, said)
 

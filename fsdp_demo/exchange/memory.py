@@ -216,11 +216,9 @@ class _Cycle:
     def _launch(self, step: int, due: Sequence[int]) -> None:
         if not due:
             return
-        device, host, flight = (
-            self.levels.device,
-            self.levels.host,
-            _Flight(step, list(due), {}, {}),
-        )
+        device = self.levels.device
+        host = self.levels.host
+        flight = _Flight(step, list(due), {}, {})
         for i in due:
             section = self.sections[i]
             device.touch(_encoding(section))
@@ -275,12 +273,10 @@ def _payload(section: ChannelCodec) -> int:
 
 def _encoding(section: ChannelCodec) -> int:
     """The most that `accumulate` and `encode` hold at once, with what they hand out."""
-    channel, work, own, payload = (
-        section.channel,
-        4 * section.layout.numel,
-        _own(section),
-        _payload(section),
-    )
+    channel = section.channel
+    work = 4 * section.layout.numel
+    own = _own(section)
+    payload = _payload(section)
     # the source is a workspace: that is the vector, or the body is made of it
     if channel.accumulator is None:
         return (

@@ -26,7 +26,7 @@ from ..config.channel import Channel
 
 
 class MessageLayout:
-    """What lies where in a message of some channels, on one lane.
+    """What lies where in a message of some channels, of one active copy.
 
     Args:
         sections: of the channels, in the order of the configuration.
@@ -41,9 +41,9 @@ class MessageLayout:
         >>> from fsdp_demo.compression.blocks import Layout
         >>> from fsdp_demo.config.channel import Channel
         >>> from fsdp_demo.exchange.message import MessageLayout
-        >>> message = MessageLayout([ChannelCodec(Layout([(3,), (5,)], ["dense", "dense"]), Channel("gradient", "gradient"), size=2)])
-        >>> message.num_bytes, message.body_bytes, message.vectors
-        (57, 1, [(8, 'fp32')])
+        >>> message = MessageLayout([ChannelCodec(Layout([(3,), (5,)], ["dense", "dense"]),
+        Channel("gradient", "gradient"), size=2)]) >>> message.num_bytes, message.body_bytes,
+        message.vectors (57, 1, [(8, 'fp32')])
     """  # noqa: E501
 
     def __init__(self, sections: Sequence[ChannelCodec]):

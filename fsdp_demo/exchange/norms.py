@@ -32,7 +32,7 @@ Kept = Mapping[str, Sequence[tuple[int, Sequence[int]]]]
 
 
 class Norms:
-    """The norms in the last messages of one line.
+    """The norms in the last messages of one peer group.
 
     Args:
         limit: `ExchangeConfig.norm_limit`.

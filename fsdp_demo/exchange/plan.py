@@ -14,7 +14,7 @@ from ..channels.codec import ChannelCodec
 from ..comm.meter import Meter
 from ..compression.blocks import Layout
 from ..config.fragments import expand
-from ..config.patterns import covers, kind
+from ..config.patterns import covers, tensor_layout_kind
 from ..config.schema import ExchangeConfig
 from .message import MessageLayout
 
@@ -137,7 +137,9 @@ def plan_model(
             mine = [
                 (n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)
             ]
-            layout = Layout([shape for _, shape in mine], [kind(channel, n) for n, _ in mine])
+            layout = Layout(
+                [shape for _, shape in mine], [tensor_layout_kind(channel, n) for n, _ in mine]
+            )
             sections.append(ChannelCodec(layout, channel, islands, config.seed))
         plans.append(Plan(sections, islands, rank))
     return plans

@@ -12,27 +12,27 @@ from ..hosts.base import TrainingHost
 MOVED = ("lr", "betas", "momentum")
 
 
-def read(shards: TrainingHost) -> list[list[dict[str, Any]]]:
+def read(host: TrainingHost) -> list[list[dict[str, Any]]]:
     """For each optimizer and each of its groups, name -> number or list of numbers (JSON)."""
     return [
         [{k: _plain(g[k]) for k in MOVED if k in g} for g in o.param_groups]
-        for o in shards.optimizers
+        for o in host.optimizers
     ]
 
 
-def write(shards: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
+def write(host: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
     """Set what `read` has given, in place.
 
     Raises:
         ValueError: other numbers of optimizers, groups or values.
     """
-    mine = [len(o.param_groups) for o in shards.optimizers]
+    mine = [len(o.param_groups) for o in host.optimizers]
     if [len(groups) for groups in rates] != mine:
         raise ValueError(
             f"rates of {[len(groups) for groups in rates]} groups came, the optimizers here have "
             f"{mine}"
         )
-    for optimizer, groups in zip(shards.optimizers, rates, strict=True):
+    for optimizer, groups in zip(host.optimizers, rates, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for name, value in values.items():
                 if name in MOVED and name in group:

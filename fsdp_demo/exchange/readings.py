@@ -22,7 +22,14 @@ from .connections import Connections
 from .in_flight import InFlightQueue
 from .runtime import StepRuntime
 
-OLD_NAMES = {"note": "report", "council": "across_islands", "consensus": "equal_after_exchange"}
+OLD_NAMES = {
+    "note": "report",
+    "council": "across_islands",
+    "consensus": "equal_after_exchange",
+    "shards": "host",
+    "shows": "result_kind",
+    "showing": "shows_result",
+}
 
 
 class Readings:
@@ -32,7 +39,7 @@ class Readings:
 
     config: ExchangeConfig
     topology: Topology
-    shards: TrainingHost
+    host: TrainingHost
     channels: list[ChannelRunner]
     _connections: Connections
     _meter: Meter
@@ -45,10 +52,8 @@ class Readings:
             raise renamed("Exchange", name, OLD_NAMES)
 
     def __repr__(self) -> str:
-        t, state = (
-            self.topology,
-            "running" if self.running else "finished" if self.finished else "broken",
-        )
+        t = self.topology
+        state = "running" if self.running else "finished" if self.finished else "broken"
         where = f"island {t.island} of {t.islands}" if t.islands > 1 else "one replica"
         return (
             f"<Exchange {self.config.preset!r}, {where}, step {self.step}, "
@@ -102,6 +107,12 @@ class Readings:
         return "" if self._peers is None else self._queue.history.digest
 
     @property
+    def participants(self) -> list[int]:
+        """The islands that took part in the last exchange that was applied here; empty where that
+        is not known, as on a copy that is not active."""
+        return [] if self._peers is None else list(self._queue.history.slots)
+
+    @property
     def drift(self) -> float | None:
         """How far this replica was from the mean, as a fraction of it."""
         return self._runtime.drift
@@ -126,7 +137,7 @@ class Readings:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The innermost optimizers that are attached."""
-        return list(self.shards.optimizers)
+        return list(self.host.optimizers)
 
     @property
     def finished(self) -> bool:
@@ -151,7 +162,7 @@ class Readings:
     @property
     def clips(self) -> str:
         """Which gradient clipping is in force, as a sentence."""
-        return summary.clips(self.config, self.shards)
+        return summary.clips(self.config, self.host)
 
     @property
     def equal_after_exchange(self) -> bool:
@@ -172,7 +183,7 @@ class Readings:
         )
 
     @property
-    def shows(self) -> str:
+    def result_kind(self) -> str:
         """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep
         them equal), "anchor" (the outer parameters, known to every replica) or "mean" (over the
         replicas: a round of communication)."""

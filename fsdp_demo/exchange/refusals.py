@@ -15,13 +15,13 @@ log = logging.getLogger("fsdp_demo")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def refuse(shards: TrainingHost, gradients: bool) -> None:
+def refuse(host: TrainingHost, gradients: bool) -> None:
     """Raise ValueError for parameters and optimizers that cannot be exchanged.
 
     Args:
         gradients: the exchange needs or changes gradients.
     """
-    trained = [s for s in shards.params if not s.frozen]
+    trained = [s for s in host.params if not s.frozen]
     if not trained:
         raise ValueError(
             "nothing to train: none of the optimizer's parameters has requires_grad; attach after "
@@ -35,7 +35,7 @@ def refuse(shards: TrainingHost, gradients: bool) -> None:
             f"{', '.join(map(_name, DTYPES))}: load the model with dtype=torch.float32 (of a "
             "complex parameter train its view_as_real)"
         )
-    for optimizer in shards.optimizers:
+    for optimizer in host.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "LBFGS calls its closure several times in a step, with gradients of one island "
@@ -50,10 +50,10 @@ def refuse(shards: TrainingHost, gradients: bool) -> None:
             )
 
 
-def warn_of_outside(shards: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
+def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
     """Log the trainable parameters of the model that no attached optimizer steps. With several
     exchanges of one model (a GAN) each says so of the others' parameters."""
-    outside = shards.outside(model) if model is not None else []
+    outside = host.outside(model) if model is not None else []
     if outside:
         log.warning(
             "%s: %d trainable parameters of the model are in no attached optimizer, and so not "
@@ -65,11 +65,11 @@ def warn_of_outside(shards: TrainingHost, model: torch.nn.Module | None, name: s
         )
 
 
-def refuse_sparse(shards: TrainingHost) -> None:
+def refuse_sparse(host: TrainingHost) -> None:
     """Raise ValueError if a gradient that is there now is sparse."""
     sparse = [
         s.name
-        for s, g in zip(shards.params, shards.read("gradient"), strict=True)
+        for s, g in zip(host.params, host.tensors("gradient"), strict=True)
         if g is not None and g.layout != torch.strided
     ]
     if sparse:

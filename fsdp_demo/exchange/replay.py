@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, opened, sizes
-from ..errors import Stopped, WireError
+from ..errors import Stopped, WireError, counted
 from . import rates, returning, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import Stand
@@ -45,7 +45,7 @@ def newcomer(runtime: StepRuntime) -> bool:
     mine = _following(runtime) is not None
     active_copies = runtime.parameters.active_copies
     # copies that are not active have no peers
-    return runtime.island.any(mine) if runtime.island.position.copies > active_copies else mine
+    return runtime.island.any(mine) if runtime.island.position.num_copies > active_copies else mine
 
 
 def join(
@@ -71,7 +71,7 @@ def join(
     if runtime.peers is not None:
         runtime.peers.digest = runtime.config.digest()
     log.info(
-        "%s: the run is under way: what this island brings is replaced by the state of another",
+        "%s: the run is under way: this island goes on with the state that the others have now",
         runtime.topology.name,
     )
     own = None if runtime.island.any(own is None) else own
@@ -83,11 +83,11 @@ def join(
         following.caught_up(runtime.step)
         mib, source = following.fetched / 2**20, "its own checkpoint" if stand.own else "a snapshot"
         log.info(
-            "%s: step %d from %s, %d steps made up for, %.1f MiB fetched",
+            "%s: step %d from %s, %s made up for, %.1f MiB fetched",
             runtime.topology.name,
             stand.step,
             source,
-            taken,
+            counted(taken, "step"),
             mib,
         )
     log.info("%s goes on from step %d", runtime.topology.name, runtime.step)
@@ -115,10 +115,12 @@ def _take_snapshot(
         lambda: _compared(runtime, model, told, data, brings.get(OWN, "")), what
     )
     # copies that are not active hear where it stands from the first rank
-    if island.position.copies > runtime.parameters.active_copies:
+    if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and stand.to_json())
         stand = stand or Stand.from_json(said)
-    assert stand is not None, "a rank with a line has a snapshot, the others have heard of one"
+    assert stand is not None, (
+        "a rank with a peer group has a snapshot, the others have heard of one"
+    )
     if not island.same(stand.step) or not island.same(bool(stand.own)):
         raise RuntimeError(
             f"{what}: the ranks of this island got snapshots of different steps: start it again"
@@ -151,11 +153,9 @@ def _fetching(
 
     def ask() -> list[Tensor] | None:
         nonlocal says_at
-        found, took, come = (
-            following.bodies(wanted, SLICE),
-            time.monotonic() - began,
-            following.fetched - before,
-        )
+        found = following.bodies(wanted, SLICE)
+        took = time.monotonic() - began
+        come = following.fetched - before
         if found is None and took >= says_at:
             says_at = 2 * took
             left = (
@@ -183,7 +183,8 @@ def _stand_on(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand,
         ValueError: what was loaded is not what was saved.
     """
     log.info(
-        "%s: the others keep what came since the checkpoint of step %d here: it is loaded",
+        "%s: the others keep all that came since this island's checkpoint of step %d: no snapshot "
+        "is fetched, the checkpoint is loaded and the later steps are made up for",
         runtime.topology.name,
         stand.step,
     )
@@ -223,10 +224,10 @@ def _materialise(runtime: StepRuntime) -> None:
     """
     if not runtime.before_step or snapshot.kept(runtime):
         return
-    trained = [None if s.frozen else True for s in runtime.shards.params]
-    runtime.shards.gradients(trained)
+    trained = [None if s.frozen else True for s in runtime.host.params]
+    runtime.host.prepare_gradients(trained)
     runtime.base_step()
-    runtime.shards.gradients([want and False for want in trained])
+    runtime.host.prepare_gradients([want and False for want in trained])
 
 
 def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -> T | None:
@@ -247,7 +248,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
     """How many steps were made up for. The first rank's peer group says which come; rates are those
     of before in the end.
     """
-    before, taken = rates.read(runtime.shards), 0
+    before, taken = rates.read(runtime.host), 0
     runtime.queue.replays = True
     try:
         while (tick := _next(runtime, following)) is not None:
@@ -260,7 +261,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
         ) from None
     finally:
         runtime.queue.replays = False
-        rates.write(runtime.shards, before)
+        rates.write(runtime.host, before)
     return taken
 
 
@@ -268,7 +269,7 @@ def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
     """The donor's next step; None when there is none and this island goes on by itself."""
 
     def ask() -> list[Any]:
-        assert following is not None, "the first rank of an island has a line"
+        assert following is not None, "the first rank of an island has a peer group"
         planned = following.planned  # before the tick: one that comes between the two is taken
         tick = following.tick(0.0 if planned else SLICE)
         return [planned, None if tick is None else [tick.step, tick.rates]]
@@ -288,11 +289,11 @@ def _take(runtime: StepRuntime, tick: Tick) -> None:
             f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "
             "island again"
         )
-    rates.write(runtime.shards, tick.rates)
+    rates.write(runtime.host, tick.rates)
     runtime.status.skipping = True
     try:
         if runtime.before_step:
-            runtime.shards.gradients([False] * len(runtime.shards.params))
+            runtime.host.prepare_gradients([False] * len(runtime.host.params))
         runtime.before()
         if runtime.before_step:
             # an engine that keeps buffers for its gradients has them back after it

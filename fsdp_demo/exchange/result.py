@@ -22,31 +22,31 @@ from .runtime import StepRuntime, drift
 def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[None]:
     """Within this context `model` holds the replica's own "parameters", the "anchor" of its delta
     channels, or the "mean" over the replicas; in the end it holds its own."""
-    parameters, shards = runtime.parameters, runtime.shards
+    parameters, host = runtime.parameters, runtime.host
     if what == "parameters":
         try:
             yield
         finally:
-            shards.commit(model)
+            host.commit(model)
         return
-    kept = [t.clone() for t in shards.read("parameter") if t is not None]
+    kept = [t.clone() for t in host.tensors("parameter") if t is not None]
     with torch.no_grad():
         if what == "anchor":
             for c in (c for c in runtime.channels if c.channel.source == "delta"):
                 c.show_anchor()
         else:
             parameters.write(mean_parameters(runtime), parameters.tensors("parameter"))
-    shards.commit(model)
+    host.commit(model)
     try:
         yield
     finally:
-        shards.commit(model)
+        host.commit(model)
         with torch.no_grad():
             for t, old in zip(
-                [t for t in shards.read("parameter") if t is not None], kept, strict=True
+                [t for t in host.tensors("parameter") if t is not None], kept, strict=True
             ):
                 t.copy_(old)
-        shards.commit(model)
+        host.commit(model)
 
 
 def mean_parameters(runtime: StepRuntime) -> Tensor | None:
@@ -61,10 +61,8 @@ def mean_parameters(runtime: StepRuntime) -> Tensor | None:
     if peers is None or work is None:
         runtime.queue.ask(lambda peers: None)
         return work if peers is None and runtime.parameters.size == 1 else None
-    vector, header = (
-        work.cpu() if share else torch.zeros(work.numel()),
-        peers.header(PARAMETERS, runtime.step),
-    )
+    vector = work.cpu() if share else torch.zeros(work.numel())
+    header = peers.header(PARAMETERS, runtime.step)
 
     def job(peers: PeerGroup) -> Tensor:
         mean, part = peers.mean(header, [(vector, "fp32"), (torch.tensor([share]), "fp32")])
@@ -96,6 +94,6 @@ def equal(runtime: StepRuntime) -> bool:
     the same step.
     """
     # behind what this thread has queued on a device
-    mark = digest(runtime.shards.read("parameter")) if runtime.peers is not None else b""
+    mark = digest(runtime.host.tensors("parameter")) if runtime.peers is not None else b""
     same = runtime.queue.ask(lambda peers: agreement.all_equal(peers, mark, DIGESTS, runtime.step))
     return not runtime.island.any(same is False)

@@ -57,7 +57,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     runtime.queue.watch.loss = saved.loss
     runtime.queue.norms.load(saved.norms)
     runtime.queue.history.load(saved.history)
-    runtime.status.load(saved.tokens, saved.weighed, saved.losses, runtime.shards.device)
+    runtime.status.load(saved.tokens, saved.weighed, saved.losses, runtime.host.device)
 
 
 def forget(runtime: StepRuntime) -> None:

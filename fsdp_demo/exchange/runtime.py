@@ -45,6 +45,7 @@ from ..hosts.base import TrainingHost
 from . import rates
 from .in_flight import InFlightQueue
 from .local_status import LocalStatus
+from .vote_pace import VotePace
 
 log = logging.getLogger("fsdp_demo")
 
@@ -54,7 +55,7 @@ class StepRuntime:
 
     Args:
         config, topology: what was agreed.
-        shards: what the engine offers.
+        host: what the engine offers.
         bound: the channels at work on this rank.
         queue: the messages under way.
         step: of the job, to start from.
@@ -87,30 +88,28 @@ class StepRuntime:
         self,
         config: ExchangeConfig,
         topology: Topology,
-        shards: TrainingHost,
+        host: TrainingHost,
         bound: Bound,
         queue: InFlightQueue,
         step: int,
     ):
-        self.config, self.topology, self.shards, self.queue, self.step = (
-            config,
-            topology,
-            shards,
-            queue,
-            step,
-        )
+        self.config = config
+        self.topology = topology
+        self.host = host
+        self.queue = queue
+        self.step = step
         self.connections, self.island = queue.connections, queue.connections.island
-        self.channels, self.buffers, self.parameters = (
-            bound.channels,
-            bound.buffers,
-            bound.parameters,
-        )
+        self.channels = bound.channels
+        self.buffers = bound.buffers
+        self.parameters = bound.parameters
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
-        self.hooks = shards.hooks(
+        self.hooks = host.hooks(
             self.island, self.before, self.after, self.skip, gradients=config.needs_gradients
         )
         self.status = LocalStatus(topology.elastic)
+        self._pace = VotePace()
+        self._exchanged = False  # a message has left or was applied since the last vote
         for c in bound.channels:
             c.measures = config.norm_limit is not None and topology.islands > 1
         self.drift: float | None = None
@@ -153,19 +152,25 @@ class StepRuntime:
 
     # ---- one tick ------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def before(self) -> None:
         """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base
         step back where nothing is.
         """
         self.check_usable()
         if self.ahead is not None:
-            self.ahead()
-        self.shards.check()
+            with torch.no_grad():
+                self.ahead()
+        self.host.assert_unchanged()
         self.status.begin()
-        desk = None if self.peers is None else self.peers.desk
-        if desk is not None and desk.follows:
-            self._rates = rates.read(self.shards)
+        peers = self.peers
+        if peers is not None and peers.desk is not None and peers.desk.follows:
+            self._rates = rates.read(self.host)
+        if self.before_step or self.config.clip is not None:
+            self._act_on_gradients()
+        self.begun = self.step
+
+    @torch.no_grad()
+    def _act_on_gradients(self) -> None:
         mine = self.before_step
         self._look_at_gradients(bool(mine))
         outgoing, applied = {}, []
@@ -188,13 +193,13 @@ class StepRuntime:
                 c.apply(arrived)  # g = sign(mean q)
             applied.append(c)
             del arrived
+        self._exchanged |= bool(outgoing or applied)
         for c in mine:
             if c not in applied:
                 c.set_gradients([False] * len(c.covered))
         if applied:
             self.clip(mean=True)
 
-    @torch.no_grad()
     def after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect
         on the whole island.
@@ -202,13 +207,17 @@ class StepRuntime:
         Raises:
             Stopped: it does.
         """
-        mine = self.after_step
+        mine, step = self.after_step, self.step
         try:
-            self.exchange(mine, [c for c in mine if c.channel.schedule.due(self.step)], self.step)
+            due = [c for c in mine if c.channel.schedule.due(step)]
+            if due or self.queue.flights:  # else nothing is to be done, and it costs nothing
+                with torch.no_grad():
+                    self.exchange(mine, due, step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
         asked = self._settle_stop()
-        self._let_follow(asked and not self.stopped)
+        if asked or self._rates is not None:
+            self._let_follow(asked and not self.stopped)
         if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
 
@@ -217,14 +226,14 @@ class StepRuntime:
         """See `Exchange.skip`."""
         self.check_usable()
         if self.hooks.partial:
-            of = len(self.shards.optimizers)
+            of = len(self.host.optimizers)
             raise RuntimeError(
                 f"skip() in step {self.step}, when {self.hooks.partial} of {of} optimizers have "
                 "stepped"
             )
         self.status.skipping = True
         try:
-            self.shards.gradients([False] * len(self.shards.params))
+            self.host.prepare_gradients([False] * len(self.host.params))
             self.hooks.skip(self.base_step if self.before_step else None)
         finally:
             self.status.skipping = False
@@ -272,6 +281,7 @@ class StepRuntime:
                 c.apply(arrived)
             applied.append(c)
             del arrived  # as large as the shards: it goes before the next one comes
+        self._exchanged |= bool(applied)
         self.settle(applied)
 
     # ---- its parts -----------------------------------------------------------------------------
@@ -279,7 +289,7 @@ class StepRuntime:
     def clip(self, mean: bool) -> None:
         """Clip the mean gradient, as the configuration says."""
         if mean and self.config.clip is not None and self.config.clips_mean:
-            self.island.clip(self.shards.read("gradient"), self.config.clip)
+            self.island.clip(self.host.tensors("gradient"), self.config.clip)
 
     def _look_at_gradients(self, sent: bool) -> None:
         """Clip this replica's own gradients, as the configuration says; leave out those that are
@@ -296,9 +306,9 @@ class StepRuntime:
             if self.config.clip_scope == "islands" and limit is not None
             else None
         )
-        bad = self.island.clip(self.shards.read("gradient"), limit, across)
+        bad = self.island.clip(self.host.tensors("gradient"), limit, across)
         if not isinstance(bad, Tensor) and bad:
-            self.shards.gradients([False] * len(self.shards.params))
+            self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
                 log.warning(
                     "%s: gradients of step %d are not finite (NaN or Inf): left out",
@@ -331,13 +341,14 @@ class StepRuntime:
                 del delta  # as large as the shards
                 c.subtract(q)  # m -= q
             q.partial = partial
+        self._exchanged = True
         self._launch(outgoing, bad)
 
     def _launch(self, outgoing: dict[str, ChannelPayload], bad: float | Tensor) -> None:
         if not outgoing:
             return
         by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
-        said = self.status.header(outgoing, by_tokens, self.island, self.shards.device)
+        said = self.status.header(outgoing, by_tokens, self.island, self.host.device)
         if not by_tokens and self._joined_within(outgoing):
             said = replace(said, weight=-1.0)
         self.queue.launch(
@@ -350,10 +361,10 @@ class StepRuntime:
         """Whether this replica has joined within the round that these channels send: its steps are
         fewer than the others', and would count as much. Tokens are counted since it joined, so
         weights by tokens need no such rule."""
-        own, schedules = (
-            self.step + 1 - self.since,
-            {c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps},
-        )
+        own = self.step + 1 - self.since
+        schedules = {
+            c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps
+        }
         sent = [
             schedules[name].sync_every
             for name, out in outgoing.items()
@@ -367,7 +378,7 @@ class StepRuntime:
         """
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
         squares = [
-            torch.zeros((), device=self.shards.device),
+            torch.zeros((), device=self.host.device),
             *(c.square for c in sent if c.square is not None),
         ]
         for c in sent:
@@ -385,19 +396,19 @@ class StepRuntime:
             return None
         if self.gradients_only:
             return total(
-                [t for t in self.shards.read("parameter") if t is not None], self.shards.device
+                [t for t in self.host.tensors("parameter") if t is not None], self.host.device
             )
         outer = [c for c in mine if c.channel.source == "delta" and c.channel.equal_at_end]
         anchors = (
             part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None
         )
-        return total(anchors, self.shards.device) if outer else None
+        return total(anchors, self.host.device) if outer else None
 
     def settle(self, applied: Sequence[ChannelRunner]) -> None:
         """What was written goes to the model. Parameters that were averaged after a delta channel
         are its anchor from now on; their drift is what the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
-            self.shards.commit()
+            self.host.commit()
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
                 for d in self.channels:
@@ -416,8 +427,8 @@ class StepRuntime:
 
     def base_step(self) -> None:
         """The base optimizers' step on gradients that the exchange has made."""
-        self.shards.base_step()
-        self.shards.commit()
+        self.host.base_step()
+        self.host.commit()
 
     def _settle_stop(self) -> bool:
         """What the island agrees on when a tick has ended: whether all stop, whether it stops
@@ -425,21 +436,39 @@ class StepRuntime:
         that joins asks for this one's state, on all peer groups.
 
         The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops
-        alone when nothing is under way."""
+        alone when nothing is under way. Several ranks ask each other at every exchange, and
+        otherwise about once a second (`VotePace`); what makes them ask earlier all of them know."""
+        if self.island.world > 1:
+            known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
+            if not self._pace.due(now=known):
+                return False
+        self._exchanged = False
         alone = self.status.leaves(self.topology.islands) and (
             self.status.goes or not self.queue.flights
         )
-        desk = None if self.peers is None else self.peers.desk
-        unasked = self.peers is not None and (
-            desk is None or not desk.wanted or self.queue.converted
+        peers = self.peers
+        unasked = peers is not None and (
+            peers.desk is None or not peers.desk.wanted or self.queue.converted
         )
-        here = (self.queue.watch.stop, alone, alone and self.status.told, unasked)
-        flags, leaves, told, unwanted = self.island.max(*map(float, here))
+        flags, leaves, told, unwanted = self._voted(
+            self.queue.watch.stop, alone, alone and self.status.told, unasked
+        )
         together = bool(flags)
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
         return not unwanted
 
+    def _voted(self, *here: float) -> Sequence[float]:
+        """The largest of each number over the ranks of the island, which agree on the next vote,
+        too.
+        """
+        if self.island.world == 1:
+            return here
+        *found, slowest = self.island.max(*map(float, here), self._pace.seconds())
+        self._pace.agreed(slowest)
+        return found
+
+    @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:
         """Tell who follows of the step that has ended; hand this island's state to who has asked
         for it.

@@ -3,11 +3,12 @@ given to the newcomer.
 
 By source:
 
-    delta       anchor and outer momentum. The newcomer's parameters are the anchor: with the donor's, its steps since would count twice.
+    delta       anchor and outer momentum. The newcomer's parameters are the anchor: with the
+    donor's, its steps since would count twice.
                 Its accumulator is zero: what the donor has not sent yet is the donor's to send.
     gradient    parameters and optimizer states. The accumulator is zero.
-    parameter   parameters; where a mean comes late, what the donor sent for it, since only what changed in between is kept.
-    state:NAME  optimizer states.
+    parameter   parameters; where a mean comes late, what the donor sent for it, since only what
+    changed in between is kept. state:NAME  optimizer states.
 
 With them go frozen parameters and buffers, and which messages are under way: what they bring
 follows, and acts at its own step. Inner optimizers of the other presets begin anew, as in every
@@ -153,7 +154,7 @@ def give(
     for c in runtime.channels:
         if c.channel.source == "delta":
             _give_anchor(c, tensors)
-    runtime.shards.commit(model)
+    runtime.host.commit(model)
     queue = runtime.queue
     queue.begin(stand.step)
     queue.last |= stand.last
@@ -198,7 +199,7 @@ def _give_rest(
 
 def _give_parameters(runtime: StepRuntime, stand: Stand, tensors: Mapping[str, Tensor]) -> None:
     """Parameters and optimizer states, where they come."""
-    parameters, device = runtime.parameters, runtime.shards.device
+    parameters, device = runtime.parameters, runtime.host.device
     sources = [] if _anchored(runtime) else [("parameters", "parameter")]
     if stand.counts is not None:
         sources += [(f"state.{name}", f"state:{name}") for name in states(runtime)]
@@ -233,9 +234,9 @@ def _flight(
     for name, marks in f.parts.items():
         c, own = by_name[name], tensors.get(own_name(number, name))
         if own is not None:
-            own = own.to(runtime.shards.device)
+            own = own.to(runtime.host.device)
         elif c.channel.needs_own and c.layout is not None:
-            own = c.layout.new(runtime.shards.device)
+            own = c.layout.new(runtime.host.device)
         parts[name] = ChannelPayload(
             f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None
         )
@@ -291,9 +292,9 @@ def shared(runtime: StepRuntime, model: torch.nn.Module | None) -> list[list[Ten
     """
     groups = [_rest(runtime, model)]
     if not _anchored(runtime):
-        groups.append([t for t in runtime.shards.read("parameter") if t is not None])
+        groups.append([t for t in runtime.host.tensors("parameter") if t is not None])
     for name in states(runtime):
-        groups.append([t for t in runtime.shards.read(f"state:{name}") if t is not None])
+        groups.append([t for t in runtime.host.tensors(f"state:{name}") if t is not None])
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
         groups += [[work] for work in (c.anchor, c.momentum) if work is not None]
@@ -309,7 +310,7 @@ def shared(runtime: StepRuntime, model: torch.nn.Module | None) -> list[list[Ten
 
 def _of_model(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
     parameters, rest = runtime.parameters, _rest(runtime, model)
-    assert parameters.layout is not None, "a copy that is not active has no line"
+    assert parameters.layout is not None, "a copy that is not active has no peer group"
     if rest and parameters.position.copy == 0 and not stand.same_rest:
         yield _Part(
             "rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest)
@@ -368,7 +369,7 @@ def _sent(runtime: StepRuntime, number: int, name: str) -> Tensor | None:
 
 def _rest(runtime: StepRuntime, model: torch.nn.Module | None) -> list[Tensor]:
     """Frozen parameters and buffers."""
-    return [] if model is None else [t for t in runtime.shards.rest(model) if t.numel()]
+    return [] if model is None else [t for t in runtime.host.untrained_tensors(model) if t.numel()]
 
 
 def _bytes(local: Sequence[Tensor]) -> Tensor:
@@ -393,7 +394,7 @@ def states(runtime: StepRuntime) -> list[str]:
     """Names of the optimizer states that have the shape of their parameters, where replicas share
     something of them.
     """
-    return runtime.shards.states() if _moves_states(runtime) else []
+    return runtime.host.states() if _moves_states(runtime) else []
 
 
 def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
@@ -423,7 +424,7 @@ def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
     """
     return [
         (p, state)
-        for p, state in runtime.shards.optimizer_states()
+        for p, state in runtime.host.optimizer_states()
         if any(v is not None for v in state.values())
     ]
 

@@ -88,11 +88,9 @@ class Stand:
             )
             for f in queue.flights
         ]
-        known, applied, history = (
-            None if math.isnan(loss) else loss,
-            dict(queue.applied),
-            queue.history.note(),
-        )
+        known = None if math.isnan(loss) else loss
+        applied = dict(queue.applied)
+        history = queue.history.note()
         heard = queue.norms.state([(f.members, f.step) for f in queue.flights])
         return cls(
             runtime.step,
@@ -182,7 +180,7 @@ def write(
         "name": runtime.topology.name,
         "place": place(runtime),
         "facts": _run(runtime, told),
-        "parameters": [facts.described(s) for s in runtime.shards.params],
+        "parameters": [facts.described(s) for s in runtime.host.params],
         "states": list(states),
         "stand": stand.to_json(),
     }
@@ -190,7 +188,7 @@ def write(
 
 def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
     return specification(
-        runtime.config, runtime.shards, {k: v for k, v in told.items() if k not in AT_START}
+        runtime.config, runtime.host, {k: v for k, v in told.items() if k not in AT_START}
     )
 
 
@@ -199,7 +197,7 @@ def place(runtime: StepRuntime) -> dict[str, int]:
     position, active_copies = runtime.parameters.position, runtime.parameters.active_copies
     return {
         "islands": runtime.topology.islands,
-        "shards": position.shards,
+        "shards": position.num_shards,
         "shard": position.shard,
         "active_copies": active_copies,
         "active_copy": position.copy,
@@ -233,10 +231,8 @@ def read(
         theirs = [
             [str(t[0]), list(t[1]), list(t[2]), str(t[3]), str(t[4])] for t in head["parameters"]
         ]
-        where, kept = (
-            {str(k): whole(v) for k, v in head["place"].items()},
-            [str(s) for s in head["states"]],
-        )
+        where = {str(k): whole(v) for k, v in head["place"].items()}
+        kept = [str(s) for s in head["states"]]
         stand = Stand.from_json(head["stand"])
     except _BROKEN as error:
         raise ValueError(
@@ -256,7 +252,7 @@ def read(
     ]
     if must:
         raise refuse("; ".join(must[:6]))
-    if what := facts.tensors_apart(runtime.shards.params, theirs):
+    if what := facts.tensors_apart(runtime.host.params, theirs):
         raise refuse(what)
     if (found_states := (kept, _names(stand.counts))) != (mine := (list(states), _names(counts))):
         raise refuse(

@@ -115,10 +115,8 @@ def come_together(
             them and holds what it has sent.
     """
     peers, island, (own, applied) = runtime.peers, runtime.island, start.stands
-    resumes, found = (
-        applied is not None,
-        agree_on_run(peers, runtime.config, runtime.shards, start.facts, own, applied),
-    )
+    resumes = applied is not None
+    found = agree_on_run(peers, runtime.config, runtime.host, start.facts, own, applied)
     if peers is not None:
         peers.digest = runtime.config.digest()  # from here on in every message
     donor, furthest, apart, unlike, goes_on = (int(v) for v in island.max(*map(float, found)))
@@ -131,15 +129,15 @@ def come_together(
             own,
             furthest,
         )
-    equalise_parameters(
+    sync_parameters_from(
         peers,
         island,
         runtime.parameters,
         donor,
         keep=resumes and own == runtime.step and not runtime.gradients_only,
     )
-    equalise_rest(peers, island, runtime.shards, model, donor, keep=resumes and own == runtime.step)
-    runtime.shards.commit(model)
+    sync_rest_from(peers, island, runtime.host, model, donor, keep=resumes and own == runtime.step)
+    runtime.host.commit(model)
     for c in runtime.channels:
         c.start()
     runtime.queue.begin(runtime.step)
@@ -151,9 +149,9 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     inner optimizers' state, and what is under way."""
     if not goes_on:
         return
-    equalise_state(runtime.peers, runtime.channels, donor)
+    sync_state_from(runtime.peers, runtime.channels, donor)
     if runtime.before_step:
-        equalise_optimizers(runtime.peers, runtime.island, runtime.parameters, donor)
+        sync_optimizers_from(runtime.peers, runtime.island, runtime.parameters, donor)
     resume.agree_on_norms(runtime.queue, donor)
     resume.agree(runtime.queue, runtime.step, donor)
 
@@ -161,7 +159,7 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
 def agree_on_run(
     peers: PeerGroup | None,
     config: ExchangeConfig,
-    shards: TrainingHost,
+    host: TrainingHost,
     told: Mapping[str, Any],
     step: int,
     applied: dict[str, int] | None,
@@ -181,12 +179,12 @@ def agree_on_run(
     """
     if peers is None or peers.size == 1:
         return 0, step, False, False, applied is not None
-    unlike = agreement.agree(peers, specification(config, shards, told))
-    facts.agree_on_tensors(peers, shards.params)
+    unlike = agreement.agree(peers, specification(config, host, told))
+    facts.agree_on_tensors(peers, host.params)
     everyone = agreement.gather_json(peers, [step, applied])
     steps = [s for s, _ in everyone]
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
-        agreement.agree(peers, facts.rates(shards))
+        agreement.agree(peers, facts.rates(host))
     alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
     # of a step the one that has a state, if any has
     resume = [(s, theirs is not None) for s, theirs in everyone]
@@ -200,18 +198,18 @@ def agree_on_run(
 
 
 def specification(
-    config: ExchangeConfig, shards: TrainingHost, told: Mapping[str, Any]
+    config: ExchangeConfig, host: TrainingHost, told: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What all islands compare before the first step, flat; `told`: further facts of the run."""
     return {
         **told,
-        **facts.machine(shards.device),
-        **facts.optimizers(shards),
+        **facts.machine(host.device),
+        **facts.optimizers(host),
         **_flat(config.to_dict()),
     }
 
 
-def equalise_parameters(
+def sync_parameters_from(
     peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int, keep: bool
 ) -> None:
     """Broadcast the donor's parameters over the replicate axis where they differ, each active copy
@@ -224,17 +222,17 @@ def equalise_parameters(
     work, changed = parameters.pack("parameter"), False
     if peers is not None and peers.size > 1:
         assert work is not None
-        changed = agreement.equalise(peers, work, donor, keep)
+        changed = agreement.sync_from(peers, work, donor, keep)
     if island.any(changed):
         parameters.write(work, parameters.tensors("parameter"))
         if peers is not None and parameters.position.shard == parameters.position.copy == 0:
             log.info("parameters taken over from %s", peers.label(donor))
 
 
-def equalise_rest(
+def sync_rest_from(
     peers: PeerGroup | None,
     island: IslandGroup,
-    shards: TrainingHost,
+    host: TrainingHost,
     model: torch.nn.Module | None,
     donor: int,
     keep: bool = False,
@@ -248,7 +246,7 @@ def equalise_rest(
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
     """
-    frozen = [t for t, s in zip(shards.read("parameter"), shards.params, strict=True) if s.frozen]
+    frozen = [t for t, s in zip(host.tensors("parameter"), host.params, strict=True) if s.frozen]
     if model is None:
         differ = (
             peers is not None
@@ -261,20 +259,22 @@ def equalise_rest(
                 "weights"
             )
         return
-    local = [t for t in shards.rest(model) if t.numel()]
+    local = [t for t in host.untrained_tensors(model) if t.numel()]
     if not local:
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
     work = torch.cat(parts)
     if peers is not None and peers.size > 1:
-        agreement.equalise(peers, work, donor, keep)
-    if island.position.copies > 1:  # copies that are not active have no peers: hand them the result
+        agreement.sync_from(peers, work, donor, keep)
+    if (
+        island.position.num_copies > 1
+    ):  # copies that are not active have no peers: hand them the result
         island.broadcast(work)
     for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
 
 
-def equalise_state(peers: PeerGroup | None, channels: Sequence[ChannelRunner], donor: int) -> None:
+def sync_state_from(peers: PeerGroup | None, channels: Sequence[ChannelRunner], donor: int) -> None:
     """Anchors and outer momenta that all replicas share, on resume."""
     if peers is None or peers.size == 1:
         return
@@ -283,13 +283,13 @@ def equalise_state(peers: PeerGroup | None, channels: Sequence[ChannelRunner], d
             if (
                 work is not None
                 and c.channel.equal_at_end
-                and agreement.equalise(peers, work, donor)
+                and agreement.sync_from(peers, work, donor)
                 and c.written is not None
             ):
                 c.written = c.pack("parameter")
 
 
-def equalise_optimizers(
+def sync_optimizers_from(
     peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int
 ) -> None:
     """State of the inner optimizers, on resume of a preset whose replicas are equal because they
@@ -300,7 +300,7 @@ def equalise_optimizers(
     """
     if parameters.size == 1:
         return
-    pairs = parameters.shards.optimizer_states()
+    pairs = parameters.host.optimizer_states()
     states = [s for _, s in pairs]
     shapes = {
         (k, v.shape == p.shape)
@@ -323,7 +323,7 @@ def equalise_optimizers(
         work, changed = parameters.pack(f"state:{name}"), False
         if peers is not None:
             assert work is not None
-            changed = agreement.equalise(peers, work, donor)
+            changed = agreement.sync_from(peers, work, donor)
         if island.any(changed):
             parameters.write(work, parameters.tensors(f"state:{name}"))
     furthest = island.max(*(everyone[donor][1] if everyone else counts)) if counts else []

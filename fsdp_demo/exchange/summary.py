@@ -12,20 +12,25 @@ import torch
 
 from ..comm.meter import ring_all_reduce_bytes
 from ..comm.topology import Topology
-from ..config.channel import Channel
+from ..compression.blocks import Layout
+from ..config.channel import BLOCK, Channel
 from ..config.schema import ExchangeConfig
+from ..errors import counted
 from ..hosts.base import TrainingHost
 from .plan import Plan
 from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
 
+LOW_RATE = 0.05
+"""An outer rate below it is rather an inner one in the wrong place: published are 0.4 to 1."""
+
 
 def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = None) -> None:
     """Log what runs (one record of a few lines), and warnings; on the first rank of each island.
     steps: of the whole job, if known.
     """
-    sent, worst = _bytes(runtime)
+    sent, whole, worst = _bytes(runtime)
     if runtime.topology.rank:
         return
     config, topology, place = runtime.config, runtime.topology, runtime.island.position
@@ -38,51 +43,60 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
         f" ({topology.count} expected at the start)" if topology.count < topology.islands else ""
     )
     what = f"preset {config.preset}, {islands}, from step {runtime.step}"
-    inner = "inner " + ", ".join(type(o).__name__ for o in runtime.shards.optimizers)
+    inner = "inner " + ", ".join(type(o).__name__ for o in runtime.host.optimizers)
     shape = place.form
-    if (active := runtime.parameters.active_copies) != place.copies:
+    if (active := runtime.parameters.active_copies) != place.num_copies:
         shape += f" ({active} active)"
     per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
     lines = [
         what,
         *config.parts(),
-        f"{inner}; {clips(config, runtime.shards)}",
+        f"{inner}; {clips(config, runtime.host)}",
         f"{_batch(topology, batch)}{shape}",
         per,
+        *_whole(whole),
     ]
     log.info("%s: %s", topology.name, "\n    ".join(lines))
     for b in runtime.buffers:
-        n, every = (
-            sum(s.numel() for s in b.tensors("parameter") if s is not None),
-            b.channel.schedule.sync_every,
-        )
+        n = sum(s.numel() for s in b.tensors("parameter") if s is not None)
+        every = b.channel.schedule.sync_every
         log.info(
-            "%s: %d buffers (%d numbers) are averaged every %d steps and at the end",
+            "%s: averaged every %s and at the end: %s (%s)",
             topology.name,
-            len(b.covered),
-            n,
-            every,
+            "step" if every == 1 else f"{every} steps",
+            counted(len(b.covered), "buffer"),
+            counted(n, "number"),
         )
     for c in [c.channel for c in runtime.channels]:
         dropped = c.schedule.delay % c.schedule.sync_every
         if c.source == "delta" and dropped and not c.applier.mix:
             log.warning(
-                "channel %r: at each exchange the last %d local steps are dropped, since "
+                "channel %r: at each exchange what the last %s did locally is dropped, since "
                 "applier.mix=0",
                 c.name,
-                dropped,
+                counted(dropped, "step"),
+            )
+    for c in config.channels:
+        if c.applier.acts_as == "outer_step" and c.applier.lr < LOW_RATE:
+            log.warning(
+                "channel %r: the outer rate (applier.lr) is %g, so that the islands' steps hardly "
+                "move the model that they share. The rate of training is the inner one: that of "
+                "your optimizer (recipes: --lr), not lr of preset %s",
+                c.name,
+                c.applier.lr,
+                config.preset,
             )
     for text in [] if steps is None else odd_ends(config, steps):
         log.warning("%s: %s", topology.name, text)
-    low = [s.name for s in runtime.shards.params if s.dtype != torch.float32 and not s.frozen]
+    low = [s.name for s in runtime.host.params if s.dtype != torch.float32 and not s.frozen]
     if low:
         cure = (
             "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, "
             "mixed_precision='bf16')"
         )
         log.warning(
-            "%d parameters are not fp32 (%s ...): small updates are lost in rounding; %s",
-            len(low),
+            "%s not in fp32 (%s ...): small updates are lost in rounding; %s",
+            counted(len(low), "parameter"),
             low[0],
             cure,
         )
@@ -113,17 +127,42 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
     if topology.islands == 1:
         agree = "one replica"
     elif equal is None:
-        agree = (
-            f"all islands hold their mean, this one was off it by {runtime.drift or 0.0:.3g} of "
-            "its norm"
-        )
+        off = f"this one was off it by {runtime.drift or 0.0:.3g} of its norm"
+        agree = f"all islands hold their mean, {off}"
     else:
         agree = "islands agree, bit for bit" if equal else "islands differ"
+    if others := began_and_ended(topology.count, _slots(runtime)):
+        agree = f"{others}; " + agree.replace("all islands", "these").replace("islands", "these")
+    if topology.islands > 1 and len(_slots(runtime)) == 1:
+        agree = f"{others}: there is no other to agree with"
     did = (
-        f"{found['exchanges']} exchanges, {found['bytes_sent']} B sent, "
+        f"{counted(int(found['exchanges']), 'exchange')}, {found['bytes_sent']} B sent, "
         f"{found['seconds_waiting']:.1f} s waiting for the link"
     )
     log.info("%s: finished at step %d: %s; %s", topology.name, runtime.step, did, agree)
+
+
+def began_and_ended(count: int, slots: Sequence[int]) -> str:
+    """How many islands began and which took part at the end; "" where these are the same.
+
+    Args:
+        count: islands that were expected at the start. slots: that took part in the last exchange;
+            none where that is not known.
+
+    Example:
+        >>> began_and_ended(3, (0, 2)), began_and_ended(2, (0, 1))
+        ('3 islands began, 2 at the end: islands 0, 2', '')
+    """
+    if not slots or tuple(slots) == tuple(range(count)):
+        return ""
+    which = ("island " if len(slots) == 1 else "islands ") + ", ".join(map(str, slots))
+    return f"{counted(count, 'island')} began, {len(slots)} at the end: {which}"
+
+
+def _slots(runtime: StepRuntime) -> tuple[int, ...]:
+    """The islands that took part in the last exchange."""
+    known = runtime.peers is not None and runtime.topology.elastic
+    return runtime.queue.history.slots if known else ()
 
 
 def total_steps(facts: Mapping[str, Any]) -> int | None:
@@ -154,16 +193,16 @@ def _odd(c: Channel, steps: int) -> str:
     below = first + max(steps - first, 0) // period * period
     fits = " or ".join(str(n) for n in (below, below + period) if n > first)
     return (
-        f"channel {c.name!r}: {steps} steps end inside a round of period {period}: finish() takes "
-        "the plain mean of that part, without an "
+        f"channel {c.name!r}: a run of {counted(steps, 'step')} ends inside a round of period "
+        f"{period}: finish() takes the plain mean of that part, without an "
         f"outer step; steps that end with a round: {fits}"
     )
 
 
-def clips(config: ExchangeConfig, shards: TrainingHost) -> str:
+def clips(config: ExchangeConfig, host: TrainingHost) -> str:
     """See `Exchange.clips`."""
     if config.clip is None:
-        return shards.clips or "the exchange clips no gradients"
+        return host.clips or "the exchange clips no gradients"
     where = (
         "the mean gradient over the islands"
         if config.clips_mean
@@ -181,33 +220,48 @@ def _batch(topology: Topology, batch: Sequence[int]) -> str:
     world, islands = topology.world, topology.count
     total = batch[0] * batch[1] * world * islands
     return (
-        f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x {world} ranks x "
-        f"{islands} islands; "
+        f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x "
+        f"{counted(world, 'rank')} x {counted(islands, 'island')}; "
     )
 
 
-def _bytes(runtime: StepRuntime) -> tuple[list[float], list[tuple[str, float, float]]]:
-    """(most bytes of one exchange, mean per step) of this island, and the top-k channels (name,
-    bytes, bytes of a dense all-reduce) for which a reduce of everything would send less. A
-    collective inside the island."""
+def _whole(values: Sequence[float]) -> list[str]:
+    """A line where sparse channels send a part of their values whole."""
+    dense, all_values = values
+    if not dense:
+        return []
+    return [
+        f"{dense:.0f} of {all_values:.0f} values of sparse channels go whole: tensors of fewer "
+        f"than {BLOCK} values in a rank, and those that `uncompressed` names"
+    ]
+
+
+def _bytes(
+    runtime: StepRuntime,
+) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
+    """(most bytes of one exchange, mean per step) of this island, (values that sparse channels send
+    whole, all values of these), and the top-k channels (name, bytes, bytes of a dense all-reduce)
+    for which a reduce of everything would send less. A collective inside the island."""
     sections = [c.section for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
     plan = Plan(sections, runtime.topology.islands, runtime.topology.island)
+    sparse = [s.layout for s in sections if s.codec.sparse]
     totals = [float(plan.most().bytes_sent), plan.per_step()]
+    totals += [float(sum(x.num_dense for x in sparse)), float(sum(map(_elements, sparse)))]
     rows: list[tuple[str, float, float]] = []
     for section in sections:
         if section.codec.indexed:
-            elements = (
-                sum(g.r * g.s * g.count for g in section.layout.groups) + section.layout.num_dense
-            )
-            totals += [
-                (plan.size - 1) * section.num_bytes,
-                ring_all_reduce_bytes(plan.size, 2 * elements),
-            ]
+            dense = ring_all_reduce_bytes(plan.size, 2 * _elements(section.layout))
+            totals += [(plan.size - 1) * section.num_bytes, dense]
     indexed = [c.channel.name for c in runtime.channels if c.channel.codec.indexed]
     # a copy that is not active has no sections
-    totals += [0.0] * (2 + 2 * len(indexed) - len(totals))
+    totals += [0.0] * (4 + 2 * len(indexed) - len(totals))
     totals = runtime.island.sum(*totals)
     for i, name in enumerate(indexed):
-        if totals[2 + 2 * i] > totals[3 + 2 * i] > 0:
-            rows.append((name, totals[2 + 2 * i], totals[3 + 2 * i]))
-    return totals[:2], rows
+        if totals[4 + 2 * i] > totals[5 + 2 * i] > 0:
+            rows.append((name, totals[4 + 2 * i], totals[5 + 2 * i]))
+    return totals[:2], totals[2:4], rows
+
+
+def _elements(layout: Layout) -> int:
+    """The values that a layout covers, without padding."""
+    return sum(g.r * g.s * g.count for g in layout.groups) + layout.num_dense

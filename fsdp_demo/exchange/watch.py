@@ -20,7 +20,7 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Watch:
-    """Looks at the messages of one line.
+    """Looks at the messages of one peer group.
 
     Args:
         peers: None on a copy that has none, which sees nothing.

@@ -8,21 +8,37 @@ views, steps the base optimizers, and hooks into the engine's steps.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..comm.topology import ShardPosition
+from ..errors import renamed
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Replicate
+
     from ..comm.island import IslandGroup
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+OLD_NAMES = {
+    "shards": "params",
+    "ticks": "hooks",
+    "read": "tensors",
+    "materialise": "init_optimizer_state",
+    "rest": "untrained_tensors",
+    "gradients": "prepare_gradients",
+    "check": "assert_unchanged",
+    "position": "shard_position",
+}
+"""Of a `TrainingHost`: old name -> new name."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ class TrainingHost(Protocol):
         """The kind of each optimizer, by the name of torch's class where it does the same."""
         ...
 
-    def read(self, source: str) -> list[Tensor | None]:
+    def tensors(self, source: str) -> list[Tensor | None]:
         """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
         ...
 
@@ -121,15 +137,15 @@ class TrainingHost(Protocol):
         """What the optimizers step, with the state of each."""
         ...
 
-    def materialise(self) -> None:
+    def init_optimizer_state(self) -> None:
         """Make the optimizers' state now, as their first step would."""
         ...
 
-    def rest(self, model: torch.nn.Module) -> list[Tensor]:
+    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
         """Local tensors of the model that no optimizer steps: frozen parameters and buffers."""
         ...
 
-    def gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
+    def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """Writable local gradients: created as zeros where wanted and absent, removed where not
         wanted, left alone where None.
         """
@@ -148,13 +164,13 @@ class TrainingHost(Protocol):
         """Names of the trainable parameters of a model that no optimizer here steps."""
         ...
 
-    def check(self) -> None:
+    def assert_unchanged(self) -> None:
         """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were
         not, or the other way round.
         """
         ...
 
-    def position(self, rank: int, world: int) -> ShardPosition:
+    def shard_position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks."""
         ...
 
@@ -176,6 +192,15 @@ class TrainingHost(Protocol):
         ...
 
 
+class RefusesOldNames:
+    """A host that answers an old name with an AttributeError that says the new one."""
+
+    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise renamed(type(self).__name__, name, OLD_NAMES)
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what torch.compile and torch's activation checkpointing put into
     it: islands may differ in these, and patterns are written for the model as it was defined."""
@@ -184,4 +209,29 @@ def plain_name(name: str) -> str:
 
 def local_part(t: Tensor) -> Tensor:
     """This rank's part of a DTensor, a view; a plain tensor as it is."""
-    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
+    return t.to_local().detach() if is_dtensor(t) else t.detach()
+
+
+# ---- FSDP2, asked without an import of it ------------------------------------------------------
+#
+# `torch.distributed.tensor` takes a second to import (sympy comes with it). Nobody can hold a
+# DTensor before somebody has imported it, so it is looked for among the modules that are there.
+
+
+def is_dtensor(t: Any) -> TypeGuard[DTensor]:
+    """Whether `t` is a DTensor: a tensor of which this rank holds a part."""
+    return _is(t, "torch.distributed.tensor", "DTensor")
+
+
+def is_replicate(placement: Any) -> TypeGuard[Replicate]:
+    """Whether a DTensor is whole on every rank of the mesh axis with this placement."""
+    return _is(placement, "torch.distributed.tensor", "Replicate")
+
+
+def is_fsdp_module(module: Any) -> TypeGuard[FSDPModule]:
+    """Whether `fully_shard` was applied to this module itself."""
+    return _is(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def _is(thing: Any, module: str, name: str) -> bool:
+    return isinstance(thing, getattr(sys.modules.get(module), name, ()))

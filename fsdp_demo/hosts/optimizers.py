@@ -60,7 +60,7 @@ def base_optimizer(
     )
 
 
-def kind(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """The name of torch's class that does what `optimizer` does, else that of its own."""
     name = _SAME.get(type(optimizer).__name__, type(optimizer).__name__)
     return "AdamW" if name == "Adam" and getattr(optimizer, "adam_w_mode", False) else name

@@ -24,7 +24,7 @@ GROUP = "fsdp_demo.engines"
 _LEVELS = 4  # of wrappers: a list, Accelerate's, the engine's own
 
 
-def find(thing: Any) -> ModuleType | None:
+def find_host(thing: Any) -> ModuleType | None:
     """The module that attaches to `thing`, or to what it wraps under `.optimizer` (it says what to
     pass instead); None for what is torch's own, whoever wrote the class."""
     for _ in range(_LEVELS):

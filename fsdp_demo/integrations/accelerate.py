@@ -33,6 +33,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
 )
 
+from ..errors import counted
 from .mesh import ExchangeParallelismConfig, check_axes, refuse_hsdp
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,8 @@ def accelerator(
         )
     if axes is not None and (not shard or world == 1):
         raise ValueError(
-            f"{type(axes).__name__} with shard={shard} and {world} process(es): a mesh needs FSDP2 "
-            "on its shard axis"
+            f"{type(axes).__name__} with shard={shard} and "
+            f"{counted(world, 'process', 'processes')}: a mesh needs FSDP2 on its shard axis"
         )
     if shard and world > 1:
         plugin = plugin or _plugin(
@@ -132,8 +133,8 @@ def accelerator(
     )
     if made.num_processes != world:
         raise RuntimeError(
-            f"Accelerate sees {made.num_processes} process(es), the launcher started {world}: "
-            f"{_versions()}"
+            f"Accelerate sees {counted(made.num_processes, 'process', 'processes')}, the launcher "
+            f"started {world}: {_versions()}"
         )
     if plugin is not None and made.device.type == "cpu":
         turn_fsdp_on_for_cpu(made, plugin, axes)
@@ -186,15 +187,17 @@ def turn_fsdp_on_for_cpu(
     )
     if state.parallelism_config.total_size != made.num_processes:
         raise ValueError(
-            f"{state.parallelism_config} needs {state.parallelism_config.total_size} processes, "
-            f"found {made.num_processes}"
+            f"{state.parallelism_config} needs "
+            f"{counted(state.parallelism_config.total_size, 'process', 'processes')}, found "
+            f"{made.num_processes}"
         )
     state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
 
 
 def allow_fsdp_on_cpu() -> None:
     """Let the next `Trainer` (or `Accelerator`) of this process shard with FSDP2 over CPU ranks:
-    call it before `Trainer(...)`.
+    call it after `TrainingArguments(...)`, which makes Accelerate's state anew, and right before
+    `Trainer(...)`.
 
     For rehearsals and tests, in a script that makes its Accelerator by other hands than
     `accelerator()`. It takes the gloo world for one of another kind of accelerator, so that
@@ -267,8 +270,8 @@ def _use_cpu() -> bool:
     ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     if ranks > devices:
         raise ValueError(
-            f"{ranks} processes on a machine with {devices} GPU(s): start at most {devices}, or "
-            "set ACCELERATE_USE_CPU=true"
+            f"{ranks} processes on a machine with {counted(devices, 'GPU')}: start at most "
+            f"{devices}, or set ACCELERATE_USE_CPU=true"
         )
     return False
 

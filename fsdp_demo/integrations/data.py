@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from ..comm.topology import Topology
+from ..errors import counted
 
 log = logging.getLogger("fsdp_demo")
 
@@ -54,8 +55,8 @@ def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> A
         rows = len(dataset) // islands * islands
         if not rows:
             raise ValueError(
-                f"{len(dataset)} rows are too few for {islands} islands: allowed is one row per "
-                "island at least"
+                f"{counted(len(dataset), 'row')} for {islands} islands, which is too few: allowed "
+                "is one row per island at least"
             )
         if rows < len(dataset):
             log.info(

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import ParallelismConfig
-from torch.distributed.tensor import DTensor
 
 from ..comm.environment import patience
 from ..comm.topology import Topology
-from ..errors import see
+from ..errors import counted, see
+from ..hosts.base import is_dtensor
 
 
 @dataclass
@@ -66,8 +66,8 @@ class ExchangeParallelismConfig(ParallelismConfig):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         if local and self.dp_shard_size > 1 and local % self.dp_shard_size:
             raise ValueError(
-                f"dp_shard_size={self.dp_shard_size} on nodes of {local} ranks: shards would cross "
-                "the slow link. Allowed are its divisors"
+                f"dp_shard_size={self.dp_shard_size} on nodes of {counted(local, 'rank')}: shards "
+                "would cross the slow link. Allowed are its divisors"
             )
 
     @property
@@ -127,11 +127,12 @@ def check_axes(model: torch.nn.Module, ranks: int) -> None:
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        if not isinstance(param, DTensor):
+        if not is_dtensor(param):
             raise RuntimeError(
                 f"{name} is not sharded although FSDP2 is on: Accelerate's internals moved"
             )
         if param.device_mesh.ndim != 1 or param.device_mesh.size() != ranks:
             raise RuntimeError(
-                f"{name} is sharded on {param.device_mesh}, expected one axis over {ranks} ranks"
+                f"{name} is sharded on {param.device_mesh}, expected one axis over "
+                f"{counted(ranks, 'rank')}"
             )

@@ -62,7 +62,10 @@ class Console:
         self.show("rehearse", text)
 
     def show(self, name: str, text: str, *, passing: bool = False, first: bool = False) -> None:
-        """One line of `name`; one that passes is shown only for the first island."""
+        """One line of `name`; one that passes is shown only for the first island. A line that has
+        the name already (`exchange/log_setup.py`) gets no second one.
+        """
+        text = text.removeprefix(f"[{name}] ")
         if not passing:
             self._write(f"{self._clear()}[{name}] {text}\n")
         elif first and text.strip():

@@ -104,11 +104,9 @@ class _Child:
 
 def run(argv: list[str]) -> int:
     """`deepspeed` with the arguments `argv[1:]`; returns the island's status."""
-    runner, child, folder = (
-        importlib.import_module(LAUNCHERS["deepspeed"]),
-        _Child(),
-        os.environ.get(STATUS_FOLDER),
-    )
+    runner = importlib.import_module(LAUNCHERS["deepspeed"])
+    child = _Child()
+    folder = os.environ.get(STATUS_FOLDER)
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": child.start})  # type: ignore[attr-defined]
     # with a hostfile and pdsh the runner sets handlers of its own
     for number in (signal.SIGINT, signal.SIGTERM):

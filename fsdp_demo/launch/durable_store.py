@@ -72,10 +72,8 @@ class DurableStore:
         self._socket = self._listen(bind, host, port, lock)
         self.file = MEMORY if str(file) == MEMORY else str(Path(file).absolute())
         address = ipaddress.ip_address(host.partition("%")[0])
-        self.host, self.port = (
-            host,
-            int(self._socket.last_endpoint.decode().rstrip("\0").rpartition(":")[2]),
-        )
+        self.host = host
+        self.port = int(self._socket.last_endpoint.decode().rstrip("\0").rpartition(":")[2])
         self.endpoint = SCHEME + reached_at(address, self.port)
         self.warnings = (*_open_to(address, token), *_short_lived(file))
 

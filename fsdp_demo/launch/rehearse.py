@@ -26,12 +26,16 @@ from typing import TextIO
 from ..comm.environment import transport
 from ..comm.link import Link
 from ..comm.stores import FILE, SCHEME
+from ..errors import counted
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .console import Console, Splitter
 from .deepspeed import without_compiler
-from .launchers import LAUNCHERS, shell_status
+from .forking import Forked, Template
+from .launchers import FORKED, LAUNCHED, LAUNCHERS, shell_status
 from .processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send
+from .run import main, main_module
+from .starting import share_imports, start
 
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
@@ -59,7 +63,8 @@ default configuration out of it."""
 class Rehearsal:
     """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the
     others when one dies for good. An island is restarted `restarts` times at most, with
-    `resume_args` (`restarts.py`)."""
+    `resume_args` (`restarts.py`). With `fork` this process makes the imports of all ranks, which
+    are forked from it where they can be (`forking.py`)."""
 
     islands: int
     procs: int
@@ -71,6 +76,7 @@ class Rehearsal:
     grace: float = 40.0
     restarts: int = 0
     resume_args: str = ""
+    fork: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("islands", self.islands), ("procs", self.procs)):
@@ -105,7 +111,7 @@ class Island:
     """One launched island and what is known of it."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Forked | subprocess.Popen[bytes]
     status: int | None = None
     stopped: bool = False
 
@@ -116,9 +122,7 @@ def devices(plan: Rehearsal) -> tuple[list[str], str]:
     Every rank of an island needs a GPU of its own (NCCL refuses to share one); islands may share,
     and do if there are too few.
     """
-    import torch
-
-    count = 0 if plan.cpu else torch.cuda.device_count()
+    count = 0 if plan.cpu or not _may_have_gpus() else _gpus()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     ids = (
         names[:count]
@@ -127,7 +131,9 @@ def devices(plan: Rehearsal) -> tuple[list[str], str]:
     )
     if count < plan.procs:
         too_few = (
-            f" ({count} GPU(s) are too few for {plan.procs} processes per island)" if count else ""
+            f" ({counted(count, 'GPU')} for {plan.procs} processes per island is too few)"
+            if count
+            else ""
         )
         return [""] * plan.islands, f"on the CPU{too_few}"
     groups = count // plan.procs
@@ -135,9 +141,25 @@ def devices(plan: Rehearsal) -> tuple[list[str], str]:
     words = (
         "on GPUs of their own"
         if groups >= plan.islands
-        else f"sharing {groups * plan.procs} GPU(s)"
+        else f"sharing {counted(groups * plan.procs, 'GPU')}"
     )
     return [",".join(slices[island % groups]) for island in range(plan.islands)], words
+
+
+def _gpus() -> int:
+    import torch  # it takes seconds
+
+    return torch.cuda.device_count()
+
+
+def _may_have_gpus() -> bool:
+    """Whether a driver of NVIDIA (also inside Windows) or AMD has left a device here."""
+    if sys.platform != "linux":
+        return True
+    dev = Path("/dev")
+    return any((dev / name).exists() for name in ("kfd", "dxg", "nvmap")) or any(
+        dev.glob("nvidia*")
+    )
 
 
 def environment(
@@ -176,6 +198,12 @@ def environment(
             max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1)
         )
     return env
+
+
+def shared_environment(env: dict[str, str]) -> dict[str, str]:
+    """What the variables of one island have in common with those of all others."""
+    own = ("ISLAND_RANK", "ISLAND_NAME", STATUS_FOLDER)
+    return {name: value for name, value in env.items() if name not in own}
 
 
 def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
@@ -235,6 +263,7 @@ class Supervisor:
         self.plan, self.console = plan, Console(stream)
         self.folder = Path(tempfile.mkdtemp(prefix="fsdp-demo-"))
         self.store: subprocess.Popen[bytes] | None = None
+        self.template: Template | None = None
         # where the store is, and when it was started again
         self.endpoint, self.store_again_at = "", -math.inf
         self.islands: list[Island] = []
@@ -244,6 +273,7 @@ class Supervisor:
         self.stop_at: float | None = None  # SIGTERM is due then
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
         self.store_lost, self.started = False, time.monotonic()
+        self.launched = time.time()
         # the others train on when an island is lost
         self.elastic = transport(os.environ) == "zeromq"
 
@@ -257,7 +287,9 @@ class Supervisor:
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            self.start_store()
+            self.launch_first_store()
+            self.share_imports()  # meanwhile
+            self.await_store()
             self.start_islands()
             while any(island.status is None for island in self.islands):
                 self.pass_output(0.1)
@@ -271,25 +303,28 @@ class Supervisor:
 
     # Start
 
-    def start(
-        self, words: list[str], env: dict[str, str] | None = None, out: int | None = None
-    ) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends
-        # the others in order.
-        return subprocess.Popen(
-            words,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-
-    def start_store(self) -> None:
-        port_file = self.folder / "port"
+    def launch_first_store(self) -> None:
         scheme = SCHEME if self.elastic else ""
-        self.launch_store(f"{scheme}{LOCALHOST}:0", "--port-file", str(port_file))
+        self.launch_store(f"{scheme}{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
+
+    def share_imports(self) -> None:
+        """Make the imports of all ranks in this process, unless they may see a GPU."""
+        if not self.plan.fork or self.plan.launcher == "deepspeed":
+            return
+        if not self.plan.cpu and _may_have_gpus():
+            self.console.note("each rank imports by itself: it may use a GPU")
+            return
+        env = shared_environment(environment(self.plan, 0, "", self.folder, ""))
+        del env["ISLAND_ENDPOINT"]  # not known yet
+        module = main_module([self.plan.launcher, "launch"])
+        self.template, lines = share_imports(
+            self.plan.script[0], self.plan.procs, main, module, env, lambda: bool(self.signals)
+        )
+        for line in lines:
+            self.console.note(line)
+
+    def await_store(self) -> None:
+        port_file, scheme = self.folder / "port", SCHEME if self.elastic else ""
         assert self.store is not None
         deadline = time.monotonic() + 120
         while not port_file.exists() and not self.signals:
@@ -304,33 +339,32 @@ class Supervisor:
 
     def launch_store(self, bind: str, *words: str) -> None:
         kept = ["--file", str(self.folder / FILE)] if self.elastic else []
-        self.store = self.start(
-            [
-                sys.executable,
-                "-m",
-                "fsdp_demo.cli",
-                "store",
-                "--bind",
-                bind,
-                *kept,
-                *words,
-                "--quiet",
-            ]
+        command = ["-m", "fsdp_demo.cli", "store", "--bind", bind, *kept, *words, "--quiet"]
+        self.store = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # as an island's (`starting.py`)
+            preexec_fn=end_with_parent,
         )
 
     def start_islands(self) -> None:
         if self.signals:
             return
-        visible, words = devices(self.plan)
+        visible, where = devices(self.plan)
         link = f", link {self.plan.link}" if self.plan.link else ""
-        of = f"{self.plan.islands} island(s) of {self.plan.procs} process(es)"
-        self.console.note(f"{of} {words}, {self.plan.launcher}, store at {self.endpoint}{link}")
+        of = (
+            f"{counted(self.plan.islands, 'island')} of "
+            f"{counted(self.plan.procs, 'process', 'processes')}"
+        )
+        self.console.note(f"{of} {where}, {self.plan.launcher}, store at {self.endpoint}{link}")
         for number in range(self.plan.islands):
             env = environment(self.plan, number, self.endpoint, self.folder, visible[number])
+            env[LAUNCHED] = str(self.launched)
+            if self.template is not None:
+                env[FORKED] = f"0 {self.template.imported.seconds:.2f}"
             Path(env[STATUS_FOLDER]).mkdir()
-            process = self.start(
-                command(self.plan, self.folder, bool(visible[number])), env, subprocess.PIPE
-            )
+            words = command(self.plan, self.folder, bool(visible[number]))
+            process = start(words, env, self.template, apart=True)
             island = Island(env["ISLAND_NAME"], process)
             self.islands.append(island)
             for pipe in (process.stdout, process.stderr):
@@ -384,7 +418,7 @@ class Supervisor:
         self.stop_at = now
 
     def has_ended(self, island: Island, now: float) -> None:
-        island.status = shell_status(island.process.returncode)
+        island.status = shell_status(island.process.wait())
         self.ended.append(island)
         if island.status == 0:
             return

@@ -8,6 +8,7 @@ islands agree in the store on the attempt in which they meet again (`comm/attemp
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from pathlib import Path
 
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
-from .launchers import ATTEMPT, shell_status
-from .processes import adopt_orphans, descendants, end_with_parent, reap, send
+from .forking import Forked, Template
+from .launchers import ATTEMPT, FORKED, LAUNCHED, shell_status
+from .processes import adopt_orphans, descendants, reap, send
+from .starting import start
 
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
@@ -27,9 +30,9 @@ PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 class _Island:
     """The launcher that runs now, and the signal that this process was told to end by."""
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        self.told = 0
+    def __init__(self, template: Template | None = None) -> None:
+        self.process: Forked | subprocess.Popen[bytes] | None = None
+        self.template, self.told = template, 0
 
     def on_signal(self, number: int, frame: object) -> None:
         """Pass SIGTERM on; Ctrl-C in a terminal reaches the launcher by itself."""
@@ -39,9 +42,8 @@ class _Island:
 
     def run(self, words: Sequence[str], env: dict[str, str]) -> int:
         """Start a launcher and wait for it; its status as a shell shows it."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_demo.launch", *words], env=env, preexec_fn=end_with_parent
-        )
+        command = [sys.executable, "-m", "fsdp_demo.launch", *words]
+        self.process = start(command, env, self.template)
         if self.told:  # between two of them
             send([self.process.pid], signal.SIGTERM)
         return shell_status(self.process.wait())
@@ -57,7 +59,12 @@ def returns(status: int) -> bool:
     return status == SAVED or status >= 128
 
 
-def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -> int:
+def supervise(
+    words: Sequence[str],
+    restarts: int,
+    resume: Sequence[str] = (),
+    template: Template | None = None,
+) -> int:
     """Run `python -m fsdp_demo.launch *words`, and again as long as it ends with a status that
     `returns`; the last status.
 
@@ -66,29 +73,34 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
     Args:
         restarts: how often it is started again at most.
         resume: what is added to the script's arguments from the second start on.
+        template: of the ranks, where they are forked.
     """
     adopt_orphans()
-    island = _Island()
+    island = _Island(template)
     before = {
         number: signal.signal(number, island.on_signal)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
+    # not TemporaryDirectory, which a forked child would remove at its end
+    own = tempfile.mkdtemp(prefix="fsdp-demo-")
     try:
-        with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as own:
-            for number in range(restarts + 1):
-                # none reads what an earlier one has left
-                folder = Path(os.environ.get(STATUS_FOLDER) or own) / f"attempt{number}"
-                folder.mkdir(parents=True, exist_ok=True)
-                env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
-                status = island.run([*words, *(resume if number else ())], env)
-                if island.told or number == restarts or not returns(status):
-                    break
-                sys.stderr.write(
-                    f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of "
-                    f"{restarts}\n"
-                )
-                _end_strays()
+        for number in range(restarts + 1):
+            # none reads what an earlier one has left
+            folder = Path(os.environ.get(STATUS_FOLDER) or own) / f"attempt{number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
+            if number:
+                env |= {LAUNCHED: str(time.time()), FORKED: "0 0"}
+            status = island.run([*words, *(resume if number else ())], env)
+            if island.told or number == restarts or not returns(status):
+                break
+            sys.stderr.write(
+                f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of "
+                f"{restarts}\n"
+            )
+            _end_strays()
     finally:
+        shutil.rmtree(own, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
     return status

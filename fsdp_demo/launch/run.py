@@ -22,6 +22,7 @@ script's arguments then. The script finds the number of its start in `ISLAND_ATT
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import logging
 import os
@@ -35,10 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
-from .launchers import LAUNCHERS, saved_before, shell_status
+from .launchers import LAUNCHED, LAUNCHERS, saved_before, shell_status
+from .spares import use_forks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from .forking import Template
 
 
 class _FirstStop(logging.Handler):
@@ -113,7 +117,7 @@ def _told_once() -> None:
 
 
 def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
-    """Restarts, arguments for them, and the launcher's words."""
+    """Restarts, arguments for them, and the launcher's words. Wrong ones end with status 2."""
     usage = (
         "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] "
         "{accelerate,deepspeed,torchrun} WORDS"
@@ -128,32 +132,42 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     parser.add_argument("words", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
     if not args.words or args.words[0] not in LAUNCHERS:
-        raise ValueError(
-            f"launcher {args.words[:1]}: expected one of {sorted(LAUNCHERS)} and its arguments"
+        found = repr(args.words[0]) if args.words else "none"
+        parser.error(
+            f"launcher {found}: expected {', '.join(sorted(LAUNCHERS))}, and its arguments"
         )
     if args.restarts < 0:
-        raise ValueError(f"--restarts {args.restarts}: must be 0 or more")
+        parser.error(f"--restarts {args.restarts}: must be 0 or more")
     return args.restarts, shlex.split(args.resume_args), args.words
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, template: Template | None = None) -> int:
     """Run a launcher (a name in `LAUNCHERS`) with the arguments after it; returns the island's
-    status.
+    status. With a template its ranks are forked (`forking.py`).
     """
     restarts, resume, argv = _parse(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault(LAUNCHED, str(time.time()))
     if restarts:
         from .restarts import supervise
 
-        return supervise(argv, restarts, resume)
+        return supervise(argv, restarts, resume, template)
     if argv[0] == "deepspeed":
         from .deepspeed import run
 
         return run(argv)
-    return _run(argv)
+    return _run(argv, template)
 
 
-def _run(argv: list[str]) -> int:
+def main_module(argv: list[str]) -> str:
+    """The module of a launcher's words; `accelerate`'s other commands take a second to import."""
+    return (
+        "accelerate.commands.launch" if argv[:2] == ["accelerate", "launch"] else LAUNCHERS[argv[0]]
+    )
+
+
+def _run(argv: list[str], template: Template | None) -> int:
     """torch's launchers, in this process."""
+    gc.disable()  # imports take a fifth less, and what they make stays
     # late: who restarts a launcher needs no torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -167,9 +181,15 @@ def _run(argv: list[str]) -> int:
         # store that they share with their launcher, and connect to nobody. So rank 0 serves one of
         # its own (where the rendezvous is dynamic: --standalone, --rdzv-backend c10d).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    module = main_module(argv)
+    if argv[:2] == ["accelerate", "launch"]:
+        argv = ["accelerate launch", *argv[2:]]
     sys.argv = list(argv)
+    main = importlib.import_module(module).main
+    gc.enable()
+    use_forks(template, module)
     try:
-        importlib.import_module(LAUNCHERS[argv[0]]).main()
+        main()
     except ChildFailedError as error:
         return failed_status(error, folder, stop.at)
     except subprocess.CalledProcessError as error:  # `accelerate launch` of one process

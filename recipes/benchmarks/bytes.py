@@ -1,9 +1,9 @@
-"""Bytes on the wire before anything runs: published figures against this library's, and every
-preset on a model and a link.
+"""Count bytes before anything runs: published figures, every preset, or a setting of your own.
 
     python recipes/benchmarks/bytes.py                                                      # both tables
     python recipes/benchmarks/bytes.py --table published
     python recipes/benchmarks/bytes.py --model llama-3.2-1b --islands 3 --link 200Mbit --rtt 40ms --shards 8
+    python recipes/benchmarks/bytes.py --model tiny --exchange demo --set topk=16              # one setting of yours
 
 Whole shapes on the meta device, no weights. What the library sends is counted by
 `fsdp_demo.exchange.plan`, through the meter that training uses: a test compares the two on real
@@ -29,10 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from report import size, table  # noqa: E402
 
-from fsdp_demo import ExchangeConfig, Link, preset, presets, ring_all_reduce_bytes  # noqa: E402
+from fsdp_demo import (  # noqa: E402
+    ExchangeConfig,
+    Link,
+    load_config,
+    preset,
+    presets,
+    ring_all_reduce_bytes,
+)
 from fsdp_demo.comm.link import parse_rtt  # noqa: E402
 from fsdp_demo.comm.meter import Meter  # noqa: E402
 from fsdp_demo.comm.peers import TCP_SHARE  # noqa: E402
+from fsdp_demo.compression.positions import form  # noqa: E402
 from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
 from fsdp_demo.config.channel import BLOCK  # noqa: E402
 from fsdp_demo.config.fragments import layer_of  # noqa: E402
@@ -265,8 +273,8 @@ def notes(small: int, large: int) -> list[str]:
     """Under the table; `small` and `large` are the parameters of its two models."""
     adamw = [636.9e6 / 2, 2416.6e6 / 2]
     off = [a / n - 1 for a, n in zip(adamw, (small, large), strict=True)]
-    block = num_bytes("2bit", 1, 64) + 64 * 12 // 8
-    rho = [4 * BLOCK / n for n in (12 * 32, num_bytes("int8", 1, 32) + 32 * 12 // 8)]
+    block = num_bytes("2bit", 1, 64) + form(BLOCK, 64).bits / 8
+    rho = [4 * BLOCK / n for n in (12 * 32, num_bytes("int8", 1, 32) + form(BLOCK, 32).bits / 8)]
     return [
         f"Shapes: olmo-300m ({small / 1e6:.2f} M parameters) for DeMo 300M and decoupled momentum, "
         f"olmo-1b ({large / 1e6:.1f} M) for the "
@@ -278,7 +286,7 @@ def notes(small: int, large: int) -> list[str]:
         "[1] arXiv 2411.19870, MB per step (as summarised at en.papernotes.org, ICLR 2026): 12 "
         "bytes per coefficient (int64 position, "
         "fp32 value), one rank's own upload, digits cut, not rounded. Ours sends int8 values, "
-        "12-bit positions, a bf16 scale per block. "
+        "positions of 8.7 to 12 bits, a bf16 scale per block. "
         "The four payloads give the shapes: at 12 k / 4096 bytes per parameter they fit 16 layers "
         "of OLMo's form, width 1024 and 2048, "
         "with 50304 tied embeddings, in every digit. The two gradients do not: at 2 bytes they "
@@ -296,9 +304,8 @@ def notes(small: int, large: int) -> list[str]:
         "more of them parts in fp4 whose mean "
         "comes back in int8. Peak: the largest fragment.",
         f"[4] arXiv 2603.08163: {BLOCK} x 32 bits over 64 x (12 + 2), 112 bytes per block. Ours "
-        "has two bf16 levels per block on top, "
-        f"{block} bytes: the formula counts codes and positions and nothing that says what the "
-        "codes mean.",
+        "has two bf16 levels per block on top, and "
+        f"{form(BLOCK, 64).bits / 64:.2f} bits for a position: {block:.1f} bytes.",
         "[5] arXiv 2510.03371, 'up to 16 times less than DiLoCo' (abstract); for which k and R is "
         "not known. The released code counts "
         "2 (R - 1) / R of all R + 1 payloads, own and gathered; in this way k = 16 at R = 4 gives "
@@ -382,10 +389,17 @@ def settings(config: ExchangeConfig) -> str:
     return ", ".join([*words, "fragments"] if first.fragments is not None else words)
 
 
-def entries(tensors: Tensors, islands: int, shards: int, link: Link) -> list[Entry]:
-    """A bf16 ring all-reduce of the gradients at every step, and all presets at their published
-    settings.
+def entries(
+    tensors: Tensors,
+    islands: int,
+    shards: int,
+    link: Link,
+    configs: Sequence[ExchangeConfig] | None = None,
+) -> list[Entry]:
+    """A bf16 ring all-reduce of the gradients at every step, and `configs`; default all presets at
+    their published settings.
     """
+    chosen = [preset(name) for name in presets()] if configs is None else configs
     ring = ring_all_reduce_bytes(islands, 2 * numel(tensors))
     took = seconds(link, ring, ring, 2 * (islands - 1))
     out = [
@@ -404,14 +418,13 @@ def entries(tensors: Tensors, islands: int, shards: int, link: Link) -> list[Ent
             0,
         )
     ]
-    for name in presets():
-        config = preset(name)
+    for config in chosen:
         counts = count(config, tensors, islands, shards)
         largest, average = counts.largest, counts.average
         moved = largest.bytes_sent, largest.bytes_received
         out.append(
             Entry(
-                name,
+                config.preset,
                 settings(config),
                 *moved,
                 largest.messages,
@@ -511,9 +524,12 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry]) -> str:
         "channel has a delay "
         f"({', '.join(n for n in presets() if any(c.schedule.delay for c in preset(n).channels))}).",  # noqa: E501
     )
+    what = "Presets at their published settings"
+    if "exchange" in facts:
+        what = " ".join([facts["exchange"], *(f"--set {text}" for text in facts["set"])])
     return "\n".join(
         [
-            f"Presets at their published settings: {title}",
+            f"{what}: {title}",
             "",
             table(cells),
             "",
@@ -550,12 +566,25 @@ def _parser() -> Parser:
     parser.add_argument(
         "--table",
         choices=["published", "presets"],
-        help="default: both; the second alone if --model is given",
+        help="default: both; the second alone if --model or --exchange is given",
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
         help="a json of recipes/models by name, or its path (default: llama-3.2-1b)",
+    )
+    parser.add_argument(
+        "--exchange",
+        metavar="NAME|YAML",
+        help="count this preset or yaml file alone; implies --table presets",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH=VALUE",
+        help="changes to it, as in --set topk=16 schedule.sync_every=50",
     )
     parser.add_argument("--islands", type=_at_least_one, default=3, metavar="R", help="default: 3")
     parser.add_argument(
@@ -581,10 +610,16 @@ def _parser() -> Parser:
 def main() -> None:
     parser = _parser()
     args = parser.parse_args()
-    chosen = [args.table] if args.table else ["presets"] if args.model else ["published", "presets"]
+    alone = args.model or args.exchange
+    chosen = [args.table] if args.table else ["presets"] if alone else ["published", "presets"]
     out: dict[str, Any] = {}
     texts = []
     try:
+        if args.exchange is None and args.set:
+            raise ValueError("--set changes an exchange: give --exchange NAME|YAML, too")
+        configs = [load_config(args.exchange, args.set)] if args.exchange is not None else None
+        if configs is not None and "presets" not in chosen:
+            raise ValueError("--exchange is counted in --table presets: leave --table out")
         link = Link.parse(args.link)
         link = Link(link.bits_per_second, parse_rtt(args.rtt)) if args.rtt else link
         if "published" in chosen:
@@ -604,7 +639,9 @@ def main() -> None:
                 "shards": args.shards,
                 "link": str(link) if link else "",
             }
-            rows = entries(tensors, args.islands, args.shards, link)
+            if configs is not None:
+                facts |= {"exchange": args.exchange, "set": args.set}
+            rows = entries(tensors, args.islands, args.shards, link, configs)
             out["presets"] = {**facts, "rows": [asdict(e) for e in rows]}
             texts.append(presets_table(facts, rows))
         if args.json is not None:

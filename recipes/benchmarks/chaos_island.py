@@ -310,7 +310,7 @@ class Training:
         """A digest of what must be equal on all islands, and the loss on held-out text under it."""
         digest = hashlib.blake2b(digest_size=8)
         # else a round of its own would be needed
-        known = self.exchange.shows != "mean" or self.exchange.finished
+        known = self.exchange.result_kind != "mean" or self.exchange.finished
         with self.exchange.outer_parameters(self.model) if known else nullcontext():
             for p in self.model.parameters():
                 here = p.to_local() if hasattr(p, "to_local") else p

@@ -23,7 +23,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.hotpath import Ours, Published, Watch, arguments, elements, layer, pin, silent  # noqa: E402
+from benchmarks.hotpath import (  # noqa: E402
+    Ours,
+    Published,
+    Watch,
+    arguments,
+    elements,
+    here,
+    layer,
+    pin,
+    say_where,
+    silent,
+)
 from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
@@ -74,6 +85,7 @@ def main() -> None:
     torch.manual_seed(0)
     shapes = layer(args.hidden, args.shards)
     found = measure(shapes, args.topk, args.products, args.replicas, args.device, args.repeat)
+    say_where(args.device)
     rows = [
         [
             r,
@@ -100,9 +112,9 @@ def main() -> None:
             "products": args.products,
             "elements": elements(shapes),
             "repeat": args.repeat,
-            "device": args.device,
+            **here(args.device),
         }
-        whole = {**head, "torch": torch.__version__, "growth": growth, "replicas": found}
+        whole = {**head, "growth": growth, "replicas": found}
         args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 

@@ -33,6 +33,7 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
 from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received  # noqa: E402
 from fsdp_demo.channels.placement import Placement  # noqa: E402
+from fsdp_demo.compression import machine  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
 from fsdp_demo.compression.transform import matrix, transform  # noqa: E402
 from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
@@ -79,6 +80,19 @@ def arguments(parser: argparse.ArgumentParser, repeat: int) -> argparse.Namespac
         print("no GPU here: nothing measured")
         return None
     return args
+
+
+def here(device: str) -> dict[str, str]:
+    """The machine, for the head of a json file."""
+    if device.startswith("cuda"):
+        return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
+    cpu = f"{machine.cpu_name()} ({machine.kernels()})"
+    return {"torch": torch.__version__, "device": device, "cpu": cpu, "form": str(machine.form())}
+
+
+def say_where(device: str) -> None:
+    """Print `here`."""
+    print(", ".join(f"{key} {value}" for key, value in here(device).items()))
 
 
 def pin() -> None:
@@ -128,44 +142,47 @@ class Watch:
         }
 
 
+def edge(n: int) -> int:
+    """The published edge of blocks along a dimension of n elements: its largest divisor up to
+    64.
+    """
+    return max(e for e in range(1, EDGE + 1) if n % e == 0)
+
+
 class Published:
     """m = beta m + lr g; q = the k largest of each DCT block of m; m -= q; theta -= lr sign(mean of
     all q over those who sent).
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], k: int, device: str):
-        self.k, self.d = k, matrix("dct", EDGE, device)
+        self.k = k
+        self.d = {n: matrix("dct", n, device) for s in shapes for n in map(edge, s)}
         self.shapes = list(shapes)
         self.parameters = [torch.zeros(s, device=device) for s in shapes]
         self.momentum = [torch.zeros(s, device=device) for s in shapes]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Coefficients [y, x, 64, 64] of a matrix."""
-        blocks = (
-            x.view(x.shape[0] // EDGE, EDGE, x.shape[1] // EDGE, EDGE)
-            .permute(0, 2, 1, 3)
-            .contiguous()
-        )
-        return torch.einsum("...ij,ai,bj->...ab", blocks, self.d, self.d)
+        """Coefficients [y, x, 64, 64] of a matrix; of other edges where 64 does not divide it."""
+        a, b = map(edge, x.shape)
+        blocks = x.view(x.shape[0] // a, a, x.shape[1] // b, b).permute(0, 2, 1, 3).contiguous()
+        return torch.einsum("...ij,ai,bj->...ab", blocks, self.d[a], self.d[b])
 
     def backward(self, c: Tensor, shape: tuple[int, int]) -> Tensor:
         """The matrix of coefficients."""
-        return (
-            torch.einsum("...ab,ai,bj->...ij", c, self.d, self.d).permute(0, 2, 1, 3).reshape(shape)
-        )
+        a, b = (self.d[n] for n in c.shape[2:])
+        return torch.einsum("...ab,ai,bj->...ij", c, a, b).permute(0, 2, 1, 3).reshape(shape)
 
     def largest(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Indices int64 and values fp32 [y, x, k]."""
         flat = c.flatten(2)
-        index = torch.topk(flat.abs(), self.k, dim=2, sorted=False).indices
+        index = torch.topk(flat.abs(), min(self.k, flat.shape[2]), dim=2, sorted=False).indices
         return index, flat.gather(2, index)
 
-    def scattered(self, index: Tensor, values: Tensor) -> Tensor:
+    def scattered(self, index: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Coefficients, the mean over those who sent one, zero elsewhere."""
-        out = values.new_zeros(*index.shape[:2], EDGE * EDGE)
-        return out.scatter_reduce_(2, index, values, "mean", include_self=False).unflatten(
-            2, (EDGE, EDGE)
-        )
+        edges = edge(shape[0]), edge(shape[1])
+        out = values.new_zeros(*index.shape[:2], prod(edges))
+        return out.scatter_reduce_(2, index, values, "mean", include_self=False).unflatten(2, edges)
 
     def send(
         self, gradients: Sequence[Tensor], watch: Callable[..., Any]
@@ -184,7 +201,8 @@ class Published:
         own = watch(
             "own decode",
             lambda: [
-                self.backward(self.scattered(*q), s) for q, s in zip(sent, self.shapes, strict=True)
+                self.backward(self.scattered(*q, s), s)
+                for q, s in zip(sent, self.shapes, strict=True)
             ],
         )
         watch("residual", lambda: [m.sub_(o) for m, o in zip(self.momentum, own, strict=True)])
@@ -197,7 +215,7 @@ class Published:
 
         def decode(t: int, shape: tuple[int, int]) -> Tensor:
             index, values = (torch.cat([q[t][part] for q in sent], 2) for part in (0, 1))
-            return self.backward(self.scattered(index, values), shape)
+            return self.backward(self.scattered(index, values, shape), shape)
 
         means = watch("decode", lambda: [decode(t, s) for t, s in enumerate(self.shapes)])
         watch(

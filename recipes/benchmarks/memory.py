@@ -54,6 +54,7 @@ PERIODS = {
     "diloco": 2,
     "decoupled_momentum": 2,
     "sparse_loco": 2,
+    "sign_loco": 2,
     "muloco": 2,
 }
 
@@ -251,7 +252,7 @@ def warm(exchange: Exchange) -> None:
     """
     for c in exchange.channels:
         for n in {n for g in c.layout.groups for n in (g.r, g.s)} if c.layout is not None else ():
-            matrix("dct", n, exchange.shards.device)
+            matrix("dct", n, exchange.host.device)
     onednn()
     for code in CODERS:
         quantize.decode(code, quantize.encode(code, torch.ones(1, 32)), 1, 32)

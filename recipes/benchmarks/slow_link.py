@@ -11,8 +11,11 @@ Of each preset all links are measured in one run, one after the other and back a
 a machine that gets slower slows all of them. Per cell: tokens per second of all islands together
 (median of the repeats, and their spread), the ratio to the run on the first link in the same repeat
 (median), the seconds per step in which training stood still for the exchange (and their share of
-the step), the share of a core that the lab's delay line took from training, and bytes: those of the
-meter, and how many the interface sent for each, with one header per packet.
+the step), the share of a core that the lab's delay line took from training, the ratio without that
+share, the share that the kernel's interrupts took, and bytes: those of the meter, and how many the
+interface sent for each, with one header per packet. `full` has no row with a delay: what it sends
+in each step takes longer than the step. A cell of which one run would take longer than --patience
+is left out.
 
 With --json a preset's rows are written as soon as it is done, and presets that are in the file are
 not measured again.
@@ -73,36 +76,24 @@ def cases(period: int, delay: int) -> list[Case]:
         delay: steps that dense exchanges get to travel, below `period`.
     """
     few = max(1, period // 8)  # for small payloads
-    streaming = {"period": period, "layers": 2, "delay": few}
+    late: dict[str, Any] = {"period": period, "schedule.delay": delay}
+    desloc = f"desloc, periods {period}/{3 * period}/{6 * period}, bf16, delay {delay}"
+
+    def periodic(name: str, delay: int, /, **settings: Any) -> Case:
+        words = f"{name}, period {period}" + (f", delay {delay}" if delay else "")
+        return Case(words, name, {"period": period, **settings}, period)
+
     return [
         Case("full", "full", {"value_dtype": "bf16"}, 6),
         Case("demo", "demo"),
         Case("demo, delay 1", "demo", {"schedule.delay": 1}),
-        Case(f"diloco, period {period}", "diloco", {"period": period}, period),
-        Case(
-            f"diloco, period {period}, delay {delay}",
-            "diloco",
-            {"period": period, "schedule.delay": delay},
-            period,
-        ),
-        Case(
-            f"streaming_diloco, period {period}, delay {few}", "streaming_diloco", streaming, period
-        ),
-        Case(
-            f"decoupled_momentum, period {period}", "decoupled_momentum", {"period": period}, period
-        ),
-        Case(
-            f"decoupled_momentum, period {period}, delay {few}",
-            "decoupled_momentum",
-            {"period": period, "schedule.delay": few},
-            period,
-        ),
-        Case(
-            f"desloc, periods {period}/{3 * period}/{6 * period}, bf16, delay {delay}",
-            "desloc",
-            {"period": period, "value_dtype": "bf16", "schedule.delay": delay},
-            6 * period,
-        ),
+        periodic("diloco", 0),
+        periodic("diloco", delay, **late),
+        periodic("streaming_diloco", few, layers=2, delay=few),
+        periodic("local_sgd", delay, **late),
+        Case(desloc, "desloc", {**late, "value_dtype": "bf16"}, 6 * period),
+        periodic("decoupled_momentum", 0),
+        periodic("decoupled_momentum", few, **{"schedule.delay": few}),
     ]
 
 
@@ -142,6 +133,7 @@ class Cell:
     repeats: int
     runs: list[list[dict[str, Any]]] = field(default_factory=list)  # per repeat, per island
     lab: float = 0.0  # CPU seconds of the lab on one core
+    interrupts: float = 0.0  # seconds of the kernel's, on one core
 
     @property
     def rates(self) -> list[float]:
@@ -155,6 +147,10 @@ class Cell:
         """Per step, of the island that waited longest."""
         return statistics.median(max(a["waiting"] for a in run) / self.steps for run in self.runs)
 
+    def cpu(self) -> float:
+        """Per step, of all threads of the island that took most."""
+        return statistics.median(max(a["cpu"] for a in run) / self.steps for run in self.runs)
+
     def count(self, name: str) -> float:
         """Mean over repeats and islands."""
         return statistics.fmean(a[name] for run in self.runs for a in run)
@@ -166,17 +162,19 @@ def measure(
     """All cells of one preset: a row each."""
     lead, settle = quiet_phase(case.config)
     islands.lab.shape(None, 0.0)
-    parameters = islands.ask(do="attach", run=_run_id(), method=case.preset, settings=case.settings)
+    parameters = islands.ask(do="attach", run=run_id(), method=case.preset, settings=case.settings)
     # from here on every cycle is like the last
     islands.ask(do="train", settle=0, steps=max(_cycle(case.config) + lead, 2))
     cells: list[Cell] = []
     for link in links:
-        cells.append(Cell(link, case.steps, args.repeat))
-        _run(cells[-1], islands, settle, cells[0], args)
+        cell = Cell(link, case.steps, args.repeat)
+        if not cells or _fits(cell, cells[0], args):
+            cells.append(cell)
+            _run(cell, islands, settle, args)
     for repeat in range(1, args.repeat):
         for cell in cells if repeat % 2 == 0 else reversed(cells):
             if repeat < cell.repeats:
-                _run(cell, islands, settle, cells[0], args)
+                _run(cell, islands, settle, args)
     headers = _headers(
         case, islands, settle, cells[0].count("metered") / max(cells[0].count("messages"), 1) > 1e6
     )
@@ -187,20 +185,25 @@ def measure(
     ]
 
 
-def _run(cell: Cell, islands: Islands, settle: int, first: Cell, args: argparse.Namespace) -> None:
-    """One repeat. A cell that would take longer than `--patience` seconds gets fewer repeats, and
-    where every step is alike fewer steps.
+def _fits(cell: Cell, first: Cell, args: argparse.Namespace) -> bool:
+    """Whether a run takes no longer than `--patience` seconds. Where every step is alike it is made
+    shorter than that.
     """
-    _connect(islands, cell.link)
-    if not cell.runs and first.runs and first.steps < 10 and cell.link.bits_per_second:
-        each = (
-            first.seconds() / first.steps
-            + 8 * first.count("metered") / first.steps / cell.link.bits_per_second
-        )
+    rate = cell.link.bits_per_second
+    sent = 8 * first.count("metered") / rate if rate else 0.0
+    each = (first.seconds() + sent) / first.steps
+    if first.steps < 10 and rate:
         cell.steps = max(1, min(cell.steps, int(args.patience / 2 / each)))
-    before = islands.lab.seconds()
+    return cell.steps * each <= args.patience or cell.steps == 1
+
+
+def _run(cell: Cell, islands: Islands, settle: int, args: argparse.Namespace) -> None:
+    """One repeat. A cell that would take longer than `--patience` seconds gets fewer repeats."""
+    _connect(islands, cell.link)
+    before, ticks = islands.lab.seconds(), interrupts()
     cell.runs.append(islands.ask(do="train", settle=settle, steps=cell.steps))
     cell.lab += islands.lab.seconds() - before
+    cell.interrupts += interrupts() - ticks
     took = max(a["seconds"] for a in cell.runs[0])
     cell.repeats = max(1, min(args.repeat, int(args.patience / took)))
 
@@ -208,11 +211,11 @@ def _run(cell: Cell, islands: Islands, settle: int, first: Cell, args: argparse.
 def _connect(islands: Islands, link: Link) -> None:
     """Change the link, with new connections that know its delay (and soon its rate)."""
     islands.lab.shape(None, link.rtt / 2)
-    islands.ask(do="connect", run=_run_id())
+    islands.ask(do="connect", run=run_id())
     islands.lab.shape(link.bits_per_second, link.rtt / 2)
 
 
-def _run_id() -> str:
+def run_id() -> str:
     return f"{os.getpid()}-{time.monotonic_ns()}"
 
 
@@ -235,6 +238,11 @@ def _row(
     case: Case, cell: Cell, first: Cell, headers: float, parameters: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     rates, steps = cell.rates, cell.steps
+    whole = sum(max(a["seconds"] for a in run) for run in cell.runs)
+    ratio, lab = (
+        statistics.median(a / b for a, b in zip(rates, first.rates, strict=False)),
+        cell.lab / whole,
+    )
     return {
         "case": case.name,
         "preset": case.preset,
@@ -247,11 +255,14 @@ def _row(
         "parameters": parameters,
         "tokens_per_second": statistics.median(rates),
         "spread": [min(rates), max(rates)],
-        "ratio": statistics.median(a / b for a, b in zip(rates, first.rates, strict=False)),
+        "ratio": ratio,
+        "ratio_without_lab": ratio / (1 - lab),
         "seconds_per_step": cell.seconds() / steps,
         "exposed_seconds_per_step": cell.waiting(),
         "exposed_share": cell.waiting() * steps / cell.seconds(),
-        "lab_share": cell.lab / sum(max(a["seconds"] for a in run) for run in cell.runs),
+        "cpu_seconds_per_step": cell.cpu(),
+        "lab_share": lab,
+        "interrupt_share": cell.interrupts / whole,
         "steps": steps,
         "repeats": len(cell.runs),
         "extrapolated": steps < case.steps,
@@ -259,6 +270,12 @@ def _row(
         "interface_over_meter": cell.count("tx") / cell.count("metered"),
         "interface_over_meter_without_offload": headers,
     }
+
+
+def interrupts() -> float:
+    """Seconds that the kernel has spent in interrupts, per core."""
+    names = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()
+    return (int(names[6]) + int(names[7])) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
 def _named(link: Link) -> str:
@@ -270,8 +287,8 @@ def _named(link: Link) -> str:
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
     head = (
-        "preset|link|tokens/s|spread|ratio|s/step|exposed "
-        "s/step|share|lab|bytes/step|interface/meter"
+        "preset|link|tokens/s|spread|ratio|without lab|s/step|CPU s/step|exposed "
+        "s/step|share|lab|interrupts|bytes/step|interface/meter"
     ).split("|")
     body, before = [], None
     for r in rows:
@@ -282,9 +299,11 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             f"{r['tokens_per_second']:.0f}{'*' if r['extrapolated'] else ''}",
             spread,
             f"{r['ratio']:.3f}",
+            f"{r['ratio_without_lab']:.3f}",
         ]
-        cells += [f"{r['seconds_per_step']:.3f}", f"{r['exposed_seconds_per_step']:.4f}"]
-        cells += [f"{r[name]:.1%}" for name in ("exposed_share", "lab_share")]
+        cells += [f"{r[f'{name}seconds_per_step']:.3f}" for name in ("", "cpu_")]
+        cells.append(f"{r['exposed_seconds_per_step']:.4f}")
+        cells += [f"{r[f'{name}_share']:.1%}" for name in ("exposed", "lab", "interrupt")]
         body.append(
             [
                 r["case"] if r["case"] != before else "",
@@ -301,24 +320,26 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     return text
 
 
-def facts(args: argparse.Namespace) -> dict[str, Any]:
+NAMES = (
+    "islands",
+    "rtt",
+    "links",
+    "repeat",
+    "period",
+    "delay",
+    "rows",
+    "length",
+    "layers",
+    "patience",
+)
+
+
+def facts(args: argparse.Namespace, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """What the rows of a file have in common; another setting is another file."""
     import torch
 
-    names = (
-        "islands",
-        "rtt",
-        "links",
-        "repeat",
-        "period",
-        "delay",
-        "rows",
-        "length",
-        "layers",
-        "patience",
-    )
     machine = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
     }
@@ -328,6 +349,14 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "congestion_control": congestion.read_text().strip() if congestion.is_file() else "",
     }
     return {**{name: getattr(args, name) for name in names}, **machine}
+
+
+def processor() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 class Parser(argparse.ArgumentParser):

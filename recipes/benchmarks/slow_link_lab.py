@@ -226,7 +226,12 @@ class Islands:
     Args:
         shape: rows, tokens per row and layers of what they train.
         logs: folder of what they say.
+
+    Attributes:
+        script: what they run, beside this file.
     """
+
+    script = "slow_link_island.py"
 
     def __init__(self, lab: Lab, shape: tuple[int, int, int], logs: str):
         self.lab, self.logs = lab, Path(logs)
@@ -257,8 +262,12 @@ class Islands:
             "ISLAND_NAME": f"island{i}",
             "ISLAND_TIMEOUT": str(SILENCE),
         }
-        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        script = Path(__file__).resolve().parent / "slow_link_island.py"
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        script = Path(__file__).resolve().parent / self.script
         words = [sys.executable, str(script), *map(str, shape)]
         return self.lab.popen(
             i,

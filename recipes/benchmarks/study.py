@@ -1,308 +1,344 @@
-"""A first look at learning: methods side by side at equal tokens, on a model that two cores can
-train.
+"""The study: methods side by side at equal tokens, with seeds, on models that a CPU core can train.
 
-    python recipes/benchmarks/study.py --table first
+    python recipes/benchmarks/study.py --table main --jobs 2
 
-Trains a byte-level Llama of 0.9 M parameters on the Python library's sources with 4 replicas, each
-a process, through the library itself: `attach`, gloo, the real payloads. Every cell (a method with
-its settings) is stored when it is done, so that an interrupted table goes on where it stood; cells
-are shared between tables. Writes OUTPUT/TABLE.md and OUTPUT/TABLE.json and prints the table. One
-seed, one small model, short runs: good for finding what is wrong, no ranking of methods.
+Trains byte-level Llamas on the Python library's sources through the library itself: `attach`, gloo,
+the real payloads; the replicas of a run are threads of one process. Every run (a method with its
+settings, and a seed) is stored when it is done, under a key of its configuration and the code, so
+that an interrupted table goes on where it stood. Runs are shared between tables. Seeds are paired:
+one seed gives all methods the same initial weights and order of the data. Writes OUTPUT/TABLE.md,
+TABLE.json and pictures, and prints the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import importlib
 import json
-import os
+import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# replicas are processes that share the cores; a fork must not follow a region of several threads
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-from data import ByteTokenizer, load_data  # noqa: E402
-from pretrain import MODELS  # noqa: E402
-from report import full_bytes, size, table  # noqa: E402
-from study_cells import TABLES, Cell, Setting  # noqa: E402
-from study_run import Failed, Texts, run_cell, store  # noqa: E402
+from report import table  # noqa: E402
+from study_cells import Cell, Run, Setting, code_version, parameters  # noqa: E402
+from study_earlier import TABLES as EARLIER  # noqa: E402
+from study_jobs import Cache, train_all, write  # noqa: E402
+from study_stats import HEAD, Row, loss_of, summarise  # noqa: E402
+from study_tables import TABLES as NOW  # noqa: E402
+from study_tables import TUNING_SEEDS, Method  # noqa: E402
+from study_texts import load_texts  # noqa: E402
 
-HEAD = ["cell", "method's model", "mean", "replica 0", "drift", "sent per island", "than full"]
-# imported at a first step: once, before any fork
-LAZY = ("torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.tensor")
+TABLES = {**NOW, **EARLIER}
 
-
-class Cache:
-    """Results by key, one json each, written whole or not at all."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def path(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        path = self.path(key)
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    def put(self, key: str, result: dict[str, Any]) -> None:
-        write(self.path(key), json.dumps(result, indent=1) + "\n")
+PACE = 60 / (parameters("study-small") * 4 * Setting().tokens)
+"""Seconds of a core per parameter and token, where nothing is measured yet."""
 
 
-def write(path: Path, text: str) -> None:
-    """Through a temporary name, so that an interrupt leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+class Study:
+    """The chosen part of a table: its runs, what is stored of them, and its rows.
 
-
-def load_texts(setting: Setting, replicas: int) -> Texts:
-    """The same held-out rows for all; the training rows are dealt to `replicas` parts, of which one
-    replica alone takes the first.
-    """
-    parts = [
-        load_data(
-            "stdlib",
-            ByteTokenizer(),
-            setting.length,
-            island=i,
-            islands=replicas,
-            validation_rows=setting.held_out,
-        )
-        for i in range(replicas)
-    ]
-    train, held_out = [part.train.ids for part in parts], parts[0].validation.ids
-    digest = hashlib.sha256((MODELS / f"{setting.model}.json").read_bytes())
-    for rows in (*train, held_out):
-        digest.update(rows.tobytes())
-    return Texts(train, held_out, digest.hexdigest()[:16])
-
-
-def choose(tables: str, only: str) -> dict[str, list[Cell]]:
-    """The cells of the named tables; `only`: names of cells, or parts of names, of which one must
-    match.
+    Args:
+        changes: of every setting, from the command line.
+        only: parts of cells' names, of which one must match; a group's reference is always in, and
+            so is the first method.
+        version: of what trained the runs, part of their keys.
 
     Raises:
-        ValueError: no such table, or no cell of that name.
+        ValueError: no such cell, or data that cannot be read.
     """
-    names = list(TABLES) if tables == "all" else tables.split(",")
-    unknown = [name for name in names if name not in TABLES]
-    if unknown:
-        raise ValueError(f"--table {unknown[0]}: expected {', '.join(TABLES)} or all")
-    every, wanted = (
-        {c.name for name in names for c in TABLES[name]},
-        [part.strip() for part in only.split(",")],
+
+    def __init__(
+        self,
+        name: str,
+        seeds: range,
+        cache: Cache,
+        changes: dict[str, Any] | None = None,
+        only: str = "",
+        version: str = "",
+    ):
+        self.name, self.table, self.cache = name, TABLES[name], cache
+        self.seeds, self.changes = seeds, changes or {}
+        self.version = version or code_version()
+        parts = [part.strip() for part in only.split(",")]
+        self.groups = {
+            label: cells[:1] + [c for c in cells[1:] if any(part in c.name for part in parts)]
+            for label, cells in self.table.groups.items()
+        }
+        self.groups = {k: v for k, v in self.groups.items() if not only or len(v) > 1}
+        methods = self.table.methods
+        self.methods: tuple[Method, ...] = tuple(
+            m for m in methods if any(part in m.published.name for part in parts)
+        )
+        if only and not self.groups and not self.methods:
+            raise ValueError(f"--only {only}: no such cell in table {name}; --list shows them")
+        if self.methods and methods[0] not in self.methods:
+            self.methods = (methods[0], *self.methods)
+        setting = dataclasses.replace(self.table.setting, **self.changes)
+        load_texts(setting.data, setting.length, setting.held_out)  # refused here, not in a process
+
+    def run(self, cell: Cell, seed: int) -> Run:
+        return Run(cell, self.table.at(cell, self.changes), seed)
+
+    def result(self, run: Run) -> dict[str, Any] | None:
+        return self.cache.get(run.key(self.version))
+
+    def tuning(self) -> list[Run]:
+        """The runs of all grids."""
+        cells = [cell for method in self.methods for cell in method.grid]
+        return [self.run(cell, seed) for cell in cells for seed in TUNING_SEEDS]
+
+    def best(self, method: Method) -> Cell | None:
+        """The cell of a method's grid with the least mean loss on the tuning seeds; None before
+        they are all there.
+        """
+        means = {}
+        for n, cell in enumerate(method.grid):
+            found = [self.result(self.run(cell, seed)) for seed in TUNING_SEEDS]
+            if not all(found):
+                return None
+            mean = sum(loss_of(r) for r in found if r) / len(found)
+            means[n] = math.inf if math.isnan(mean) else mean
+        return method.tuned(method.grid[min(means, key=means.__getitem__)]) if means else None
+
+    def cells(self) -> dict[str, list[Cell]]:
+        """Group -> its cells, the reference first; with methods that are tuned it is `full`
+        tuned.
+        """
+        if not self.methods:
+            return self.groups
+        best = [self.best(method) for method in self.methods]
+        tuned = [cell for cell in best if cell]
+        plain = [m.published for m in self.methods]
+        others = [c for c in next(iter(self.groups.values()), []) if c not in plain]
+        return {"": [*tuned, *plain, *others]}
+
+    def reported(self) -> list[Run]:
+        """The runs of all cells on the seeds that are reported."""
+        cells = [cell for part in self.cells().values() for cell in part]
+        return [self.run(cell, seed) for seed in self.seeds for cell in cells]
+
+    def rows(self) -> list[Row]:
+        """One row for each cell of which a result is there."""
+        rows = []
+        for label, cells in self.cells().items():
+            found = [self.by_seed(cell) for cell in cells]
+            rows += [
+                summarise(cell.name, label, results, found[0])
+                for cell, results in zip(cells, found, strict=True)
+                if results
+            ]
+        return rows
+
+    def by_seed(self, cell: Cell) -> dict[int, dict[str, Any]]:
+        found = {seed: self.result(self.run(cell, seed)) for seed in self.seeds}
+        return {seed: result for seed, result in found.items() if result}
+
+
+class Progress:
+    """Trains what is missing of some runs, stores each result, and says how much time is left."""
+
+    def __init__(self, cache: Cache, version: str, jobs: int, compiled: bool = True):
+        self.cache, self.version, self.jobs, self.compiled = cache, version, jobs, compiled
+        self.spent, self.done = 0.0, 0.0  # seconds of a core, and size of what they trained
+
+    def missing(self, runs: Iterable[Run], again: bool = False) -> list[Run]:
+        """Each run once whose result is not there; `again`: or is an error."""
+        found: dict[str, Run] = {}
+        for run in runs:
+            key = run.key(self.version)
+            known = self.cache.get(key)
+            if known is None or (again and "error" in known):
+                found[key] = run
+            elif "seconds" in known:
+                self.learn(run, known["seconds"])
+        return list(found.values())
+
+    def learn(self, run: Run, seconds: float) -> None:
+        self.spent, self.done = self.spent + seconds, self.done + run.size
+
+    def seconds(self, runs: Iterable[Run]) -> float:
+        """What `runs` take on this machine, by what others took."""
+        pace = self.spent / self.done if self.done else PACE
+        return pace * sum(run.size for run in runs) / self.jobs
+
+    def train(self, runs: list[Run], what: str) -> None:
+        # large runs last, and those of one compiled program one after the other
+        runs = sorted(runs, key=lambda run: (run.size, run.setting.model))
+        left = list(runs)
+
+        def done(run: Run, result: dict[str, Any]) -> None:
+            left.remove(run)
+            self.store(run, result)
+            end = _last_line(result["error"]) if "error" in result else f"{loss_of(result):.4f}"
+            if "seconds" in result:
+                self.learn(run, result["seconds"])
+                end += f", {result['seconds']:.0f} s"
+            count = f"{len(runs) - len(left)}/{len(runs)}"
+            rest = f"{clock(self.seconds(left))} left" if left else "done"
+            print(f"{what} {count}: {run.cell.name} seed {run.seed}: {end}; {rest}", flush=True)
+
+        train_all(runs, self.jobs, done, self.compiled)
+
+    def store(self, run: Run, result: dict[str, Any]) -> None:
+        """An error is a result, too: it is not tried again without being asked for."""
+        key = run.key(self.version)
+        facts = {
+            "cell": dataclasses.asdict(run.cell),
+            "setting": dataclasses.asdict(run.setting),
+            "seed": run.seed,
+            "key": key,
+            "code": self.version,
+            "does": run.cell.config().describe(),
+        }
+        self.cache.put(key, {**facts, **result})
+
+
+def _last_line(text: str) -> str:
+    return "failed: " + text.strip().splitlines()[-1][:200]
+
+
+def clock(seconds: float) -> str:
+    """`2 h 05 min`, `3 min`."""
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
+def caption(study: Study) -> str:
+    setting = dataclasses.replace(study.table.setting, **study.changes)
+    size = parameters(setting.model) / 1e6
+    tuned = (
+        f" Tuned: the best of {len(study.methods[0].grid)} trials of each method on the seeds "
+        f"{', '.join(map(str, TUNING_SEEDS))}."
+        if study.methods
+        else ""
     )
-    chosen = {
-        name: [c for c in TABLES[name] if any(_fits(part, c.name, every) for part in wanted)]
-        for name in names
-    }
-    if not any(chosen.values()):
-        raise ValueError(f"--only {only}: no such cell; --list shows them")
-    return chosen
-
-
-def _fits(part: str, name: str, every: set[str]) -> bool:
-    return part == name if part in every else part in name
-
-
-def row(cell: Cell, result: dict[str, Any], setting: Setting) -> list[str]:
-    loss = [
-        f"{v:.3f}" if (v := result["loss"][name]) is not None else "diverged"
-        for name in ("method", "mean", "replica")
-    ]
-    sent = result["bytes_sent"]
-    ratio = (
-        f"{full_bytes(result['parameters'], setting.steps, cell.replicas) / sent:.4g} x less"
-        if sent
-        else "-"
-    )
-    return [
-        cell.name,
-        *loss,
-        f"{result['drift']:.1e}" if result["drift"] > 1e-7 else "-",
-        size(sent) if sent else "-",
-        ratio,
-    ]
-
-
-def caption(name: str, results: list[dict[str, Any]], setting: Setting) -> str:
-    model, replicas = results[0]["parameters"], max(r["cell"]["replicas"] for r in results)
     return (
-        f"Table {name}: byte-level Llama of {model / 1e6:.2f} M parameters, the Python library's "
-        f"sources, {replicas} replicas, "
-        f"{setting.steps} steps of {setting.batch} x {setting.length} bytes, {setting.tokens:,} "
-        f"tokens per replica, seed {setting.seed}. "
-        "AdamW 2e-3 (demo by sign: SGD, its own rate), cosine with warm-up, norm clipped at 1. "
-        "Validation loss in nats per byte, "
-        f"{setting.held_out} rows. Bytes against a ring all-reduce of bf16 gradients at every step."
+        f"Table {study.name}: {study.table.question}. Byte-level Llama of {size:.2f} M parameters, "
+        f"{setting.data}, {setting.steps} steps of {setting.batch} x {setting.length} bytes, "
+        f"{setting.tokens:,} tokens per replica, unless a row says otherwise. Seeds "
+        f"{study.seeds[0]} to {study.seeds[-1]}, paired; the first row of a group is its "
+        f"reference.{tuned} Cosine with warm-up, norm clipped at 1. Validation loss in nats per "
+        f"byte, {setting.held_out} rows, of what all replicas hold at the end. Bytes against a "
+        f"ring all-reduce of bf16 gradients at every step. Code {study.version}, "
+        f"{time.strftime('%Y-%m-%d')}."
     )
 
 
-def show(
-    name: str, cells: list[Cell], results: dict[str, dict[str, Any]], setting: Setting, output: Path
-) -> None:
-    """Print a table of the cells that are done and write it, as markdown and json."""
-    done = [(c, results[c.name]) for c in cells if c.name in results]
-    if not done:
+def show(study: Study, output: Path, pictures: bool) -> None:
+    """Print a table of what is there and write it as markdown, json and pictures."""
+    rows = study.rows()
+    if not rows:
         return
-    rows = [HEAD, *(row(c, r, setting) for c, r in done)]
-    text = caption(name, [r for _, r in done], setting)
-    print(f"\n{text}\n\n{table(rows)}\n", flush=True)
-    write(output / f"{name}.md", f"{text}\n\n{table(rows, markdown=True)}\n")
+    lines = [["group", *HEAD], *([r.group, *r.cells()] for r in rows)]
+    text = caption(study)
+    print(f"\n{text}\n\n{table(lines)}\n", flush=True)
+    write(output / f"{study.name}.md", f"{text}\n\n{table(lines, markdown=True)}\n")
     whole = {
-        "table": name,
-        "setting": dataclasses.asdict(setting),
-        "cells": [{**r, "cell": dataclasses.asdict(c)} for c, r in done],
+        "table": study.name,
+        "code": study.version,
+        "caption": text,
+        "rows": [
+            {k: None if v != v else v for k, v in dataclasses.asdict(r).items()} for r in rows
+        ],
+        "runs": [known for run in study.reported() if (known := study.result(run))],
+        "tuning": [known for run in study.tuning() if (known := study.result(run))],
     }
-    write(output / f"{name}.json", json.dumps(whole, indent=2) + "\n")
+    write(output / f"{study.name}.json", json.dumps(whole, indent=1) + "\n")
+    if pictures:
+        draw(study, rows, output)
 
 
-def expected(cell: Cell, setting: Setting) -> float:
-    """Minutes on this machine's cores: 0.1 s of one core per replica and step of 8 x 128 bytes."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    step = 0.105 * setting.batch * setting.length / 1024
-    return (setting.steps * step * cell.replicas / min(cores, cell.replicas) + 5) / 60
+def draw(study: Study, rows: list[Row], output: Path) -> None:
+    """Three pictures of a table; none without matplotlib."""
+    try:
+        import study_plot
+    except ImportError:
+        return
+    study_plot.over_bytes(rows, output / f"{study.name}-bytes.svg")
+    study_plot.intervals(rows, output / f"{study.name}-intervals.svg")
+    first = study.seeds[0]
+    curves = {
+        cell.name: known["curve"]
+        for part in study.cells().values()
+        for cell in part
+        if (known := study.result(study.run(cell, first))) and "curve" in known
+    }
+    study_plot.over_tokens(curves, output / f"{study.name}-tokens.svg")
 
 
-def show_list(
-    tables: dict[str, list[Cell]], keys: dict[str, str], cache: Cache, setting: Setting
-) -> None:
-    missing: dict[str, float] = {}
-    seen = [
-        (known["seconds"], 60 * expected(c, setting))
-        for part in tables.values()
-        for c in part
-        if (known := cache.get(keys[c.name]))
+def show_list(study: Study, progress: Progress) -> None:
+    """The cells, how many of their runs are there, and the time of the others; trains nothing."""
+    tuning, reported = study.tuning(), study.reported()
+    progress.missing([*tuning, *reported])  # learns the pace
+    for title, runs in (("tuning", tuning), ("reported", reported)):
+        by_name: dict[str, list[Run]] = {}
+        for run in runs:
+            by_name.setdefault(run.cell.name, []).append(run)
+        for name, of in by_name.items():
+            left = progress.missing(of)
+            state = f"missing ({clock(progress.seconds(left))})" if left else "there"
+            print(f"{title:<10}{name:<62}{len(of) - len(left)}/{len(of)} {state}")
+    left = progress.missing([*tuning, *reported])
+    # what the grids choose runs as often as what was published
+    unknown = [
+        study.run(m.published, s) for m in study.methods if not study.best(m) for s in study.seeds
     ]
-    # what this machine took so far
-    pace = sum(s for s, _ in seen) / sum(e for _, e in seen) if seen else 1.0
-    for name, cells in tables.items():
-        print(f"{name}:")
-        for cell in cells:
-            known = cache.get(keys[cell.name])
-            if known is None:
-                missing[keys[cell.name]] = pace * expected(cell, setting)
-            state = (
-                f"cached ({known['seconds'] / 60:.1f} min)"
-                if known
-                else f"missing ({missing[keys[cell.name]]:.1f} min)"
-            )
-            print(f"  {cell.name:<60}{keys[cell.name]}  {state}")
-    print(f"missing: {len(missing)} cells, some {sum(missing.values()):.0f} minutes")
+    total = clock(progress.seconds([*left, *unknown]))
+    print(
+        f"table {study.name}: {len(left) + len(unknown)} runs are missing, some {total} with "
+        f"--jobs {progress.jobs}; code {study.version}"
+    )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--table",
-        default="first",
-        help=f"one or more of {', '.join(TABLES)}, comma between, or all",
-    )
-    parser.add_argument(
-        "--only", default="", help="cells of these names, or whose name contains one of these texts"
-    )
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="show the cells, which are cached, and the expected minutes; train nothing",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=Setting.steps,
-        help="for a trial: fewer steps (results of their own)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=Setting.seed,
-        help="of weights and order of the data (results of their own)",
-    )
-    parser.add_argument("--output", type=Path, default=Path("outputs/study"))
+    add = parser.add_argument
+    add("--table", default="main", help=f"one or more of {', '.join(TABLES)}, comma between")
+    add("--only", default="", help="cells whose name contains one of these texts, comma between")
+    add("--seeds", type=int, help="number of seeds, 0, 1, ... (default: the table's)")
+    add("--jobs", type=int, default=1, help="processes in parallel, each of one thread")
+    add("--list", action="store_true", help="show cells and estimated time; train nothing")
+    add("--retry", action="store_true", help="train again what failed")
+    add("--data", help="other text, as of pretrain.py (results of their own)")
+    add("--steps", type=int, help="for a trial: fewer steps (results of their own)")
+    add("--eager", action="store_true", help="for a trial: without torch.compile")
+    add("--no-pictures", action="store_true", help="write no svg")
+    add("--output", type=Path, default=Path("outputs/study"))
     args = parser.parse_args()
-    if args.steps < 1 or args.seed < 0:
-        parser.error("--steps must be 1 or more, --seed 0 or more")
+    unknown = [name for name in args.table.split(",") if name not in TABLES]
+    if unknown:
+        parser.error(f"--table {unknown[0]}: expected {', '.join(TABLES)}")
+    if args.jobs < 1 or (args.seeds or 1) < 1 or (args.steps or 1) < 1:
+        parser.error("--jobs, --seeds and --steps must be 1 or more")
     return args
 
 
 def main() -> int:
     args = parse()
-    setting = Setting(steps=args.steps, seed=args.seed)
-    try:
-        tables = choose(args.table, args.only)
-    except ValueError as error:
-        sys.exit(f"study.py: {error}")
-    torch.set_num_threads(1)
-    for module in LAZY:
-        importlib.import_module(module)
-    cells = {cell.name: cell for part in tables.values() for cell in part}
-    texts = load_texts(setting, max(cell.replicas for part in TABLES.values() for cell in part))
-    keys, cache = (
-        {name: cell.key(setting, texts.digest) for name, cell in cells.items()},
-        Cache(args.output / "cells"),
-    )
-    if args.list:
-        show_list(tables, keys, cache, setting)
-        return 0
-    results, failed = {}, []
-    with store() as endpoint:
-        for name, part in tables.items():
-            for n, cell in enumerate(part, 1):
-                if cell.name not in results and cell.name not in failed:
-                    results.update(
-                        one(
-                            cell,
-                            keys[cell.name],
-                            f"{name} {n}/{len(part)}",
-                            setting,
-                            texts,
-                            endpoint,
-                            cache,
-                        )
-                    )
-                    failed += [] if cell.name in results else [cell.name]
-            show(name, part, results, setting, args.output)
-    if failed:
-        print(f"study.py: failed: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def one(
-    cell: Cell, key: str, where: str, setting: Setting, texts: Texts, endpoint: str, cache: Cache
-) -> dict[str, Any]:
-    """{name: result} of a cell, from the cache or trained now; {} if it failed."""
-    result, known = cache.get(key), True
-    if result is None:
-        known = False
+    cache = Cache(args.output / "runs")
+    changes = {k: v for k, v in (("data", args.data), ("steps", args.steps)) if v}
+    version = code_version() + ("-eager" if args.eager else "")
+    progress = Progress(cache, version, args.jobs, not args.eager)
+    failed = 0
+    for name in args.table.split(","):
+        seeds = range(args.seeds or TABLES[name].seeds)
         try:
-            result = {
-                "cell": dataclasses.asdict(cell),
-                "key": key,
-                "does": cell.config().describe(),
-            }
-            result |= {
-                "setting": dataclasses.asdict(setting),
-                **run_cell(cell, setting, texts, endpoint),
-            }
-        except Failed as error:
-            print(f"{where}: {error}", file=sys.stderr, flush=True)
-            return {}
-        cache.put(key, result)
-    end = "cached" if known else f"{result['seconds']:.0f} s, {time.strftime('%H:%M')}"
-    print("{}: {}: {}, {} ({})".format(where, *row(cell, result, setting)[:3], end), flush=True)
-    return {cell.name: result}
+            study = Study(name, seeds, cache, changes, args.only, version)
+        except ValueError as error:
+            sys.exit(f"study.py: {error}")
+        if args.list:
+            show_list(study, progress)
+            continue
+        progress.train(progress.missing(study.tuning(), args.retry), f"{name} tuning")
+        progress.train(progress.missing(study.reported(), args.retry), name)
+        show(study, args.output, not args.no_pictures)
+        failed += sum(row.failed for row in study.rows())
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

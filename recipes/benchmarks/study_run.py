@@ -1,308 +1,333 @@
-"""One cell of the study: its replicas as processes of this machine, each an island of one rank, and
-what they measured.
+"""One run of the study: the replicas of a cell as threads of one process, each an island of one
+rank, and what they measured.
 
-The replicas are forked, so that what is imported and loaded is there at once; they meet through the
-library's own store and exchange over gloo on the loopback interface, as islands on separate
-machines would.
+The replicas exchange through the library itself, over gloo on the loopback interface, as islands on
+separate machines would. They compute in turn, so that one core is enough and each turn has the
+caches to itself. All call one compiled forward and backward pass: the replicas differ in what they
+pass to it, their parameters. Stacking them into batched products gained nothing on a CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import datetime
+import functools
+import gc
 import math
-import multiprocessing
-import os
-import signal
+import threading
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pretrain import TrainArguments, load_model, schedule
-from study_cells import Cell, Setting
+from study_cells import Cell, Run
+from study_texts import Texts, load_texts
+from torch import Tensor
+from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_demo import Exchange, Topology, attach, base_optimizer
-from fsdp_demo.launch.processes import end_with_parent
-from fsdp_demo.launch.store import serve
+from fsdp_demo import Exchange, ExchangeConfig, Topology, attach, base_optimizer, preset
 
-HOST = "127.0.0.1"
 PATIENCE = 600.0
 """Seconds that a replica waits for another."""
 
-FORK = multiprocessing.get_context("fork")
+POINTS = 48
+"""Points of a loss curve: means of the training loss over as many parts of the run."""
+
+Loss = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+"""(parameters by name, ids [rows, length] int64) -> mean loss per byte, nats."""
 
 
 class Failed(RuntimeError):
     """A replica ended with an error; the message is its traceback."""
 
 
+@functools.lru_cache(4)
+def loss_of(model: str, compiled: bool) -> Loss:
+    """The loss of a Llama of recipes/models as a function of its parameters."""
+    body = load_model(model, 258)
+
+    def loss(parameters: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+        out = functional_call(body, dict(parameters), (), {"input_ids": ids, "labels": ids})
+        return out.loss
+
+    return torch.compile(loss, dynamic=False, fullgraph=True) if compiled else loss
+
+
 @dataclass
-class Texts:
-    """Rows of bytes as ids: train[i] [rows, length] of replica i, held_out [rows, length]; digest
-    of both.
-    """
+class Together:
+    """What the replicas of a run have in common; `vectors` [replicas, parameters] fp32."""
 
-    train: list[np.ndarray]
-    held_out: np.ndarray
-    digest: str
-
-
-@dataclass
-class Shared:
-    """What the replicas of a cell have in common; `vectors` [replicas, parameters] fp32 lies in
-    shared memory.
-    """
-
-    endpoint: str
-    run: str
-    vectors: torch.Tensor
-    barrier: Any
+    run: Run
+    texts: Texts
+    loss: Loss
+    vectors: Tensor
+    barrier: threading.Barrier
+    store: dist.Store = field(default_factory=dist.HashStore)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    errors: list[str] = field(default_factory=list)
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
     def meet(self) -> None:
         self.barrier.wait(PATIENCE)
 
+    def group(self, name: str, i: int) -> Any:
+        """The process group of replica i in a line of all replicas; each name is used once."""
+        patience = datetime.timedelta(seconds=PATIENCE)
+        prefix = dist.PrefixStore(name, self.store)
+        return dist.ProcessGroupGloo(prefix, i, self.run.cell.replicas, patience)
 
-@contextlib.contextmanager
-def store() -> Iterator[str]:
-    """Endpoint of a store in a process of its own (its threads must not run where replicas are
-    forked), ended with this context.
-    """
-    here, there = FORK.Pipe()
-    process = FORK.Process(target=_serve, args=(there,), daemon=True)
-    process.start()
-    try:
-        yield here.recv()
-    finally:
-        process.kill()
-        process.join()
+    def rows(self, i: int) -> np.ndarray:
+        """The training rows of replica i; one replica alone takes those of the first of four."""
+        return self.texts.train[i :: max(self.run.cell.replicas, 4)]
 
 
-def _serve(pipe: Connection) -> None:
-    _belong_to_parent()
-    served = serve(f"{HOST}:0")
-    pipe.send(served.endpoint)
-    signal.pause()
+def train_run(run: Run, compiled: bool = True) -> dict[str, Any]:
+    """Train the replicas of a run; returns losses (nats per byte), the loss curve, bytes, exchanges
+    and seconds, as plain data.
 
-
-def _belong_to_parent() -> None:
-    """Ctrl-C reaches the parent alone, which ends this process; so does the parent's own end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-
-
-def run_cell(cell: Cell, setting: Setting, texts: Texts, endpoint: str) -> dict[str, Any]:
-    """Train the replicas of a cell; returns the losses (nats per byte), bytes, exchanges and
-    seconds, as plain data.
+    Args:
+        compiled: forward and backward by torch.compile; False for short runs.
 
     Raises:
-        Failed: a replica did; the others are ended.
+        Failed: a replica did.
     """
-    began = time.monotonic()
-    model = fresh_model(setting)
+    torch.set_num_threads(1)
+    setting, replicas = run.setting, run.cell.replicas
+    texts = load_texts(setting.data, setting.length, setting.held_out)
+    loss, model = loss_of(setting.model, compiled), fresh_model(run)
+    warm(loss, model, run)
+    began, processor = time.monotonic(), time.process_time()
     size = sum(p.numel() for p in model.parameters())
-    run = f"study-{os.getpid()}-{time.monotonic_ns()}"
-    shared = Shared(
-        endpoint, run, torch.zeros(cell.replicas, size).share_memory_(), FORK.Barrier(cell.replicas)
-    )
-    pipes, processes = [], []
-    try:
-        for i in range(cell.replicas):
-            here, there = FORK.Pipe(duplex=False)
-            process = FORK.Process(
-                target=_child, args=(i, cell, setting, texts, model, shared, there), daemon=True
-            )
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        results = _collect(pipes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return {"parameters": size, **merge(results), "seconds": time.monotonic() - began}
-
-
-def _collect(pipes: list[Connection]) -> list[dict[str, Any]]:
-    found: dict[Connection, dict[str, Any]] = {}
-    while len(found) < len(pipes):
-        for pipe in wait([p for p in pipes if p not in found]):
-            try:
-                found[pipe] = pipe.recv()
-            except EOFError:
-                raise Failed(f"replica {pipes.index(pipe)} was killed") from None
-            if "error" in found[pipe]:
-                raise Failed(found[pipe]["error"])
-    return [found[p] for p in pipes]
-
-
-def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of the replicas -> of the cell. Losses come as sums over each replica's part of the
-    held-out rows.
-    """
-    rows, losses = sum(r["rows"] for r in results), results[0]["sums"]
-    number = {name: sum(r["sums"][name] for r in results) / rows for name in losses}
-    curve = np.mean([r["curve"] for r in results], axis=0)
-    counts = [r["metrics"] for r in results]
+    barrier = threading.Barrier(replicas)
+    together = Together(run, texts, loss, torch.zeros(replicas, size), barrier)
+    results = at_once(together, model)
+    losses = evaluate_all(together, model)
     return {
-        "loss": {name: value if math.isfinite(value) else None for name, value in number.items()},
-        "curve": [float(v) if math.isfinite(v) else None for v in curve],
-        "drift": max(r["drift"] for r in results),
-        "bytes_sent": max(m["bytes_sent"] for m in counts),
-        "bytes_received": max(m["bytes_received"] for m in counts),
-        "exchanges": counts[0]["exchanges"],
-        "seconds_waiting": sum(m["seconds_waiting"] for m in counts) / len(counts),
-        "seconds_training": max(r["seconds_training"] for r in results),
-        "equal_at_end": results[0]["equal_at_end"],
+        "parameters": size,
+        "loss": {name: value if math.isfinite(value) else None for name, value in losses.items()},
+        **merge(results),
+        "seconds": time.monotonic() - began,
+        "processor_seconds": time.process_time() - processor,
     }
 
 
-def _child(
-    i: int,
-    cell: Cell,
-    setting: Setting,
-    texts: Texts,
-    model: torch.nn.Module,
-    shared: Shared,
-    pipe: Connection,
-) -> None:
-    _belong_to_parent()
-    try:
-        pipe.send(replica(i, cell, setting, texts, model, shared))
-    except Exception:
-        shared.barrier.abort()
-        pipe.send({"error": f"{cell.name}, replica {i}:\n{traceback.format_exc()}"})
+def fresh_model(run: Run) -> torch.nn.Module:
+    """The initial weights: the same for every cell of a seed."""
+    torch.manual_seed(run.seed)
+    return load_model(run.setting.model, 258)
 
 
-def fresh_model(setting: Setting) -> torch.nn.Module:
-    """The initial weights: the same for every cell of a setting."""
-    torch.manual_seed(setting.seed)
-    return load_model(setting.model, 258)
+def warm(loss: Loss, model: torch.nn.Module, run: Run) -> None:
+    """Compile on this thread what the replicas will call, for all numbers of rows they call it
+    with.
+    """
+    setting = run.setting
+    for rows in {setting.batch, *([setting.batch // 2] if run.cell.slow else [])}:
+        ids = torch.zeros(rows, setting.length, dtype=torch.int64)
+        loss(dict(model.named_parameters()), ids).backward()
+    model.zero_grad()
+    with torch.no_grad():
+        loss(dict(model.named_parameters()), ids)
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # imports what an optimizer needs
 
 
-def batches(rows: np.ndarray, setting: Setting, i: int) -> Iterator[torch.Tensor]:
+def at_once(together: Together, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Train every replica in a thread of its own. After an error the others are left as they are:
+    they may wait for the one that failed until their patience ends, and the process is to end.
+    """
+    results: list[dict[str, Any]] = [{}] * together.run.cell.replicas
+
+    def work(i: int) -> None:
+        try:
+            results[i] = replica(i, together, copy.deepcopy(model))
+        except Exception:
+            together.errors.append(f"replica {i}:\n{traceback.format_exc()}")
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(results))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not together.errors:
+            thread.join(0.1)
+    if together.errors:
+        raise Failed(together.errors[0])
+    gc.collect()  # with a process group its connections close
+    return results
+
+
+def batches(rows: np.ndarray, run: Run, i: int) -> Iterator[Tensor]:
     """[batch, length] int64 in the order of replica i, the same for every cell; a new order for
     every pass over the rows.
     """
-    epoch = 0
+    epoch, batch = 0, run.setting.batch // (2 if run.cell.slow and i == 0 else 1)
     while True:
-        order = np.random.default_rng([setting.seed, i, epoch]).permutation(len(rows))
-        for start in range(0, len(order) - setting.batch + 1, setting.batch):
-            yield torch.from_numpy(rows[order[start : start + setting.batch]].astype(np.int64))
+        order = np.random.default_rng([run.seed, i, epoch]).permutation(len(rows))
+        for start in range(0, len(order) - batch + 1, batch):
+            yield torch.from_numpy(rows[order[start : start + batch]].astype(np.int64))
         epoch += 1
 
 
-def replica(
-    i: int, cell: Cell, setting: Setting, texts: Texts, model: torch.nn.Module, shared: Shared
-) -> dict[str, Any]:
-    """Train replica i, then evaluate its part of the held-out rows under each reading of "the
-    model".
-    """
-    config = cell.config()
-    islands = (
-        {"ISLAND_RANK": str(i), "ISLAND_COUNT": str(cell.replicas)} if cell.replicas > 1 else {}
-    )
-    where = {
-        "ISLAND_ENDPOINT": shared.endpoint,
-        "ISLAND_RUN": shared.run,
-        "ISLAND_ADDRESS": HOST,
-        "ISLAND_TIMEOUT": str(PATIENCE),
-    }
-    optimizer = base_optimizer(config, model.named_parameters(), cell.lr)
-    exchange = attach(
-        optimizer, config, model=model, topology=Topology.from_env({**islands, **where})
-    )
-    began = time.monotonic()
-    curve = train(model, optimizer, batches(texts.train[i], setting, i), setting)
-    seconds = time.monotonic() - began
-    vectors, metrics = readings(model, exchange, i, shared)
-    mine = texts.held_out[i :: cell.replicas]
+def replica(i: int, together: Together, model: torch.nn.Module) -> dict[str, Any]:
+    """Train replica i, then leave what can be called the model in `together`."""
+    run = together.run
+    cell, setting = run.cell, run.setting
+    loop = Loop(i, together, model)
+    if cell.attach_at:
+        loop.attach(preset("full", value_dtype="bf16", clip=1.0), cell, 0)
+        loop.train(0, cell.attach_at)
+        loop.exchange.detach()
+    loop.attach(cell.config(), cell, cell.attach_at)
+    loop.train(cell.attach_at, setting.steps)
+    exchange = loop.exchange
+    metrics = exchange.metrics()
+    readings(model, exchange, i, together)
     return {
-        "rows": len(mine),
-        "sums": evaluate_all(model, vectors, mine, setting.batch),
-        "drift": float((shared.vectors[i] - vectors["mean"]).norm() / vectors["mean"].norm()),
-        "curve": curve,
+        "curve": loop.curve,
         "metrics": metrics,
-        "seconds_training": seconds,
+        "drift": float((together.vectors[i] - (m := together.shared["mean"])).norm() / m.norm()),
         "equal_at_end": exchange.digests_equal(),
     }
 
 
-def train(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rows: Iterator[torch.Tensor],
-    setting: Setting,
-) -> list[float]:
-    """The plain training loop; the exchange hangs on the optimizer's step. Returns the training
-    loss, as means over tenths of the run.
+class Loop:
+    """The plain training loop of one replica; the exchange hangs on the optimizer's step.
+
+    Attributes:
+        curve: [points, 4] so far: bytes seen, seconds, bytes sent, training loss.
     """
-    facts = TrainArguments(steps=setting.steps, warmup_steps=setting.warmup)
-    rates = LambdaLR(optimizer, lambda step: schedule(step, facts))
-    losses = np.zeros(setting.steps)
-    for step in range(setting.steps):
-        ids = next(rows)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        rates.step()
-        losses[step] = loss.item()
-    return [float(part.mean()) for part in np.array_split(losses, min(10, setting.steps))]
+
+    exchange: Exchange
+
+    def __init__(self, i: int, together: Together, model: torch.nn.Module):
+        self.i, self.together, self.model = i, together, model
+        self.run = together.run
+        self.parameters = dict(model.named_parameters())
+        self.rows = batches(together.rows(i), self.run, i)
+        self.curve: list[list[float]] = []
+        self.began, self.seen, self.sent = time.monotonic(), 0, 0
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def attach(self, config: ExchangeConfig, cell: Cell, step: int) -> None:
+        """Join the other replicas. A second method goes on with the optimizer of the first."""
+        if self.optimizer is None:
+            fused = {} if "muonadamw" in config.inner_optimizers[:1] else {"fused": True}
+            named = self.model.named_parameters()
+            # `full` before the method has the method's inner optimizer
+            self.optimizer = base_optimizer(cell.config(), named, cell.lr, **fused)
+            facts = TrainArguments(
+                steps=self.run.setting.steps, warmup_steps=self.run.setting.warmup
+            )
+            self.rates = LambdaLR(self.optimizer, lambda t: schedule(t, facts))
+        else:
+            self.sent += self.exchange.metrics()["bytes_sent"]
+        topology = Topology.from_env({"ISLAND_COUNT": "1"})
+        if cell.replicas > 1:
+            group = self.together.group(f"from step {step}", self.i)
+            topology = Topology.from_group(group, PATIENCE)
+        self.exchange = attach(
+            self.optimizer, config, model=self.model, topology=topology, step=step
+        )
+
+    def train(self, start: int, end: int) -> None:
+        """Steps `start` to `end`."""
+        assert self.optimizer is not None
+        steps, losses = self.run.setting.steps, []
+        for step in range(start, end):
+            losses.append(self.step())
+            if (step + 1) * POINTS // steps > step * POINTS // steps:
+                self.point(losses)
+                losses = []
+
+    def step(self) -> float:
+        """One step; returns its loss."""
+        ids = next(self.rows)
+        with self.together.turn:
+            loss = self.together.loss(self.parameters, ids)
+            loss.backward()
+        self.exchange.report(tokens=ids.numel())
+        self.optimizer.step()  # type: ignore[union-attr]
+        self.optimizer.zero_grad()  # type: ignore[union-attr]
+        self.rates.step()
+        self.seen += ids.numel()
+        return loss.item()
+
+    def point(self, losses: list[float]) -> None:
+        sent = self.sent + self.exchange.metrics()["bytes_sent"]
+        seconds = time.monotonic() - self.began
+        self.curve.append([self.seen, seconds, sent, float(np.mean(losses))])
 
 
-def readings(
-    model: torch.nn.Module, exchange: Exchange, i: int, shared: Shared
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What can be called the model after the last step, as vectors of all parameters, and the
-    counts until then; ends the exchange.
+def readings(model: torch.nn.Module, exchange: Exchange, i: int, together: Together) -> None:
+    """What can be called the model after the last step, as vectors of all parameters in
+    `together.shared`; ends the exchange.
 
     method: what the library shows for evaluation. mean: the mean of the replicas' parameters.
     replica: those of replica 0. finished: what every replica holds after `finish()`.
     """
 
-    def flat() -> torch.Tensor:
+    def flat() -> Tensor:
         return parameters_to_vector(model.parameters()).detach().clone()
 
-    metrics = exchange.metrics()
-    shared.vectors[i] = flat()
-    shared.meet()
+    together.vectors[i] = flat()
+    together.meet()
     with exchange.outer_parameters(model):
         method = flat()
     exchange.finish()
+    if i == 0:
+        together.shared |= {
+            "finished": flat(),
+            "method": method,
+            "mean": together.vectors.mean(0),
+            "replica": together.vectors[0],
+        }
+    together.meet()
+
+
+def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of the replicas -> of the run: the curve's mean, the bytes of who sent most."""
+    counts = [r["metrics"] for r in results]
+    sent = [r["curve"][-1][2] for r in results]
+    curve = np.mean([r["curve"] for r in results], axis=0)
+    columns = dict(zip(("tokens", "seconds", "bytes", "loss"), curve.T.tolist(), strict=True))
+    columns["loss"] = [v if math.isfinite(v) else None for v in columns["loss"]]
     return {
-        "method": method,
-        "mean": shared.vectors.mean(0),
-        "replica": shared.vectors[0],
-        "finished": flat(),
-    }, metrics
+        "curve": columns,
+        "drift": max(r["drift"] for r in results),
+        "bytes_sent": max(int(s) for s in sent),
+        "bytes_received": max(m["bytes_received"] for m in counts),
+        "exchanges": counts[0]["exchanges"],
+        "seconds_waiting": sum(m["seconds_waiting"] for m in counts) / len(counts),
+        "equal_at_end": results[0]["equal_at_end"],
+    }
 
 
-def evaluate_all(
-    model: torch.nn.Module, vectors: dict[str, torch.Tensor], rows: np.ndarray, batch: int
-) -> dict[str, float]:
-    """`evaluate` under each vector; equal vectors once."""
+def evaluate_all(together: Together, model: torch.nn.Module) -> dict[str, float]:
+    """The held-out loss under each of `together.shared`; of equal ones once."""
     found: dict[str, float] = {}
-    for name, vector in vectors.items():
-        twin = next((other for other in found if torch.equal(vectors[other], vector)), None)
-        found[name] = found[twin] if twin else evaluate(model, vector, rows, batch)
+    for name, vector in together.shared.items():
+        twin = next((o for o in found if torch.equal(together.shared[o], vector)), None)
+        found[name] = found[twin] if twin else evaluate(together, model, vector)
     return found
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, vector: torch.Tensor, rows: np.ndarray, batch: int) -> float:
-    """Sum over rows of the mean loss of a row's bytes, under the parameters in `vector`."""
-    parameters = list(model.parameters())
-    for p, part in zip(parameters, vector.split([p.numel() for p in parameters]), strict=True):
+def evaluate(together: Together, model: torch.nn.Module, vector: Tensor) -> float:
+    """Mean loss of the held-out rows under the parameters in `vector`."""
+    parameters = dict(model.named_parameters())
+    parts = vector.split([p.numel() for p in parameters.values()])
+    for p, part in zip(parameters.values(), parts, strict=True):
         p.copy_(part.view_as(p))
+    rows, batch = together.texts.held_out, together.run.setting.batch
+    rows = rows[: len(rows) // batch * batch]  # one shape for the compiler
     total = 0.0
     for start in range(0, len(rows), batch):
         ids = torch.from_numpy(rows[start : start + batch].astype(np.int64))
-        total += len(ids) * model(input_ids=ids, labels=ids).loss.item()
-    return total
+        total += together.loss(parameters, ids).item()
+    return total * batch / len(rows)

@@ -11,10 +11,17 @@
 #
 # Ctrl-C (or SIGTERM) here tells every island to save and end with status 75; RESUME=1 and the same hosts in the same order go on. With
 # RESUME=auto an island that holds no checkpoint takes over from the others; status 78: a person must choose between what they hold.
-# Without ssh between the machines, type the two commands of the README's section "Two machines" on each.
+# Each start has a run name of its own (RUN, by default the time). Its store ends with this script, and its file, under /tmp on the first
+# host, goes with it. RESUME goes by the checkpoints in OUTPUT alone.
+# Without ssh between the machines, type the commands of docs/two-machines.md, "Four commands", on each.
 set -euo pipefail
 
-HOSTS=${HOSTS:?the hosts as ssh knows them, one island each, as in HOSTS=\"node-a node-b\"}
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) echo "islands.sh: $1: takes no arguments, only variables; --help names them" >&2; exit 2 ;;
+esac
+[ -n "${HOSTS:-}" ] || { echo "islands.sh: HOSTS is not set: the hosts as ssh knows them, one island each, as in HOSTS=\"node-a node-b\"" >&2; exit 2; }
 ADDRESSES=${ADDRESSES:-$HOSTS}            # where the hosts reach each other, in the same order: private or WireGuard addresses
 PORT=${PORT:-29400}                       # of the store, on the first host
 MODEL=${MODEL:-llama-3.2-1b}

@@ -6,7 +6,12 @@
 #     HOSTS="a b c d" LAUNCHER=torchrun bash recipes/ssh/mesh.sh
 set -euo pipefail
 
-HOSTS=${HOSTS:?the hosts as ssh knows them, as in HOSTS=\"node-a node-b\"}
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) echo "mesh.sh: $1: takes no arguments, only variables; --help names them" >&2; exit 2 ;;
+esac
+[ -n "${HOSTS:-}" ] || { echo "mesh.sh: HOSTS is not set: the hosts as ssh knows them, as in HOSTS=\"node-a node-b\"" >&2; exit 2; }
 read -r -a hosts <<<"$HOSTS"
 ADDRESS=${ADDRESS:-${hosts[0]}}           # of the first host, as the others reach it
 PORT=${PORT:-29500}

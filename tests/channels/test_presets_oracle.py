@@ -18,7 +18,7 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.selection import seeded
 from fsdp_demo.compression.windows import EDGE
 from fsdp_demo.config.channel import BLOCK
-from fsdp_demo.config.patterns import kind
+from fsdp_demo.config.patterns import tensor_layout_kind
 
 from ..oracles import presets as oracle
 from ..oracles.blocks import shard_rows
@@ -104,7 +104,10 @@ def positions(
         out = {n: torch.zeros(s) for n, s in local.items()}
         for active_copy in range(active_copies):
             layout = Layout(
-                list(local.values()), [kind(channel, n) for n in local], active_copy, active_copies
+                list(local.values()),
+                [tensor_layout_kind(channel, n) for n in local],
+                active_copy,
+                active_copies,
             )
             work = layout.new("cpu")
             for g in layout.groups:
@@ -592,6 +595,12 @@ CODED: dict[str, Case] = {
         model=LAYERED,
     ),
     "sparse_loco-2bit": Case(coded("sparse_loco", period=P), oracle.SparseLoCo, sgd, {"period": P}),
+    "sparse_loco-1bit": Case(
+        coded("sparse_loco", period=P, value_dtype="1bit"),
+        oracle.SparseLoCo,
+        sgd,
+        {"period": P, "code": "1bit"},
+    ),
     "muloco-int4": Case(
         coded("muloco", momentum_warmup=0, period=P, value_dtype="int4"),
         oracle.Streaming,

@@ -86,7 +86,7 @@ def test_a_tree_comes_back_bit_for_bit_and_without_pickle(tmp_path):
     write_part(tmp_path, "rank0", {"step": 3}, tree)
     head, again = read_part(tmp_path / "rank0.json")
     assert equal(tree, again) and math.copysign(1, again["numbers"][-1]) == -1
-    assert head["step"] == 3 and head["format"] == 2 and head["package"] == fsdp_demo.__version__
+    assert head["step"] == 3 and head["format"] == 3 and head["package"] == fsdp_demo.__version__
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0.json", "rank0.safetensors"]
 
 
@@ -192,7 +192,7 @@ def flip(path, at=-3):
 def newer(path):
     sealed = json.loads(path.read_text())
     part = json.loads(sealed["part"])
-    part["head"] |= {"format": 3, "package": "9.1"}
+    part["head"] |= {"format": 4, "package": "9.1"}
     path.write_text(json.dumps(sealed | {"part": json.dumps(part)}))
 
 
@@ -208,7 +208,7 @@ DAMAGE = {
     "flipped json": (lambda f: flip(f / "rank0.json", -300), "rank0.json is damaged"),
     "newer": (
         lambda f: newer(f / "rank0.json"),
-        "format 3, written by fsdp_demo 9.1.*install fsdp_demo 9.1 or newer",
+        "format 4, written by fsdp_demo 9.1.*install fsdp_demo 9.1 or newer",
     ),
 }
 
@@ -336,7 +336,7 @@ def test_the_first_form_is_refused_by_name(tmp_path, below):
     _, _, exchange = attached(period=2)
     save_exchange(place, exchange)  # a json beside it counts
     exchange.detach()
-    assert load_exchange(tmp_path).heads[0]["format"] == 2
+    assert load_exchange(tmp_path).heads[0]["format"] == 3
 
 
 # -- which checkpoints stay ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_demo
-from fsdp_demo.checkpoint.choice import Held, alike, choose, look, superfluous, together
+from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, superfluous, together
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
@@ -91,6 +91,40 @@ def test_auto_takes_over_only_where_an_island_holds_none():
     assert chosen([at(10), at(10, 12)], "take_over") == [10, 10]
 
 
+def elastic(island, *steps, took_part=(0, 1, 2), applied="", kind="checkpoint"):
+    return [Held(s, kind, applied, island, "", json.dumps(list(took_part))) for s in steps]
+
+
+def test_an_island_that_was_away_does_not_hold_the_others_back():
+    """Islands 0 and 1 saved 200 and 300 without island 2, whose last step is 100."""
+    first, last = (elastic(0, 100), elastic(1, 100)), ((0, 1), (0, 1))
+    two = [
+        [*old, *elastic(i, 200, 300, took_part=those)]
+        for i, (old, those) in enumerate(zip(first, last, strict=True))
+    ]
+    held = [*two, elastic(2, 100)]
+    assert chosen(held, "newest") == [300, 300, None]
+    assert chosen(held, "auto") == [100, 100, 100] and chosen(held) == [100, 100, 100]
+    # with one of the two gone for good the other one counts
+    assert chosen([two[0], [], elastic(2, 100)], "newest") == [300, None, None]
+    # one that left just before the others stopped has a state that fits: it keeps it
+    late = elastic(2, 305, applied="299", kind="emergency")
+    alone = [
+        [*each, *elastic(i, 307, applied="299", took_part=(0, 1), kind="emergency")]
+        for i, each in enumerate(two)
+    ]
+    assert chosen([*alone, late], "newest") == [307, 307, 305]
+
+
+def test_islands_that_took_part_go_on_together_whoever_saved_last():
+    """Island 0 was killed before it could save step 30, of which it was part."""
+    held = [elastic(0, 10, 20), elastic(1, 10, 20, 30), elastic(2, 10, 20, 30)]
+    assert chosen(held, "newest") == [20, 20, 20]
+    # a state of an earlier release does not say who took part: all are asked
+    assert chosen([at(10), at(10, 20)], "newest") == [10, 10]
+    assert chosen([at(10), at(12)], "newest") == [None, 12]
+
+
 def test_swapped_folders_are_refused_copies_are_not():
     with pytest.raises(
         NeedsDecision, match=r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"
@@ -129,18 +163,21 @@ def test_what_heads_say(tmp_path):
     def part(rank, **head):
         write_part(tmp_path, f"rank{rank}", {"islands": 2, "island": 1, **head}, {})
 
-    assert look(tmp_path, 2) == ("", -1, "")
+    assert look(tmp_path, 2) == NOWHERE
     part(0, applied={"b": 4, "a": -1})
     part(1, applied={"a": -1, "b": 4})
-    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1, "")
+    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1, "", "")
     # another number of islands: equal steps only, and nobody owns it
-    assert look(tmp_path, 3) == ("", -1, "")
+    assert look(tmp_path, 3) == NOWHERE
     part(1, applied={"a": -1, "b": 9})
     with pytest.raises(ValueError, match="unlike exchanges"):
         look(tmp_path, 2)
     assert look(tmp_path, 2, [0])[1] == 1
     part(0)
-    assert look(tmp_path, 2, [0]) == ("", 1, "")  # an earlier release
+    assert look(tmp_path, 2, [0]) == ("", 1, "", "")  # an earlier release
+    part(0, participants=[0, 1])
+    part(1, participants=[])  # a copy that is not active
+    assert look(tmp_path, 2)[3] == look(tmp_path, 3)[3] == "[0, 1]"
     with pytest.raises(ValueError, match="cannot be read"):
         look(tmp_path, 2, [5])
 
@@ -176,7 +213,7 @@ def test_a_board_chooses_for_all_islands():
         match=r"islands differ in resume \(island0: True, island1: False\): give the same on all",
     ):
         Told(note(10, resume=False)).choose(at(10), "common", resume=True)
-    for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5, 6]]}):
+    for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5, 6, 7]]}):
         with pytest.raises(ValueError, match="note of another form"):
             Told(wrong).choose(at(10), "common")
 

@@ -35,6 +35,7 @@ CONFIGS = {
         "decoupled_momentum", rule="released", period=2, average_every=2, inner_optimizers="as_is"
     ),
     "sparse_loco": preset("sparse_loco", period=4, inner_optimizers="as_is"),
+    "sign_loco": preset("sign_loco", period=4, momentum_warmup=2, inner_optimizers="as_is"),
     "muloco": preset("muloco", period=4, inner_optimizers="as_is"),
     "local_sgd": preset("local_sgd", period=4),
     "local_sgd, late": preset("local_sgd", period=4, **{"schedule.delay": 2}),
@@ -164,6 +165,7 @@ APART = [
     "consensus",
     "released",
     "sparse_loco",
+    "sign_loco",
     "muloco",
     "local_sgd",
     "diloco, late",

@@ -14,7 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import save_exchange
-from fsdp_demo.checkpoint.choice import Held, alike, choose, look, together
+from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, together
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
@@ -80,10 +80,10 @@ def test_the_heads_say_it(tmp_path: Path) -> None:
         )
 
     write(0)
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, ""), "an earlier release"
+    assert look(tmp_path, 3) == ('{"a": 9}', 1, "", ""), "an earlier release"
     write(0, history=ALL)
     write(1, history="")  # a copy that is not active
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL) and look(tmp_path, 2) == ("", -1, "")
+    assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL, "") and look(tmp_path, 2) == NOWHERE
     write(1, history=TWO)
     with pytest.raises(ValueError, match="ranks have unlike histories"):
         look(tmp_path, 3)
@@ -128,7 +128,7 @@ def trained(me: Any) -> Any:
         optimizer.zero_grad()
         if t in (3, 7) and me.island != 1:
             save_exchange(me.folder / f"{me.island}-{t}", exchange)
-            heads.append(look(me.folder / f"{me.island}-{t}", 3)[2])
+            heads.append(look(me.folder / f"{me.island}-{t}", 3)[2:])
     tree = exchange.state_dict()
     state = ExchangeState.from_tree(tree)
     old = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})
@@ -144,7 +144,9 @@ def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
     )
     assert died == 9 and one == two
     heads, saved, old, now = one
-    assert heads[0] == BEGUN != heads[1] == saved == now and old == {}
+    (first, all_three), (last, two_of_them) = heads
+    assert first == BEGUN != last == saved == now and old == {}
+    assert (all_three, two_of_them) == ("[0, 1, 2]", "[0, 2]")
 
 
 def resumed(me: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 import fsdp_demo
 from fsdp_demo.channels.channel import Received
 from fsdp_demo.checkpoint import load_exchange
-from fsdp_demo.checkpoint.reshard import average, convert, shares
-from fsdp_demo.config.patterns import kind
+from fsdp_demo.checkpoint.reshard import average_states, convert, shares
+from fsdp_demo.config.patterns import tensor_layout_kind
 
 from ..oracles import resharding as oracle
 from ..support import resharded
@@ -128,7 +128,7 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
             for i, island in enumerate(new):
                 got = kept(island, channel, key)
                 for n in got[0]:
-                    blocks = kind(settings, n) if key == "accumulator" else "dense"
+                    blocks = tensor_layout_kind(settings, n) if key == "accumulator" else "dense"
                     parts = [[shard[n] for shard in of] for of in old]
                     senders = key == "accumulator" and settings.reducer.mean_over == "senders"
                     wanted = oracle.accumulator(
@@ -138,7 +138,7 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
                         near(shard[n], expected)
         for i, island in enumerate(new):
             present = island[0].state["channels"][channel]["present"]
-            names = [c.shards.params[j].name for j in c.covered]
+            names = [c.host.params[j].name for j in c.covered]
             assert present == [n != "one" and (n != "tied.weight" or rows[i][0] > 0) for n in names]
     for i, island in enumerate(new):
         each = [100 * (j + 1) * before.shards * before.copies for j in range(before.islands)]
@@ -238,7 +238,7 @@ def test_there_and_back(name: str, changes: dict, tmp_path) -> None:
 def test_same_shards_bit_for_bit(
     name: str, changes: dict, before: Form, after: Form, tmp_path
 ) -> None:
-    """Equal local tensors: no transform, whatever the lanes."""
+    """Equal local tensors: no transform, whatever the active copies."""
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, before)
     new = converted(saved, after, conf, tmp_path)
@@ -280,7 +280,7 @@ def test_what_is_under_way(name: str, changes: dict, before: Form, after: Form, 
     again = converted(new, before, conf, tmp_path / "b")
     rows = oracle.weights(before.islands, after.islands)
     for c in saved[0][0].channels:
-        channel, blocks = c.channel.name, {n: kind(c.channel, n) for n in SHAPES}
+        channel, blocks = c.channel.name, {n: tensor_layout_kind(c.channel, n) for n in SHAPES}
         wanted = resharded.tensors(saved[0], channel, lambda r: _mean(r, channel))  # noqa: B023
         for ranks in (*new, *again):
             got = resharded.tensors(
@@ -372,7 +372,11 @@ def test_an_island_is_lost(tmp_path, caplog) -> None:
     rank = resharded.make(conf, Form(1, 1), 0, Form(1).places(0)[0])
     with caplog.at_level(logging.WARNING, "fsdp_demo"):
         state = convert(load_exchange(folders[0]), rank)
-    assert "saved by 2 islands, complete are [0]: what the others held is lost" in caplog.text
+    assert (
+        "saved by 2 islands, whole and in sight here are those of [0]: nothing of the"
+        in caplog.text
+    )
+    assert "falls by" not in caplog.text
     whole = {n: resharded.value(0, "delta", "anchor", n) for n in SHAPES}
     assert torch.equal(
         state["channels"]["delta"]["anchor"],
@@ -404,7 +408,7 @@ def test_errors(tmp_path) -> None:
                 config("diloco", {"momentum": 0.0}), Form(1, 1), 0, Form(1).places(0)[0]
             ),
         )
-    rank.shards.params[0] = replace(rank.shards.params[0], shape=(124, 61))
+    rank.host.params[0] = replace(rank.host.params[0], shape=(124, 61))
     with pytest.raises(
         ValueError, match=r"layers.0.weight of shape \(124, 122\) lies here as \(124, 61\)"
     ):
@@ -443,16 +447,16 @@ def test_average_of_states() -> None:
         "state": {"0": {"exp_avg": torch.tensor([2.0, 5.0]), "step": torch.tensor(5.0)}},
         "group": [{"lr": 0.1, "n": None}],
     }
-    mean = average([a, b], [0.75, 0.25])
+    mean = average_states([a, b], [0.75, 0.25])
     assert (
         mean["state"]["0"]["exp_avg"].tolist() == [1.25, 3.5]
         and mean["step"] == 5
         and mean["state"]["0"]["step"] == 5.0
     )
-    assert average([a, b], [1.0, 0.0]) is a
+    assert average_states([a, b], [1.0, 0.0]) is a
     with pytest.raises(ValueError, match="group.0.lr differs between the islands"):
-        average([a, {**b, "group": [{"lr": 0.2, "n": None}]}], [0.5, 0.5])
-    half = average(
+        average_states([a, {**b, "group": [{"lr": 0.2, "n": None}]}], [0.5, 0.5])
+    half = average_states(
         [torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], [0.5, 0.5]
     )
     assert half.dtype == torch.bfloat16 and half.tolist() == [0.5] * 3

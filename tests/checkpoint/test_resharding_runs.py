@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_demo
 from fsdp_demo.checkpoint import load_exchange, save_exchange
-from fsdp_demo.checkpoint.reshard import average, shares
+from fsdp_demo.checkpoint.reshard import average_states, shares
 
 from ..support import layered, probe
 
@@ -96,7 +96,7 @@ def run(
         parts = {
             j: torch.load(folder / f"island{j}" / "replica.pt", weights_only=True) for j in row
         }
-        replica = average(list(parts.values()), list(row.values()))
+        replica = average_states(list(parts.values()), list(row.values()))
     model, optimizer = start(me, sharded, name, replica)
     saved = load_exchange(folder / "island0", folder / "island1") if resume and not fresh else None
     topology = (

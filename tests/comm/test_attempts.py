@@ -101,6 +101,31 @@ def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(
     assert run_ranks(last, 2, 1, env=run) == [(f"{run['ISLAND_RUN']}/2", True)] * 2
 
 
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> None:
+    """Two islands have stopped. The third one, which was not among them, comes before they are
+    back."""
+
+    def life(me: Any) -> None:
+        exchange = attach()
+        step(exchange)
+        os._exit(75)
+
+    def again(me: Any) -> tuple[str, bool | None]:
+        topology = Topology.from_env()
+        if me.island != 2:
+            store = topology.open_store()
+            while store.peek(f"{topology.run}/attempt") != "1":
+                time.sleep(0.05)
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+        return exchange.topology.prefix(), exchange.digests_equal()
+
+    run_ranks(life, 2, 1, env=run, check=False)
+    assert run_ranks(again, 3, 1, env=run, timeout=60) == [(f"{run['ISLAND_RUN']}/1", True)] * 3
+
+
 def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) -> None:
     """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is
     over. Island 1 comes back later.
@@ -397,8 +422,18 @@ def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
         again, 2, 2, env=lambda me: {**run, "ISLAND_ATTEMPT": str(me.island)}, check=False
     )
     joins = "ISLAND_ENDPOINT" in run  # members may come and go
-    assert all("has finished (island" in o.log + (o.error or "") for o in found)
-    assert ["is not needed any more" in o.log for o in found] == [False, False, joins, joins]
+    back = [
+        f"has finished while island{i} was away: it is not needed any more" for i in (0, 0, 1, 1)
+    ]
+    assert [text in o.log for text, o in zip(back, found, strict=True)] == [
+        False,
+        False,
+        joins,
+        joins,
+    ]
+    texts = [o.log + (o.error or "") for o in found]
+    assert ["has finished (island" in text for text in texts] == [True, True, not joins, not joins]
+    assert ["set a new ISLAND_RUN" in text for text in texts] == [True, True, not joins, not joins]
     assert [o.status for o in found[2:]] == [0 if joins else 1] * 2 and 0 not in [
         o.status for o in found[:2]
     ]

@@ -1,5 +1,5 @@
-"""What a line keeps since its last checkpoints: in order, within a bound, and no longer than the
-disk can be written.
+"""What a peer group keeps since its last checkpoints: in order, within a bound, and no longer than
+the disk can be written.
 """
 
 from __future__ import annotations

@@ -489,6 +489,19 @@ def test_a_token_that_is_not_the_same_is_named(run_ranks, there: str, here: str)
     )
 
 
+def test_a_short_token_is_refused_and_the_client_can_be_closed(run_ranks) -> None:
+    """A socket that was left over once held the context at its end, for ever."""
+
+    def fn(folder: Path) -> str:
+        from fsdp_demo.comm.store_client import connect
+
+        with pytest.raises(ValueError) as error:
+            connect(Durable(token=TOKEN).endpoint, 5.0, 5.0, 5.0, "short")
+        return str(error.value)
+
+    assert "ISLAND_TOKEN has 5 characters" in alone(run_ranks, fn)
+
+
 def test_a_tunnel_without_a_store_behind_it_is_no_wrong_token(run_ranks) -> None:
     """It takes connections and closes them: the store may come yet."""
 

@@ -142,6 +142,13 @@ def test_slots_are_the_parts_of_the_data() -> None:
     assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2
 
 
+@pytest.mark.parametrize("endpoint", ["zmq://10.0.0.1:1", "10.0.0.1:1", "redis://10.0.0.1:1"])
+def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> None:
+    env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, "ISLAND_TOKEN": "short"}
+    with pytest.raises(ValueError, match="ISLAND_TOKEN has 5 characters, allowed are 16 or more"):
+        Topology.from_env(env)
+
+
 @pytest.mark.parametrize(
     ("endpoint", "more", "says"),
     [
@@ -158,15 +165,15 @@ def test_slots_are_the_parts_of_the_data() -> None:
         ),
         (
             "8.8.8.8:1",
-            {"ISLAND_TOKEN": "secret"},
+            {"ISLAND_TOKEN": "a secret of 16 and more"},
             "Take the store of `fsdp-demo store --bind zmq://8.8.8.8:1`",
         ),
         (
             "8.8.8.8:1",
-            {"ISLAND_TOKEN": "secret", "ISLAND_TRANSPORT": "gloo"},
+            {"ISLAND_TOKEN": "a secret of 16 and more", "ISLAND_TRANSPORT": "gloo"},
             "gloo asks for no token",
         ),
-        ("zmq://8.8.8.8:1", {"ISLAND_TOKEN": "secret"}, ""),
+        ("zmq://8.8.8.8:1", {"ISLAND_TOKEN": "a secret of 16 and more"}, ""),
         ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
         ("zmq://[fd00::1]:1", {}, ""),
         ("zmq://100.100.1.1:1", {}, ""),

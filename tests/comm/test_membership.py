@@ -2,8 +2,8 @@
 played on the state machine.
 
 Left for the parts that they concern: K13 and K14 (questions and the guard), K19 and K20 (beats,
-patience), K22 (sums of tensors), the coding in K6 and K23 (transports, lanes), the durable store in
-K18.
+patience), K22 (sums of tensors), the coding in K6 and K23 (transports, connections), the
+durable store in K18.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def test_k2_the_record_decides_whoever_proposes_it() -> None:
     assert len(set(proposed)) == 1 and proposed[0] is not None and proposed[0].members == (A, B, C)
 
 
-def test_k3_no_line_acts_alone() -> None:
-    """Line 0 of B holds C's body, line 1 does not."""
+def test_k3_no_peer_group_acts_alone() -> None:
+    """Peer group 0 of B holds C's body, peer group 1 does not."""
     bench = Bench("ABC")
     bench.launch(0)
     bench.let(sender=(A, B))
-    bench.let(sender=C, to=B, line=0)
+    bench.let(sender=C, to=B, peer_group=0)
     assert bench.ranks[B, 0].ballots and bench.delivered(B) == [None, None]
     bench.change(A, B)
     bench.let()
@@ -95,7 +95,7 @@ def test_k4_what_one_member_has_is_forwarded() -> None:
     record = bench.change(A, B, D)
     assert record.settlements == (Settlement(0, (A, B, C, D), 1),)
     assert [f for f in record.forwards if f.piece.of == C] == [
-        Forward(line, 0, Piece("body", C), D, (A, B)) for line in (0, 1)
+        Forward(peer_group, 0, Piece("body", C), D, (A, B)) for peer_group in (0, 1)
     ]
     bench.let()
     bench.vote()
@@ -106,7 +106,7 @@ def test_k4_the_one_who_had_it_dies_while_forwarding() -> None:
     """The unfinished settlement is settled again, from what the members of the next record hold."""
     bench = applied_by_d()
     bench.change(A, B, D)
-    bench.let(sender=D, to=A, line=0)
+    bench.let(sender=D, to=A, peer_group=0)
     record = bench.change(A, B)
     assert record.settlements == (Settlement(0, (A, B, D), 2),)
     bench.let()
@@ -154,26 +154,29 @@ def test_k6_a_reduce_without_all_parts_is_repeated() -> None:
     assert a == b and a.pieces == {Piece("part", m, 1) for m in (A, B)}
 
 
-@pytest.mark.parametrize("lines", [(0,), (0, 1)])
-def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(lines: tuple[int, ...]) -> None:
-    """A has the mean; B lacks the part of C, which died in leg 2. On one line only, nobody has that
-    part.
+@pytest.mark.parametrize("peer_groups", [(0,), (0, 1)])
+def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(peer_groups: tuple[int, ...]) -> None:
+    """A has the mean; B lacks the part of C, which died in leg 2. In one peer group only, nobody
+    has that part.
     """
     bench = Bench()
     bench.launch(0, "reduce")
     bench.let(to=(A, B, C), sender=(A, B))
-    for line in (0, 1):  # shares of C come to all, its part only on these lines, and only to A
-        for item in [f for f in bench.frames if f[0] == (C, line) and f[2].piece.what == "share"]:
+    # shares of C come to all, its part only in these peer groups, and only to A
+    for peer_group in (0, 1):
+        for item in [
+            f for f in bench.frames if f[0] == (C, peer_group) and f[2].piece.what == "share"
+        ]:
             bench.frames.remove(item)
             bench.tell(item[1], item[2])
-        bench.let(sender=(A, B), line=line)
-        if line in lines:
-            bench.let(sender=C, to=A, line=line)
+        bench.let(sender=(A, B), peer_group=peer_group)
+        if peer_group in peer_groups:
+            bench.let(sender=C, to=A, peer_group=peer_group)
     bench.vote()
     record = bench.change(A, B)
     bench.let()
     bench.vote()
-    whole = lines == (0, 1)
+    whole = peer_groups == (0, 1)
     assert record.settlement(0) == (
         Settlement(0, (A, B, C), 0) if whole else Settlement(0, (A, B), 1)
     )
@@ -231,7 +234,7 @@ def test_k9_histories_tell_checkpoints_of_one_step_apart() -> None:
 
 def test_k10_a_message_is_kept_until_all_have_it() -> None:
     """A is as far ahead as it can be: 2 q messages are kept."""
-    bench = Bench("AB", lines=1, window=2)
+    bench = Bench("AB", peer_groups=1, window=2)
     for n in (0, 1):
         bench.launch(n)
     bench.let(to=A)
@@ -263,7 +266,7 @@ def test_k10_all_open_messages_are_settled_in_one_record() -> None:
 
 
 def test_k11_k12_messages_have_numbers_of_their_own_and_may_come_in_any_order() -> None:
-    bench = Bench("AB", lines=1)
+    bench = Bench("AB", peer_groups=1)
     bench.launch(0, "reduce")
     bench.launch(1)
     bench.let(n=1)
@@ -295,8 +298,8 @@ def test_k15_a_minority_does_not_win() -> None:
 
 
 def test_k15_a_half_open_link_counts_as_none() -> None:
-    """On line 1 C does not hear A; everything else works. A and B stay: the lowest slots of two
-    largest sets.
+    """In peer group 1 C does not hear A; everything else works. A and B stay: the lowest slots of
+    two largest sets.
     """
     bench = Bench()
     bench.tell((C, 1), moves.PeerLost(A))
@@ -355,8 +358,8 @@ def test_k16_against_all_subsets() -> None:
 
 
 def test_k17_the_store_is_not_asked_in_health() -> None:
-    """No action but those of a change speaks to the store, and nothing but the line or a peer's
-    word begins one.
+    """No action but those of a change speaks to the store, and nothing but the peer group or a
+    peer's word begins one.
     """
     bench = Bench("AB")
     bench.launch(0)
@@ -384,10 +387,10 @@ def test_k21_what_a_leaver_sent_early_counts() -> None:
     bench = Bench()
     bench.launch(0, who=[C])
     bench.let()
-    for line in (0, 1):
-        assert bench.tell((C, line), moves.Leave()) == [moves.Freeze(0)]
+    for peer_group in (0, 1):
+        assert bench.tell((C, peer_group), moves.Leave()) == [moves.Freeze(0)]
         for m in (A, B):
-            bench.tell((m, line), moves.PeerLost(C))
+            bench.tell((m, peer_group), moves.PeerLost(C))
     record = bench.propose((A, 0), waited=False)
     assert record is not None and record.settlements == (Settlement(0, (A, B, C), 1),)
     bench.record = record
@@ -400,7 +403,7 @@ def test_k21_what_a_leaver_sent_early_counts() -> None:
 
 
 def test_k22_k23_what_is_delivered_stays_and_what_is_repeated_has_another_attempt() -> None:
-    bench = Bench(lines=1)
+    bench = Bench(peer_groups=1)
     bench.launch(0, "reduce")
     bench.launch(1, "reduce")
     bench.let(n=0)
@@ -420,7 +423,7 @@ def test_k24_a_vote_carries_the_view_of_the_settlement() -> None:
     bench = Bench()
     bench.launch(0)
     bench.let(sender=(A, B), to=(A, B))
-    bench.let(sender=C, to=A, line=0)
+    bench.let(sender=C, to=A, peer_group=0)
     assert Ballot(0, 0, 0) in bench.ranks[A, 0].ballots
     bench.freeze(A, B)
     bench.votes.clear()
@@ -429,7 +432,7 @@ def test_k24_a_vote_carries_the_view_of_the_settlement() -> None:
     bench.record = record
     bench.adopt(A, rank=1)
     bench.adopt(B)
-    bench.let(line=1)
+    bench.let(peer_group=1)
     bench.vote()
     assert Ballot(0, 1, 1) in bench.ranks[A, 0].ballots and bench.delivered(A) == [None, None]
     bench.adopt(A, rank=0)
@@ -457,7 +460,7 @@ def test_a_rank_that_freed_votes_again_for_one_that_waits() -> None:
 
 def test_a_message_launched_after_the_report_is_sent_in_the_next_view() -> None:
     for late in (True, False):
-        bench = Bench("AB", lines=1)
+        bench = Bench("AB", peer_groups=1)
         bench.launch(0, "mixed", who=[B])
         bench.freeze(A, B)
         if late:
@@ -481,7 +484,7 @@ def test_too_few_to_go_on() -> None:
 
 def test_a_loss_while_others_adopt_settles_again() -> None:
     """Members that read a record late adopt it, freeze and report."""
-    bench = Bench("ABC", lines=1)
+    bench = Bench("ABC", peer_groups=1)
     bench.launch(0)
     bench.change(A, B, C, adopt=False)
     bench.adopt(A)
@@ -501,7 +504,7 @@ def planned(bench: Bench, newcomer: Member = D) -> Record:
 
 
 def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
-    bench = Bench("AB", lines=1, window=1)
+    bench = Bench("AB", peer_groups=1, window=1)
     bench.launch(0)
     record = planned(bench)
     assert (record.epoch, record.view, record.members, record.base) == (1, 0, (A, B, D), (0, 0, 4))
@@ -522,7 +525,7 @@ def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
 
 
 def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
-    bench = Bench("AB", lines=1, window=1)
+    bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
     bench.tell((A, 0), moves.RecordSeen(record))
     bench.tell((A, 0), moves.PeerLost(D))
@@ -534,7 +537,7 @@ def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
 
 def test_who_does_not_know_of_a_join_learns_it_in_the_change() -> None:
     """B froze before it knew of record 1; its report, and a proposal for record 1, do not hurt."""
-    bench = Bench("AB", lines=1)
+    bench = Bench("AB", peer_groups=1)
     record = planned(bench)
     bench.tell((A, 0), moves.RecordSeen(record))
     bench.freeze(A, B)
@@ -546,7 +549,7 @@ def test_who_does_not_know_of_a_join_learns_it_in_the_change() -> None:
 
 
 def test_what_a_join_refuses() -> None:
-    bench = Bench("AB", lines=1)
+    bench = Bench("AB", peer_groups=1)
     with pytest.raises(ValueError, match="slot 1 is taken"):
         bench.tell((A, 0), moves.JoinPlanned(Member(1, 1)))
     record = planned(bench)
@@ -580,7 +583,7 @@ def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
 
 def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
     """They may lack messages below their base, which only a member can give them."""
-    bench = Bench("AB", lines=1)
+    bench = Bench("AB", peer_groups=1)
     record = planned(bench)
     bench.members.append(D)
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record), []
@@ -598,7 +601,7 @@ def test_one_joins_at_a_time() -> None:
     """A newcomer that has not begun delivers nothing, so it would not hear of the next one before
     it launches.
     """
-    bench = Bench("AB", lines=1, window=1)
+    bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
     bench.tell((A, 0), moves.RecordSeen(record))
     assert bench.tell((A, 0), moves.JoinPlanned(C)) == []

@@ -15,16 +15,16 @@ from ..support.bench import A, B, Bench, C
 EARLY = Piece("early", C)
 
 
-def early(bench: Bench, to: Member, line: int, guess: Kind) -> None:
-    bench.tell((to, line), moves.Received(0, 0, C, 0, guess, EARLY))
+def early(bench: Bench, to: Member, peer_group: int, guess: Kind) -> None:
+    bench.tell((to, peer_group), moves.Received(0, 0, C, 0, guess, EARLY))
 
 
 def left(bench: Bench) -> Record:
     """C leaves; the others settle what is open."""
-    for line in range(bench.lines):
-        bench.tell((C, line), moves.Leave())
+    for peer_group in range(bench.peer_groups):
+        bench.tell((C, peer_group), moves.Leave())
         for m in (A, B):
-            bench.tell((m, line), moves.PeerLost(C))
+            bench.tell((m, peer_group), moves.PeerLost(C))
     record = bench.propose((A, 0), waited=False)
     assert record is not None and read_record(record_text(record)) == record
     bench.record = record
@@ -35,20 +35,20 @@ def left(bench: Bench) -> Record:
 @pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
 @pytest.mark.parametrize("guess", ["gather", "mixed"])
 @pytest.mark.parametrize("launched", [(), (A,), (A, B)])
-def test_held_by_one_on_every_line_it_counts_and_is_forwarded(
+def test_held_by_one_in_every_peer_group_it_counts_and_is_forwarded(
     kind: Kind, guess: Kind, launched: tuple[Member, ...]
 ) -> None:
     """Whatever the leaver takes the message to be, and whoever waits in it already."""
     bench = Bench()
     if launched:
         bench.launch(0, kind, who=launched)
-    for line in (0, 1):
-        early(bench, A, line, guess)
+    for peer_group in (0, 1):
+        early(bench, A, peer_group, guess)
     bench.let()
     record = left(bench)
     assert record.settlements == (Settlement(0, (A, B, C), 1, (C,)),)
     assert [f for f in record.forwards if f.piece == EARLY] == [
-        Forward(line, 0, EARLY, A, (B,)) for line in (0, 1)
+        Forward(peer_group, 0, EARLY, A, (B,)) for peer_group in (0, 1)
     ]
     wanted = needed(kind, record.settlements[0])
     assert EARLY in wanted and not wanted & {Piece("body", C), Piece("part", C, 1)}
@@ -60,7 +60,7 @@ def test_held_by_one_on_every_line_it_counts_and_is_forwarded(
 
 
 @pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
-def test_held_on_one_line_it_does_not_count(kind: Kind) -> None:
+def test_held_in_one_peer_group_it_does_not_count(kind: Kind) -> None:
     bench = Bench()
     early(bench, A, 0, kind)
     early(bench, B, 0, kind)
@@ -74,7 +74,7 @@ def test_held_on_one_line_it_does_not_count(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
 def test_nobody_makes_a_part_without_it(kind: Kind) -> None:
     """B has all shares before A has forwarded."""
-    bench = Bench(lines=1)
+    bench = Bench(peer_groups=1)
     early(bench, A, 0, kind)
     left(bench)
     forwarded = [f for f in bench.frames if f[2].piece == EARLY]
@@ -90,6 +90,6 @@ def test_nobody_makes_a_part_without_it(kind: Kind) -> None:
 def test_a_frozen_rank_takes_nothing_early() -> None:
     bench = Bench()
     bench.freeze(A, B, lost=(C,))
-    for line in (0, 1):
-        early(bench, A, line, "mixed")
+    for peer_group in (0, 1):
+        early(bench, A, peer_group, "mixed")
     assert bench.ranks[A, 0].open == () and left(bench).settlements == ()

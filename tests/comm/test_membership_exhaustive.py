@@ -2,15 +2,16 @@
 found.
 
 Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why
-    (numbers: docs/membership.md): one message (gather, reduce, mixed) on 3 islands x 1 line,
+    (numbers: docs/membership.md): one message (gather, reduce, mixed) on 3 islands x 1 peer group,
     launched at any time, with changes that leave nobody out; one message (gather, reduce) on 3
-    islands x 2 lines, launched at the start, and launched at any time by each rank; two messages
-    (all four orders of gather and reduce) on 3 islands x 1 line, launched at the start, with
-    changes that leave nobody out; slow: the same one message with changes that leave nobody out,
-    too; two messages (all four orders) on 3 islands x 1 line, launched at any time by each rank,
-    with changes that leave out one or two islands; a reduce before a gather on 2 islands x 2 lines,
-    launched at any time, with one change; slow: two messages (all four orders of gather and reduce)
-    on 3 islands x 2 lines, both launched, at most 2 changes that leave out one or two islands each;
+    islands x 2 peer groups, launched at the start, and launched at any time by each rank; two
+    messages (all four orders of gather and reduce) on 3 islands x 1 peer group, launched at the
+    start, with changes that leave nobody out; slow: the same one message with changes that leave
+    nobody out, too; two messages (all four orders) on 3 islands x 1 peer group, launched at any
+    time by each rank, with changes that leave out one or two islands; a reduce before a gather on 2
+    islands x 2 peer groups, launched at any time, with one change; slow: two messages (all four
+    orders of gather and reduce) on 3 islands x 2 peer groups, both launched, at most 2 changes that
+    leave out one or two islands each;
 "At any time" is before a change, while it goes on, or in a later view, while others hold the
 message or have delivered one after it. "At most 2 crashes" are those that changes leave out; a
 crash that no change follows stops an island, and the others wait as they do for a slow one. I1 to
@@ -40,7 +41,7 @@ def test_one_message(kind: Kind, states: int) -> None:
 
 
 @pytest.mark.parametrize("kind, states", [("gather", 1400), ("reduce", 900)])
-def test_one_message_launched_late_on_two_lines(kind: Kind, states: int) -> None:
+def test_one_message_launched_late_in_two_peer_groups(kind: Kind, states: int) -> None:
     """An island, or one rank of it, launches only when the members have changed, once or twice; the
     others hold the message before.
     """
@@ -49,7 +50,7 @@ def test_one_message_launched_late_on_two_lines(kind: Kind, states: int) -> None
 
 @pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
 def test_one_message_launched_at_any_time(kind: Kind) -> None:
-    assert Explorer((kind,), lines=1, late="rank").run().states > 400
+    assert Explorer((kind,), peer_groups=1, late="rank").run().states > 400
 
 
 @pytest.mark.parametrize(
@@ -60,19 +61,19 @@ def test_one_message_launched_at_any_time(kind: Kind) -> None:
         *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "reduce")),
     ],
 )
-def test_two_messages_on_one_line(kinds: Kinds) -> None:
-    assert Explorer(kinds, lines=1).run().states > 900
+def test_two_messages_in_one_peer_group(kinds: Kinds) -> None:
+    assert Explorer(kinds, peer_groups=1).run().states > 900
 
 
-def test_a_reduce_before_a_gather_of_two_islands_on_two_lines() -> None:
+def test_a_reduce_before_a_gather_of_two_islands_in_two_peer_groups() -> None:
     assert Explorer(("reduce", "gather"), islands=2, changes=1, late="island").run().states > 2000
 
 
 @pytest.mark.parametrize(
     "kinds", [(a, b) for a in ("gather", "reduce") for b in ("gather", "reduce")]
 )
-def test_two_messages_launched_late_on_one_line(kinds: Kinds) -> None:
-    assert Explorer(kinds, lines=1, late="rank", idle=False).run().states > 500
+def test_two_messages_launched_late_in_one_peer_group(kinds: Kinds) -> None:
+    assert Explorer(kinds, peer_groups=1, late="rank", idle=False).run().states > 500
 
 
 @pytest.mark.slow
@@ -86,7 +87,7 @@ def test_two_messages_launched_late_on_one_line(kinds: Kinds) -> None:
         (("reduce", "reduce"), 34000),
     ],
 )
-def test_two_messages_on_two_lines(kinds: Kinds, states: int) -> None:
+def test_two_messages_in_two_peer_groups(kinds: Kinds, states: int) -> None:
     assert Explorer(kinds, idle=False).run().states > states
 
 
@@ -104,7 +105,7 @@ def test_changes_that_leave_nobody_out(kind: Kind, states: int) -> None:
     "kind, changes", [("gather", 1), ("reduce", 1), ("mixed", 1), ("gather", 2), ("reduce", 2)]
 )
 def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -> None:
-    """Two islands on one line: every order of every single step, against the explorer."""
+    """Two islands in one peer group: every order of every single step, against the explorer."""
     every = Everything((kind,), 2, 1, changes).run()
     few = Explorer((kind,), 2, 1, changes, late="rank").run()
     assert (
@@ -118,7 +119,7 @@ def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -
 FOUND: list[tuple[type, Kind, int, str, set[str]]] = [
     (mutants.NoFreeze, "gather", 2, "I7", set()),
     (mutants.NoFreeze, "gather", 2, "I2", {"I7"}),
-    (mutants.LineDecides, "gather", 2, "stuck", set()),
+    (mutants.PeerGroupDecides, "gather", 2, "stuck", set()),
     (mutants.NoForwarding, "gather", 1, "stuck", set()),
     (mutants.NoForwarding, "reduce", 1, "stuck", set()),
     (mutants.VoteWithoutEpoch, "gather", 2, "I1", set()),
@@ -128,13 +129,14 @@ FOUND: list[tuple[type, Kind, int, str, set[str]]] = [
     (mutants.SealsAtOnce, "gather", 1, "I5", {"I8"}),
     (mutants.MixedMeans, "reduce", 1, "I1", set()),
 ]
-"""Mutant, message, lines, what finds it, and what is not looked at, to see what comes of it."""
+"""Mutant, message, peer groups, what finds it, and what is not looked at, to see what comes of
+it."""
 
 
 LATE: dict[type, tuple[Kinds, dict[str, Any], str]] = {
     mutants.LeavesLateOut: (
         ("gather",),
-        {"late": "island", "lines": 1, "unchecked": frozenset({"launch"})},
+        {"late": "island", "peer_groups": 1, "unchecked": frozenset({"launch"})},
         "I4",
     ),
     mutants.BeginsAgain: (("reduce", "gather"), {"islands": 2}, "I2"),
@@ -151,15 +153,23 @@ def test_mutants_of_late_launches_and_of_a_reduce_before_a_gather_die(mutant: An
 
 
 def test_without_these_dimensions_they_live() -> None:
-    Explorer(("gather",), lines=1, changes=1, machine=mutants.LeavesLateOut).run()
-    Explorer(("gather", "reduce"), islands=2, lines=1, changes=1, machine=mutants.BeginsAgain).run()
+    Explorer(("gather",), peer_groups=1, changes=1, machine=mutants.LeavesLateOut).run()
+    Explorer(
+        ("gather", "reduce"), islands=2, peer_groups=1, changes=1, machine=mutants.BeginsAgain
+    ).run()
 
 
-@pytest.mark.parametrize("mutant, kind, lines, name, unchecked", FOUND)
-def test_mutants_die(mutant: Any, kind: Kind, lines: int, name: str, unchecked: set[str]) -> None:
+@pytest.mark.parametrize("mutant, kind, peer_groups, name, unchecked", FOUND)
+def test_mutants_die(
+    mutant: Any, kind: Kind, peer_groups: int, name: str, unchecked: set[str]
+) -> None:
     with pytest.raises(Violation) as found:
         Explorer(
-            (kind,), lines=lines, changes=1, machine=mutant, unchecked=frozenset(unchecked)
+            (kind,),
+            peer_groups=peer_groups,
+            changes=1,
+            machine=mutant,
+            unchecked=frozenset(unchecked),
         ).run()
     assert found.value.name == name
 

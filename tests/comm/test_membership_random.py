@@ -23,7 +23,7 @@ def test_lives() -> None:
 
 
 def test_lives_with_one_rank_each_and_many_messages_open() -> None:
-    happened = storms(range(80), lines=1, window=4, faults=6)
+    happened = storms(range(80), peer_groups=1, window=4, faults=6)
     assert happened["change"] > 100
 
 
@@ -32,6 +32,6 @@ def test_lives_with_one_rank_each_and_many_messages_open() -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_a_hundred_thousand_lives(part: int) -> None:
     """10 000 each."""
-    options = {"lines": 1 + part % 3, "window": 1 + part % 4, "faults": 3 + part % 5}
+    options = {"peer_groups": 1 + part % 3, "window": 1 + part % 4, "faults": 3 + part % 5}
     happened = storms(range(10**6 + part * 10**4, 10**6 + (part + 1) * 10**4), **options)
     assert happened["change"] > 5000

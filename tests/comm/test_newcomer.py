@@ -144,7 +144,7 @@ class Run:
                 WAIT,
                 self.run.token,
             )
-            line = meet.newcomer_line(
+            line = meet.newcomer_peers(
                 meeting,
                 Place(2, 0, 1, names),
                 0,

@@ -151,6 +151,46 @@ def test_unlike_numbers_are_refused_at_once(changes: dict[str, int], says: str) 
         assert refusal(ValueError, at, place(0, timeout=60.0), True) == says  # a newcomer, too
 
 
+@pytest.mark.parametrize("begun", ["", "0"])
+def test_another_number_than_in_an_attempt_whose_islands_are_gone_opens_the_next(
+    begun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two islands have stopped; the run goes on with three, and the new one comes first."""
+    pytest.importorskip("zmq")
+    monkeypatch.setattr(attempts, "BEAT", 0.05)
+    store, found = dist.HashStore(), dict[int, Any]()
+    above = Asker(store, "the test", 5.0)
+    for i in range(2):
+        comes(asker(store), i, count=2, slots=2, least=0)
+        above.set(f"run/0/slot/{i}", "before")
+    if begun:
+        above.set("run/0/begun", begun)
+    above.set("run/attempt", "0")
+
+    def begin(i: int) -> None:
+        found[i] = attempts._begin(place(i, suffice=0, timeout=30.0), Asker(store, "test", 5.0))
+
+    for i in (2, 0, 1):
+        begin(i)
+    assert {i: (f.number, f.late, f.starters) for i, f in found.items()} == {
+        i: (1, False, (0, 1, 2)) for i in range(3)
+    }
+
+
+def test_another_number_than_that_of_an_island_that_lives_is_refused_on_both() -> None:
+    store, heard = dist.HashStore(), list[Any]()
+    at = asker(store)
+    comes(at, 1, count=4)
+
+    def lives(islands: Any) -> bool:
+        heard.append((list(islands), at.check(["came/0"])))
+        return True
+
+    with pytest.raises(ValueError, match="has ISLAND_COUNT=4, isle0 has 3"):
+        roll.call(at, place(0), False, BEAT, SILENCE, lives)
+    assert heard == [([1], False)] and at.check(["came/0"])  # the other one hears of it afterwards
+
+
 @pytest.mark.parametrize("text", ["[]", "[2, 0]", "[0, 3]", "[-1]", '"ab"', "{", "[[0]]"])
 def test_a_decision_that_cannot_be_read_is_refused(text: str) -> None:
     at = asker()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
-from fsdp_demo.comm import attempts
+from fsdp_demo.comm import attempts, roll
 from fsdp_demo.comm import environment as variables
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.topology import ShardPosition
@@ -49,7 +49,7 @@ def environment(store: tuple[str, int], **changes: str) -> dict[str, str]:
 def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     with pytest.raises(kind) as error:
         call()
-    assert type(error.value) in (kind, attempts.Finished)
+    assert type(error.value) in (kind, attempts.Finished, roll.Unlike)
     return str(error.value)
 
 

@@ -255,18 +255,6 @@ def test_what_is_not_finite_stays_visible(code, bad):
 # -- wire ----------------------------------------------------------------------------------------
 
 
-@quick
-@given(st.lists(st.integers(0, 4095), max_size=50))
-def test_pack12(numbers):
-    packed = sparse.pack12(torch.tensor(numbers, dtype=torch.int64))
-    assert bytes(packed.tolist()) == slow_wire.pack12(numbers)
-    assert (
-        sparse.unpack12(packed, len(numbers)).tolist()
-        == numbers
-        == slow_wire.unpack12(bytes(packed.tolist()), len(numbers))
-    )
-
-
 SHAPES, KINDS = (
     [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)],
     ["transform", "transform", "transform", "plain", "dense"],
@@ -317,11 +305,15 @@ def test_bytes_of_the_section_by_hand():
     7 values.
     """
     layout = Layout([(5000,)], ["transform"])
-    full, edge = 2 + 32 + 48, 2 + 7 + 11
-    assert sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "int8")) == full + edge + 8 * 2
+    # 53 flags, 32 symbols, 32 x 5 low bits in 4 and 1; 12 flags, 7 symbols, 7 x 5 low bits
+    positions = (7 + 8 + 16 + 4) + (2 + 2 + 4 + 1)
+    assert (
+        sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "int8"))
+        == 2 + 32 + 2 + 7 + positions + 8 * 2
+    )
     assert (
         sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "fp32"))
-        == 32 * 4 + 48 + 7 * 4 + 11 + 8 * 4
+        == 32 * 4 + 7 * 4 + positions + 8 * 4
     )
 
 
@@ -338,7 +330,7 @@ def test_header_by_hand():
         digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7
     )
     message = bytes(frame.seal(header, body).tolist())
-    fields = (3, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
+    fields = (4, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
     head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
     assert message == head + struct.pack("<I", zlib.crc32(head)) + bytes(range(5))
     assert len(head) + 4 == frame.HEADER.size == 56
@@ -388,7 +380,7 @@ def test_golden_payload():
     block[0, 5], block[1, 0], block[63, 63] = 127.0, -2.5, 1.5
     work = layout.pack([block, torch.tensor([1.0, -2.0, 0.5])], layout.new("cpu"))
     body = sparse.encode_sparse(layout, Codec("none", "topk", 3, "int8"), work)
-    expected = "803f" + "7ffe02" + "050004ff0f" + "803f00c0003f"
+    # three positions as numbers of 12 bits: the low bytes, then the nibbles above them
+    expected = "803f" + "7ffe02" + "0540ff" + "000f" + "803f00c0003f"
     assert bytes(body.tolist()).hex() == expected
-    expected_indices = slow_wire.pack12([5, 64, 4095]).hex()
-    assert expected_indices == "050004ff0f"
+    assert slow_wire.positions([[5, 64, 4095]], 4096).hex() == "0540ff000f"

@@ -20,7 +20,7 @@ from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
-from fsdp_demo.compression import topk
+from fsdp_demo.compression import machine, topk
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.precision import onednn
 from fsdp_demo.compression.sparse import decode_sparse
@@ -32,7 +32,7 @@ from fsdp_demo.hosts.torch_params import TorchHost
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-from benchmarks import codec, decode, hotpath  # noqa: E402
+from benchmarks import codec, decode, hotpath, scale  # noqa: E402
 
 from ..support.transforms import transform  # noqa: E402
 
@@ -190,7 +190,7 @@ def step(made: ChannelRunner, parameters: list[nn.Parameter], seed: int) -> Chan
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
-@pytest.mark.parametrize("code", ["int8", "fp32", "2bit"])
+@pytest.mark.parametrize("code", ["int8", "fp32", "2bit", "1bit"])
 def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: None) -> None:
     """The accumulator before it was sent, less the decoded section, is the accumulator after, bit
     for bit.
@@ -337,6 +337,20 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     script.main()
 
 
+def test_positions_benchmark() -> None:
+    """Bytes are those of the form; gaps of equal length have a Rice code by hand."""
+    from benchmarks import positions as bench
+
+    assert bench.section_bytes("int8", 64, rows=8) == (2 + 64 + 491 / 8) / 64
+    # 63 are passed each time: 6 low bits, and a one
+    even = torch.arange(63, 4096, 64).expand(4, 64)
+    assert bench.rice_bits(even) == 7.0
+    assert bench.uniform(3, 5).shape == (5, 3) and bench.processor()
+    row = bench.measure(90, 1, ([(64, 64)], [[torch.randn(64, 64)]]))
+    assert row["bits"] == 651 / 90 and row["ns"]["encode"] > 0 and row["bytes"]["1bit"] < 1.1
+    bench.show([row])
+
+
 def test_codec_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,7 +362,9 @@ def test_codec_benchmark(
             set(rows[name]) >= KEYS | {"published_temporaries_mb", "energy"}
             and f"\n{name} " in printed
         )
-        assert rows[name]["bytes_per_coefficient"] == {8: 2.75, 32: 2.5625}[codec.HOT[name][0]]
+        assert (
+            rows[name]["bytes_per_coefficient"] == {8: 2.578125, 32: 2.14453125}[codec.HOT[name][0]]
+        )
         assert rows[name]["workspace_mb"] <= 64 + 2 * 1024 * 256 * 4 / 1e6
     for name in ("k8", "k32"):
         assert rows[name]["same_coefficients"] > 0.9999 and rows[name]["residual_error"] < 1e-6
@@ -359,6 +375,12 @@ def test_codec_benchmark(
             and rows[name]["energy_recorded"] > 0.999
         )
     assert rows["plain_k64"]["ours_ns"] > 0
+    assert rows["cpu"] == f"{machine.cpu_name()} ({machine.kernels()})" and rows["cpu"] in printed
+    assert 0 < rows["memory"]["pass_ns"] and "\nmemory time: one pass" in printed
+    assert "\nk8, published " in printed and "\nplain_k64, ours " in printed
+    for form in ("stages_ns", "published_stages_ns"):
+        found = rows["k8"][form]
+        assert list(found) == list(codec.STAGES) and all(ns > 0 for ns in found.values())
 
 
 def test_codes_and_decode_benchmarks(
@@ -389,6 +411,29 @@ def test_codes_and_decode_benchmarks(
         for script in (codec, decode):
             run(script, monkeypatch, "--device", "cuda")
             assert capsys.readouterr().out == "no GPU here: nothing measured\n"
+
+
+def test_scale_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row for each size, each number of tensors (and as many that are sent whole), each number of
+    replicas."""
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(scale, "TURN", 1)
+    words = "--sizes 1 --tensors 2 8 --replicas 2 3 --hidden 256 --repeat 1".split()
+    run(scale, monkeypatch, *words, "--json", str(out))
+    found, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert [(r["kind"], r["tensors"], r["replicas"]) for r in found["rows"]] == [
+        ("size", 1, 2),
+        ("tensors", 2, 2),
+        ("tensors", 8, 2),
+        ("tensors", 8, 2),
+        ("replicas", 7, 2),
+        ("replicas", 7, 3),
+    ]
+    assert [r["elements"] for r in found["rows"][:4]] == [1 << 20, 32768, 32768, 8192]
+    assert all(r["all"] > 0 for r in found["rows"]) and "against size: " in printed
+    assert found["cpu"] in printed and set(found["spread"]) == {"size"}
 
 
 def test_the_published_form_is_the_definition() -> None:

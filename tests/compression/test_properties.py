@@ -27,6 +27,7 @@ from fsdp_demo import (
 )
 from fsdp_demo.compression import dense, selection
 from fsdp_demo.config.channel import CODES
+from fsdp_demo.config.names import FORMATS
 
 from ..oracles import dense as slow
 from ..support import threaded
@@ -299,9 +300,7 @@ def test_a_vector_comes_back_within_the_documented_bound(
     # Cut into the parts of a reduce, or handed over at an odd place in a message, it is the same.
     assert torch.equal(dense.round_trip(code, v, replicas), back)
     assert torch.equal(dense.decode(code, torch.cat([data[:1], data])[1:] if n else data, n), back)
-    group = {"int8": 4096, "int4": 256, "fp4_e3m0": 4096, "fp4_e2m1": 32, "2bit": 256}.get(
-        code, max(n, 1)
-    )
+    group = FORMATS[code].group or max(n, 1)
     for row in range(0, n, 4096):
         for at in range(row, min(row + 4096, n), group):
             part = slice(at, min(at + group, row + 4096, n))

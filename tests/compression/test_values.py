@@ -22,6 +22,7 @@ from ..oracles import quantise
 
 quick = settings(deadline=None, max_examples=30, derandomize=True)
 GROUPED = tuple(CODERS)
+LEVELS = ("2bit", "1bit")
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp4_e3m0": 1.0, "fp4_e2m1": 6.0}
 SIZES = (0, 1, 2, 3, 5, 7, 31, 32, 33, 64, 97, 256, 257, 300, 521)
 shapes = st.tuples(st.integers(0, 5), st.sampled_from(SIZES))
@@ -196,6 +197,8 @@ GOLDEN = {
     # threshold 8 / 5; low 1/3 is 0x3eab, high 3.5 is 0x4060; +low, -high, +low, -low, +high: 0 3 0
     # 2 1
     "2bit": ([[1, -3, 0, -0.0, 4]], "ab3e6040" + "8c01"),
+    # the mean of 1, 3, 0, 0, 6 is 2, 0x4000; signs 0 1 0 1 0
+    "1bit": ([[1, -3, 0, -0.0, 6]], "0040" + "0a"),
 }
 
 
@@ -240,7 +243,10 @@ def test_bytes_by_hand(code):
         "int8": (1, 4096),
         "int4": (0.5, 256),
         "fp4_e3m0": (0.5, 4096),
-    }.get(code, (0.5, 32) if code == "fp4_e2m1" else (0.25, 256))
+        "fp4_e2m1": (0.5, 32),
+        "2bit": (0.25, 256),
+        "1bit": (0.125, 4096),
+    }[code]
     assert quantize.bytes_per_value(code) == size and FORMATS[code].group == scale
     per_group = {"2bit": 4}.get(code, 2)
     for rows, cols in ((1, 1), (3, 5), (2, 4096), (2, 4097), (7, 33)):
@@ -257,7 +263,7 @@ def bound(code: str, v: torch.Tensor) -> torch.Tensor:
     if code not in GROUPED:
         return size * (0 if code == "fp32" else 2.0**-8)
     top = float(size.max())
-    if code == "2bit":
+    if code in LEVELS:
         mean = float(size.mean())
         return torch.full_like(size, (max(mean, top - mean) + 2.0**-8 * top) * slack)
     scale = quantise.bf16(top / LARGEST[code])
@@ -280,7 +286,7 @@ def test_error_is_within_its_bound(code, v):
 def test_the_bounds_are_met(code):
     """No bound is a loose one: some value comes to within a tenth of it."""
     v = torch.linspace(-1, 1, 4096).view(1, -1)
-    if code == "2bit":  # a zero among values that are all about as large
+    if code in LEVELS:  # a zero among values that are all about as large
         v = torch.tensor([[0.0] + 100 * [0.49] + 100 * [0.51]])
     worst = max(
         float(((y.double() - x.double()).abs() / bound(code, x)).max())
@@ -298,7 +304,7 @@ def test_the_bounds_are_met(code):
 def test_coding_again_changes_nothing(code, v):
     """The same bytes again, since the largest value of a group comes back as the largest code. Not
     so where a scale is not a normal number; and of 2bit only the values: where all are one
-    level, it may be called the lower one or the higher."""
+    level, it may be called the lower one or the higher. Sums of levels are rounded."""
     v = torch.where(v.abs() < 1e-30, 0.0, v)
     once = back(code, v)
     again = quantize.encode(code, once)
@@ -311,9 +317,9 @@ def test_coding_again_changes_nothing(code, v):
 @quick
 @given(tensors())
 def test_zeros_stay_zero(code, v):
-    """In 2bit only where the whole group is zero: it has no code for zero."""
+    """In 2bit and 1bit only where the whole group is zero: they have no code for zero."""
     for x, y in zip(in_groups(code, v), in_groups(code, back(code, v)), strict=True):
-        if code != "2bit":
+        if code not in LEVELS:
             assert int((y[x == 0] != 0).sum()) == 0
         if not x.any():
             assert not y.any()

@@ -25,6 +25,8 @@ PARAMETERS = {
     "olmo-300m": 319_946_752,  # ours, after DeMo's smaller model; no checkpoint of it is published
     "small": 3_280_128,  # ours
     "study": 919_168,  # ours
+    "study-large": 9_918_400,  # ours
+    "study-small": 492_672,  # ours
     "tiny": 459_904,  # ours
 }
 

@@ -59,12 +59,12 @@ def test_a_key_of_a_whole_file_that_papers_call_so(tmp_path: Path) -> None:
 
 
 def test_a_keyword_of_the_preset_beside_a_configuration() -> None:
-    wanted = "write preset('diloco', period=10), or schedule.sync_every=10"
+    wanted = "write schedule.sync_every=10, or preset('diloco', period=10)"
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
     for key in ("period", "sync_every"):
         text = refused(lambda key=key: attach(optimizer, preset("diloco"), **{key: 10}), wanted)
         assert text.startswith(f"{key} is a keyword of the preset")
-    assert "or codec.topk=3" in refused(lambda: changed(preset("demo"), {"topk": 3}))
+    assert "write codec.topk=3" in refused(lambda: changed(preset("demo"), {"topk": 3}))
     # one path would set the periods of all channels to one
     assert "schedule.sync_every" not in refused(lambda: changed(preset("desloc"), {"period": 3}))
     assert changed(preset("diloco"), {"lr": 1e-3, "clip": 2.0}).clip == 2.0

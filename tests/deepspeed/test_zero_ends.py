@@ -16,11 +16,11 @@ def test_a_part_of_a_round_ends_in_the_mean(run_ranks, stage, steps):
         made = zero.engine(zero.settings(stage))
         exchange = deepspeed_ext.attach(made, "diloco", period=4, momentum_warmup=0)
         zero.train(made, range(steps), me.rank)
-        before = [t.clone() for t in exchange.shards.read("parameter")]
+        before = [t.clone() for t in exchange.host.tensors("parameter")]
         exchange.finish()
         return (
             before,
-            [t.clone() for t in exchange.shards.read("parameter")],
+            [t.clone() for t in exchange.host.tensors("parameter")],
             exchange.digests_equal(),
         )
 

@@ -49,7 +49,7 @@ def test_one_replica_is_plain_training(run_ranks: Any, stage: str) -> None:
                 made = zero.engine(zero.settings(stage), make, model, groups=groups(model))
                 exchange = deepspeed_ext.attach(made, "full") if attached else None
                 if exchange is not None:
-                    assert bool(exchange.shards.states()) == (name != "dampened"), name
+                    assert bool(exchange.host.states()) == (name != "dampened"), name
                 zero.train(made, range(20), me.rank)
                 ends.append(zero.whole(made))
                 if exchange is not None:

@@ -47,7 +47,7 @@ def train(me: Any, kind: str) -> Any:
     exchange = deepspeed_ext.attach(made, preset, **({} if preset == "demo" else {"period": 2}))
     losses = zero.train(made, range(6), me.rank)
     exchange.finish()
-    return exchange.shards.optimizer_names, losses, exchange.digests_equal(), zero.whole(made)
+    return exchange.host.optimizer_names, losses, exchange.digests_equal(), zero.whole(made)
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -89,7 +89,7 @@ def test_the_state_of_deepspeeds_own_adam_is_fresh(run_ranks):
             )
             exchange = deepspeed_ext.attach(made, "full") if attached else None
             if exchange is not None:
-                states = exchange.shards.read("state:exp_avg")
+                states = exchange.host.tensors("state:exp_avg")
                 assert states and not any(bool(s.any()) for s in states if s is not None)
             zero.train(made, range(5), me.rank)
             ends.append(zero.whole(made))

@@ -44,7 +44,7 @@ def now(made: Any, exchange: Any) -> dict[str, Any]:
         made.lr_scheduler.last_epoch,
         made.lr_scheduler.get_last_lr(),
     )
-    rates = [float(r) for r in exchange.shards.rates()]
+    rates = [float(r) for r in exchange.host.rates()]
     return joining.stand(exchange._runtime) | {"counters": counters, "rates": rates}
 
 

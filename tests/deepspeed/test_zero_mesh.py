@@ -305,7 +305,7 @@ def placed(me) -> dict[str, Any]:
     mpu = installed()
     made = zero.engine(zero.settings("zero2"), zero.sgd)
     topology = topology_of(made)
-    position = ShardPosition(shards=topology.world, shard=topology.rank)
+    position = ShardPosition(num_shards=topology.world, shard=topology.rank)
     island = IslandGroup(topology, position)
     line, active_copies = topology.join(position)
     heard = line.all_gather(torch.tensor([10 * me.rank], dtype=torch.uint8))

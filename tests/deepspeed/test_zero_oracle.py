@@ -17,10 +17,12 @@ import torch
 
 import deepspeed_ext
 
-from ..channels.test_presets_oracle import CASES, Case, Expected, expected, worst
+from ..channels import test_presets_oracle, test_sign_loco
+from ..channels.test_presets_oracle import Case, Expected, expected, worst
 from ..support import zero
 
-PRESETS = ("full", "demo", "diloco", "consensus", "desloc", "streaming_diloco")
+CASES = {**test_presets_oracle.CASES, "sign_loco": test_sign_loco.CASES["feedback"]}
+PRESETS = ("full", "demo", "diloco", "consensus", "desloc", "streaming_diloco", "sign_loco")
 SEEDS = {("demo", "zero1"): 8, ("demo", "zero2"): 8}
 SEEDS |= {
     (name, stage): seed
@@ -138,7 +140,7 @@ def run(me: Any, name: str, stage: str, seed: int, steps: int, variant: Variant)
     )
     made = zero.engine(settings, case.inner, model, groups=variant.inner(case, model))
     exchange = deepspeed_ext.attach(made, case.config)
-    pieces = [(s.name, s.shape, s.offset) for s in exchange.shards.params]
+    pieces = [(s.name, s.shape, s.offset) for s in exchange.host.params]
     history = []
     for t in range(steps):
         given = fed(name, variant, seed, t, me.island, me.proc)
@@ -147,7 +149,7 @@ def run(me: Any, name: str, stage: str, seed: int, steps: int, variant: Variant)
                 made({n: (share * g).to(made.communication_data_type) for n, g in given.items()})
             )
             made.step()
-        now = zip(pieces, exchange.shards.read("parameter"), strict=True)
+        now = zip(pieces, exchange.host.tensors("parameter"), strict=True)
         history.append({key(p, me.proc): x.clone() for p, x in now if x is not None and x.numel()})
     assert exchange.step == made.global_steps == steps
     assert low_precision_is_the_cast(made)

@@ -1,7 +1,9 @@
 """recipes/pretrain_deepspeed.py and recipes/deepspeed/*.json, run on a CPU."""
 
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -276,6 +278,23 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(run_ranks, tmp_path, sourc
             told(tmp_path / "out", island)[0]["validation"]
             == told(tmp_path / "whole", island)[0]["validation"]
         )
+
+
+def test_lines_of_the_log_stand_above_the_progress_bar(run_ranks, tmp_path, source):
+    def trained(rank):
+        # pytest's handlers would keep what a script's own handler writes
+        logging.basicConfig(format="%(message)s", force=True)
+        main_of(
+            rank,
+            pretrain_deepspeed,
+            *source,
+            *("--steps", 2, "--output", tmp_path / "run", "--deepspeed", json_of(1)),
+        )
+
+    found, _ = run_ranks(trained, islands=1, procs=2, timeout=120, check=False)
+    assert found.status == 0, (found.error, found.log)
+    (line,) = [t for t in re.split("[\r\n]", found.log) if "finished at step" in t]
+    assert line.startswith("island0: finished at step 2"), found.log
 
 
 def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):

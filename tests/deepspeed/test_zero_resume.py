@@ -63,9 +63,9 @@ def make(
 
 def everything(made: Any, exchange: Any) -> dict[str, Any]:
     """All that must come back, on this rank."""
-    inner = [{k: v for k, v in state.items()} for _, state in exchange.shards.optimizer_states()]
+    inner = [{k: v for k, v in state.items()} for _, state in exchange.host.optimizer_states()]
     steps = [made.global_steps, made.skipped_steps, exchange.step, made.lr_scheduler.get_last_lr()]
-    masters = exchange.shards.partitions.masters()
+    masters = exchange.host.partitions.masters()
     model = [getattr(p, "ds_tensor", p).detach() for p in made.module.parameters()]
     return copied(
         {
@@ -244,7 +244,7 @@ def load(
     losses = zero.train(made, range(N, 2 * N), me.rank)
     loaded |= {"later": everything(made, exchange), "losses": losses}
     exchange.finish()
-    return loaded | {"end": copied(exchange.shards.read("parameter"))}
+    return loaded | {"end": copied(exchange.host.tensors("parameter"))}
 
 
 def test_processes_resume(run_ranks, tmp_path) -> None:
@@ -398,7 +398,7 @@ def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[An
     made, exchange = make(config, "diloco")
     zero.train(made, range(2), me.rank)
     if me.island == 1 and me.proc == 1:
-        tensors = exchange.shards.read(where)
+        tensors = exchange.host.tensors(where)
         next(t for t in tensors if t is not None and t.numel()).view(-1)[0] = float("nan")
     saved = made.save_checkpoint(str(root), "one")
     exchange.detach()
@@ -489,7 +489,7 @@ def test_stretches_and_rows(tmp_path) -> None:
         for _ in range(2)
     )
     for rank in (r for island in by_zero for r in island):
-        rank.shards.params[:] = [replace(s, offset=0) for s in rank.shards.params]
+        rank.host.params[:] = [replace(s, offset=0) for s in rank.host.params]
     rows, stretches = (
         load_exchange(*resharded.save(s, tmp_path / n))
         for s, n in ((by_rows, "rows"), (by_zero, "zero"))
@@ -513,7 +513,7 @@ def anew(
     loaded = everything(made, exchange) | {"whole": zero.whole(made)}
     zero.train(made, range(4), me.rank)
     exchange.finish()
-    return loaded | {"end": copied(exchange.shards.read("parameter"))}
+    return loaded | {"end": copied(exchange.host.tensors("parameter"))}
 
 
 @pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])

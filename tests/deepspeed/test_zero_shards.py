@@ -63,8 +63,8 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
         settings = zero.settings(layout.split("-r")[0].split("-a")[0], bf16=bf16)
         settings["zero_optimization"] |= LAYOUTS[layout]
         made = zero.engine(settings)
-        shards = deepspeed_ext.ZeroHost(made)
-        assert shards.position(me.proc, me.procs) == fsdp_demo.comm.topology.ShardPosition(
+        host = deepspeed_ext.ZeroHost(made)
+        assert host.shard_position(me.proc, me.procs) == fsdp_demo.comm.topology.ShardPosition(
             3, me.proc, 1, 0
         )
         # what the model computes with, and the masters are made of
@@ -81,19 +81,19 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
                 ),
                 x.numel(),
             )
-            for s, x in zip(shards.params, shards.read("parameter"), strict=True)
+            for s, x in zip(host.params, host.tensors("parameter"), strict=True)
         ]
         with torch.no_grad():
-            for x in shards.read("parameter"):
+            for x in host.tensors("parameter"):
                 x.mul_(2.0)
-        shards.commit()
+        host.commit()
         with zero.gathered(made.module):
             low = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}
         seen = all(torch.equal(low[n], 2 * full[n]) for n in full)
         if me.proc == 1:  # one rank holds it, all hear of it
-            next(x for x in shards.read("parameter") if x.numel()).add_(1.0)  # type: ignore[union-attr]
+            next(x for x in host.tensors("parameter") if x.numel()).add_(1.0)  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match="is not what the model computes with"):
-            shards.partitions.check()
+            host.partitions.check()
         return {n: tuple(p.shape) for n, p in full.items()}, held, seen
 
     results = run_ranks(run, 1, 3)
@@ -137,7 +137,7 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
             losses,
             vars(exchange._meter),
             zero.whole(made),
-            [s.shape for s in exchange.shards.params],
+            [s.shape for s in exchange.host.params],
         )
 
     def with_fsdp2(me):
@@ -156,7 +156,7 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
             inner.zero_grad()
             losses.append(float(loss))
         whole = {n: p.full_tensor().detach().clone() for n, p in made.named_parameters()}
-        return losses, vars(exchange._meter), whole, [s.shape for s in exchange.shards.params]
+        return losses, vars(exchange._meter), whole, [s.shape for s in exchange.host.params]
 
     for ours, theirs in zip(run_ranks(with_zero), run_ranks(with_fsdp2), strict=True):
         assert ours[0] == theirs[0] and ours[3] == theirs[3]

@@ -38,7 +38,7 @@ def save(me: Any, root: Path, config: dict[str, Any], preset: str) -> dict[str, 
     )
     losses = zero.train(made, range(N, 2 * N), me.rank)
     exchange.finish()
-    return {"losses": losses, "end": copied(exchange.shards.read("parameter"))}
+    return {"losses": losses, "end": copied(exchange.host.tensors("parameter"))}
 
 
 def load(
@@ -61,7 +61,7 @@ def load(
         "steps": steps,
         "losses": losses,
         "kept": kept,
-        "end": copied(exchange.shards.read("parameter")),
+        "end": copied(exchange.host.tensors("parameter")),
     }
 
 
@@ -148,7 +148,7 @@ def unlike(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
     loaded = everything(again, exchange)["steps"]
     zero.train(again, range(5, 9), me.rank)
     exchange.finish()
-    return [loaded, copied(exchange.shards.read("parameter"))]
+    return [loaded, copied(exchange.host.tensors("parameter"))]
 
 
 def test_the_furthest_is_taken_over_by_all(run_ranks, tmp_path) -> None:
@@ -189,6 +189,11 @@ def test_who_loads_and_who_takes_over() -> None:
         match=r"do not see the same checkpoint of plain DeepSpeed \(n: none; n: start\)",
     ):
         choose_tags([nothing(), nothing(plain=["start"], plain_latest="start")])
+    away, both = seen("a", 10, "9"), [seen("b", 30, "29"), seen("b", 30, "29")]
+    for note in both:
+        note["own"][1][0] = [30, "checkpoint", "29", 0, "", "[1, 2]"]
+    assert choose_tags([away, *both], elastic=range(3)) == [None, *[("b", "r3029")] * 2]
+    assert choose_tags([away, *both]) == [("ten", "r10")] * 3
     with pytest.raises(NeedsDecision, match="different tags"):
         choose_tags([nothing(tag="b"), seen("b", 19, "9")])
 

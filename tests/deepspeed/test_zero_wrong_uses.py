@@ -52,7 +52,7 @@ def test_masters_that_were_changed_since_attach(run_ranks: Any, stage: str) -> N
         exchange = deepspeed_ext.attach(made, "diloco", period=2)
         if me.proc:
             with torch.no_grad():
-                exchange.shards.partitions.masters()[0].add_(1.0)
+                exchange.host.partitions.masters()[0].add_(1.0)
         with pytest.raises(ValueError, match="parameters were changed since attach"):
             zero.train(made, range(1), me.rank)
         exchange.detach()

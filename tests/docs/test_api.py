@@ -18,7 +18,7 @@ LISTED = re.findall(
 LEFT_OUT = {
     "fsdp_demo.__version__": "a text, not an interface",
     "fsdp_demo.checkpoint.crc32": "a checksum that other packages of this project share",
-    "fsdp_demo.checkpoint.describe": "the head of a part; a script reads it by fsdp-demo inspect",
+    "fsdp_demo.checkpoint.describe_part": "the head of a part; fsdp-demo inspect prints it",
 }
 PUBLIC = (
     "fsdp_demo",

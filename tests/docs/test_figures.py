@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ sys.path[:0] = [str(FIGURES), str(ROOT / "recipes"), str(ROOT / "recipes" / "ben
 pytest.importorskip("transformers")  # shapes of the models
 
 import bytes as counting  # noqa: E402
+import memory as remembering  # noqa: E402
 import tables  # noqa: E402
 
 from fsdp_demo import Link, load_config, ring_all_reduce_bytes  # noqa: E402
@@ -37,7 +39,19 @@ PLACE = {
     "quickstart": "README.md",
     "methods": "README.md",
     "all-methods": "docs/methods.md",
+    "published": "docs/results.md",
+    "memory": "docs/results.md",
+    "positions": "docs/results.md",
+    "formats": "docs/results.md",
+    "step": "docs/results.md",
+    "zero-times": "docs/results.md",
+    "zero-memory": "docs/results.md",
     "storm": "docs/results.md",
+    "codec": "docs/results.md",
+    "codec-stages": "docs/results.md",
+    "scale": "docs/results.md",
+    "idle": "docs/results.md",
+    "start": "docs/results.md",
 }
 
 
@@ -152,10 +166,47 @@ def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> 
         ] == pytest.approx(entry.seconds)
 
 
+def test_what_is_published_is_counted_again(shapes: Callable[[str], Any]) -> None:
+    made = counting.published(shapes("olmo-300m"), shapes("olmo-1b"))
+    assert [asdict(claim) for claim in made] == [
+        {key: row[key] for key in asdict(made[0])}
+        for row in tables.load("published.json")["published"]
+    ]
+
+
+def test_the_memory_is_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
+    rows = tables.load("memory.json")
+    assert [asdict(e) for e in remembering.entries(shapes("llama-3.2-1b"), 4, 8)] == rows
+
+
 def test_every_preset_has_its_words() -> None:
     from fsdp_demo import presets
 
     assert set(tables.METHODS) == set(presets())
+
+
+# ---- compression -------------------------------------------------------------------------------
+
+
+def test_the_rows_of_compression_add_up() -> None:
+    """Stages make the whole, ratios are of the figures beside them, and the processor is named."""
+    found = tables.load("codec.json")
+    assert found["cpu"] and found["form"].startswith("part=")
+    for name in tables.HOT:
+        r = found[name]
+        for whole, key in (("ours_ns", "stages_ns"), ("published_ns", "published_stages_ns")):
+            if key in r:
+                *parts, total = r[key].values()
+                assert r[whole] == total == pytest.approx(sum(parts), rel=0.05)
+        if "ratio" in r:
+            assert r["ratio"] == pytest.approx(r["published_ns"] / r["ours_ns"])
+
+
+def test_the_table_of_scale_says_how_far_costs_lie_apart() -> None:
+    found = tables.load("scale.json")
+    costs = [r["all"] for r in found["rows"] if r["kind"] == "size"]
+    assert found["cpu"] and found["spread"]["size"] == pytest.approx(max(costs) / min(costs) - 1)
+    assert {r["replicas"] for r in found["rows"]} >= {2, 4, 8, 16}
 
 
 # ---- storms ------------------------------------------------------------------------------------

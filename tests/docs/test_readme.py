@@ -48,6 +48,13 @@ def test_sentences_of_pages_are_short(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, id=pages.name(p)) for p in pages.pages()])
+def test_no_sentence_is_very_long(page: Path) -> None:
+    found = pages.sentences(page.read_text(encoding="utf-8"))
+    long = [s for s in found if pages.words(s) > 35]
+    assert not long, f"{pages.name(page)}: split\n" + "\n".join(long)
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=pages.name(p)) for p in pages.pages()])
 def test_links_lead_somewhere(page: Path) -> None:
     targets = (to.partition("#")[0] for to in pages.links(page.read_text(encoding="utf-8")))
     missing = [to for to in targets if to and not (page.parent / to).exists()]

@@ -178,7 +178,7 @@ def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) ->
 
     def run(me):
         def each(t, exchange):
-            states = [exchange.shards.read(f"state:{n}") for n in ("exp_avg", "exp_avg_sq")]
+            states = [exchange.host.tensors(f"state:{n}") for n in ("exp_avg", "exp_avg_sq")]
             return [[s.clone() for s in kind if s is not None] for kind in states]
 
         return probe.train(me, config, adamw, 8, True, 0, each=each, finish=True)
@@ -342,7 +342,7 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
             torch.optim.AdamW(model.parameters()), "diloco", model=model, batch=(4, 8)
         ).detach()
     line = next(m for m in caplog.messages if "preset" in m)
-    batch = "effective batch 32 rows = 4 x 8 accumulation x 1 ranks x 1 islands"
+    batch = "effective batch 32 rows = 4 x 8 accumulation x 1 rank x 1 island"
     for part in (
         "preset diloco, one replica",
         "delta every 500",
@@ -351,7 +351,7 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
         "0 B per exchange",
     ):
         assert part in line, line
-    assert line.splitlines()[3].endswith("islands; 1 shard x 1 copy"), line
+    assert line.splitlines()[3].endswith("island; 1 shard x 1 copy"), line
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="fsdp_demo"):
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model).detach()

@@ -243,7 +243,7 @@ def test_hsdp_inside_one_island(run_ranks):
             params.append(probe.whole(model))
         position = exchange.channels[0].position
         exchange.finish()
-        return params, (position.shards, position.shard, position.copies, position.copy)
+        return params, (position.num_shards, position.shard, position.num_copies, position.copy)
 
     method = oracle.Demo(start(6), 1, sgd, shards=2, coding=coding())
     truth = follow(method, 6, 4)
@@ -352,13 +352,10 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
             channel = exchange.channels[0]
             work = exchange.state_dict()["channels"]["delta"]["accumulator"].clone()
             transform(channel.layout, work, inverse=True)
-            out = [torch.zeros(channel.shards.params[i].shape) for i in channel.covered]
+            out = [torch.zeros(channel.host.params[i].shape) for i in channel.covered]
             channel.layout.unpack(work, out)
             kept.append(
-                {
-                    channel.shards.params[i].name: x
-                    for i, x in zip(channel.covered, out, strict=True)
-                }
+                {channel.host.params[i].name: x for i, x in zip(channel.covered, out, strict=True)}
             )
 
         probe.train(me, config, sgd, 10, each=look)
@@ -486,7 +483,8 @@ def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, isla
     peers, outs = islands - 1, run_ranks(run, islands, 1)
     assert consistent(outs)
     for out in outs:
-        message = 56 + 4 * (2 + 32 + 48)  # header, four blocks: scale, values, packed indices
+        # header, four blocks: scale, values; 53 flags, symbols, 4 and 1 low bits of positions
+        message = 56 + 4 * (2 + 32) + 27 + 4 * (8 + 16 + 4)
         assert out["sends"] == [0, peers, 0, peers] and out["messages"] == out["exchanges"] == 2
         assert out["bytes_sent"] == out["bytes_received"] == 2 * peers * message
     dense = preset("diloco", momentum_warmup=0, period=2)
@@ -927,6 +925,9 @@ RESUMED = {
     "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"schedule.delay": 5}),
     "desloc": preset("desloc", embeddings=True, period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
+    "sign_loco": preset(
+        "sign_loco", period=3, momentum_warmup=2, clip=None, **{"schedule.delay": 1}
+    ),
 }
 
 

@@ -17,6 +17,7 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.config.channel import Applier, Channel, Codec, Reducer, SyncSchedule
 from fsdp_demo.config.schema import ExchangeConfig
+from fsdp_demo.exchange import vote_pace
 
 from .test_survivors import Small, backward
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
 GRADIENTS = (15.0, 30.0, 45.0)  # of each island, in every step
 VICTIM, AT, STEPS = 1, 5, 12  # told to end in step 5, the second of the second round of 4
-SAID = "for that of step 8 of the others, counts there"
+SAID = "it counts in their exchange of step 8"
 
 
 def plain(code: str = "fp32", weight: str = "equal") -> ExchangeConfig:
@@ -94,8 +95,9 @@ def test_the_steps_since_the_last_exchange_count_with_their_share(
     assert torch.equal(one[1], torch.full((3, 5000), -sum(rounds)))
 
 
-def test_all_ranks_of_an_island_leave_at_one_step(run_ranks) -> None:
+def test_all_ranks_of_an_island_leave_at_one_step(run_ranks, everywhere) -> None:
     """Two copies, both active; the signal comes to both, at unlike moments."""
+    everywhere.setattr(vote_pace, "EVERY", 0.0)  # they leave after the very step
     found = run_ranks(trained, 3, 2, env=ENV, args=(plain(),), check=False)
     values = ended(found, 2)
     rounds = [4 * sum(GRADIENTS) / 3, (4 * 15 + 4 * 45 + 0.5 * 2 * 30) / 2.5, 4 * (15 + 45) / 2]
@@ -106,6 +108,7 @@ CASES = {
     "diloco": preset("diloco", period=4, momentum_warmup=0),
     "diloco, int4": preset("diloco", period=4, momentum_warmup=0, value_dtype="int4"),
     "sparse_loco": preset("sparse_loco", period=4),
+    "sign_loco": preset("sign_loco", period=4, momentum_warmup=1),
     "muloco": preset("muloco", period=4),
     "decoupled_momentum": preset("decoupled_momentum", period=4),
     "decoupled_momentum, late": preset("decoupled_momentum", period=4, **{"schedule.delay": 3}),
@@ -148,9 +151,8 @@ def told(me: Any, case: str) -> Any:
 def test_presets(run_ranks, case: str) -> None:
     found = run_ranks(told, 3, 1, env=ENV, args=(case,), check=False)
     one, two = ended(found)
-    assert "counts there" in found[VICTIM].log and "saved as it was before" in found[VICTIM].log, (
-        found[VICTIM].log
-    )
+    log = found[VICTIM].log
+    assert "the others hold step" in log and "saved as it was before" in log, log
     assert all(torch.isfinite(v).all() for v in one[1].values())
     if CASES[case].equal_after_exchange:
         assert one[0] and two[0] and all(torch.equal(one[1][n], two[1][n]) for n in one[1])

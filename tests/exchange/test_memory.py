@@ -22,7 +22,7 @@ from fsdp_demo.channels.channel import ChannelRunner
 from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm import peers
-from fsdp_demo.compression import blocks, dense, quantize
+from fsdp_demo.compression import blocks, dense, positions, quantize
 from fsdp_demo.exchange import memory
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
 from fsdp_demo.exchange.plan import local_shape, plan_model
@@ -57,6 +57,7 @@ CASES: dict[str, ExchangeConfig] = {
     "diloco, int8": preset("diloco", period=2, value_dtype="int8"),
     "diloco, queued": preset("diloco", period=1, **{"schedule.delay": 2}),
     "local_sgd, late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
+    "sign_loco, no feedback": preset("sign_loco", beta=0.0, period=2),
     "muloco, int4": preset("muloco", period=2, value_dtype="int4"),
     "muloco, no codes": preset("muloco", period=2, value_dtype="fp32"),
     "released": preset("decoupled_momentum", rule="released", period=2),
@@ -74,12 +75,24 @@ RUNS = [(name, 2) for name in CASES] + [
 HELD = ("demo, late", "diloco, queued")
 
 
+def constants() -> None:
+    """The tables of the decoder of positions, which are made once in a process (80 kB)."""
+    form = positions.form(4096, 128)
+    planes = positions.encode(form, torch.arange(128).expand(8, 128))
+    positions.decode(form, planes, 8)
+
+
+@pytest.fixture(autouse=True)
+def made_once() -> None:
+    constants()
+
+
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and network pieces that are to the test's model what the real ones are to a real
     model.
     """
-    for name in ("WINDOW", "CACHED"):
+    for name in ("WINDOW", "CACHED", "CODED"):
         monkeypatch.setattr(blocks, name, getattr(blocks, name) // SCALE)
     monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
     monkeypatch.setattr(quantize, "CHUNK", quantize.CHUNK // SCALE)
@@ -191,6 +204,7 @@ def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
         named = list(model.named_parameters())
         optimizer = fsdp_demo.base_optimizer(config, named)
         ledger = weighing.Ledger()
+        constants()
         with weighing.followed(ledger):
             exchange = fsdp_demo.attach(optimizer, config, model=model)
             for _ in range(2):
@@ -292,6 +306,7 @@ def test_published_settings() -> None:
         **sparse,
         "decoupled_momentum": 8.0,
         "sparse_loco": 8.0,
+        "sign_loco": 12.0,
         "muloco": 12.0,
     }
     assert host == {
@@ -302,6 +317,7 @@ def test_published_settings() -> None:
         "stride": 0.0,
         "decoupled_momentum": 4.0,
         "sparse_loco": 4.0,
+        "sign_loco": 8.0,
         "muloco": 8.0,
     }
     assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {

@@ -33,6 +33,7 @@ CONFIGS = {
     "decoupled_momentum": preset("decoupled_momentum", period=1, **PLAIN),
     "released": preset("decoupled_momentum", period=1, rule="released", **PLAIN),
     "sparse_loco": preset("sparse_loco", period=1, **PLAIN),
+    "sign_loco": preset("sign_loco", period=1, momentum_warmup=0, **PLAIN),
     "local_sgd": preset("local_sgd", period=1, **PLAIN),
     "local_sgd late": preset("local_sgd", period=2, **PLAIN, **{"schedule.delay": 1}),
 }

@@ -34,6 +34,7 @@ CONFIGS = {
     "decoupled_momentum": preset("decoupled_momentum", period=2),
     "released": preset("decoupled_momentum", period=2, rule="released"),
     "sparse_loco": preset("sparse_loco", period=2),
+    "sign_loco": preset("sign_loco", period=2, momentum_warmup=0),
     "muloco": preset("muloco", period=2, **AS_IS),
     "local_sgd": preset("local_sgd", period=2),
     "local_sgd late": preset("local_sgd", period=3, **{"schedule.delay": 1}),

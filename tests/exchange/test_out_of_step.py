@@ -137,6 +137,7 @@ def test_guard_does_not_ask_to_be_started_again(run_ranks: Callable[..., Any]) -
 
     outcomes = run_ranks(run, 2, 1, check=False)
     assert [o.status for o in outcomes] == [78, 78]
+    assert all("for the steps of the others see fsdp-demo inspect" in o.log for o in outcomes)
     assert "once that is mended" in outcomes[0].log and "finished at step 4" in outcomes[1].log
 
 

@@ -29,7 +29,7 @@ HEADER = {
 
 
 def tree() -> dict[str, Any]:
-    """Of a delta channel with a message under way that has arrived, key by key as formats 1 and 2
+    """Of a delta channel with a message under way that has arrived, key by key as formats 1 to 3
     have it.
     """
     sent = {

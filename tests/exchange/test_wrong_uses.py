@@ -15,6 +15,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.hosts.torch_params import TURNS
 
 from ..hosts.test_tick import Net, equal, sgd
 from ..support import threaded
@@ -208,6 +209,33 @@ def test_requires_grad_switched_after_attach(kind: str) -> None:
     assert exchange.step == 3
 
 
+@pytest.mark.parametrize("which", [0, 37, 99])
+def test_of_many_parameters_each_is_looked_at_within_some_steps(which: int) -> None:
+    """A step at which nothing is due does not look at all of them."""
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(100)]
+    optimizer = sgd(params)
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=1000, clip=None, **AS_IS))
+    asked = list[int]()
+
+    class Counted(torch.nn.Parameter):
+        @property
+        def requires_grad(self) -> bool:  # type: ignore[override]
+            asked.append(1)
+            return True
+
+    exchange.host.check_trained(0)
+    params[which].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=rf"requires_grad of .*{which} was switched off"):
+        for _ in range(TURNS):
+            optimizer.step()
+    params[which].requires_grad_(True)
+    steps = exchange.step
+    params[5] = optimizer.param_groups[0]["params"][5] = Counted(torch.zeros(2))
+    for _ in range(70):
+        optimizer.step()
+    assert exchange.step == steps + 70 and len(asked) < 40
+
+
 def test_one_of_two_optimizers_is_switched_off_while_the_other_steps() -> None:
     """As GANs do it: what another optimizer steps is looked at when that one does."""
     net = alone()
@@ -265,7 +293,7 @@ def test_dtypes_that_cannot_be_exchanged(said: Any) -> None:
     assert "not fp32" not in said()
     low = alone().bfloat16()
     fsdp_demo.attach(sgd(low.parameters()), "full", model=low).detach()
-    assert "4 parameters are not fp32" in said()
+    assert "4 parameters not in fp32 (" in said()
 
 
 def test_sparse_gradients() -> None:
@@ -346,18 +374,16 @@ def test_under_fsdp2(run_ranks: Any) -> None:
                 net(torch.ones(2, 66))
             os.environ["ISLAND_RUN"] += "+"
             exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
-            assert [s.name for s in exchange.shards.params] == [
+            assert [s.name for s in exchange.host.params] == [
                 "a.weight",
                 "a.bias",
                 "b.weight",
                 "b.bias",
             ]
-            assert exchange.shards.states() == ["momentum_buffer"] and not exchange.shards.outside(
-                net
-            )
+            assert exchange.host.states() == ["momentum_buffer"] and not exchange.host.outside(net)
             assert all(
                 torch.signbit(m).all()
-                for m in exchange.shards.read("state:momentum_buffer")
+                for m in exchange.host.tensors("state:momentum_buffer")
                 if m is not None
             )
             if late and me.proc == 0:

@@ -178,7 +178,7 @@ def test_desloc_averages_the_named_states_of_each_part(run_ranks):
         )
         exchange = fsdp_demo.attach(optimizer, config, model=model)
         covered = {
-            c.channel.name: [exchange.shards.params[i].name for i in c.covered]
+            c.channel.name: [exchange.host.params[i].name for i in c.covered]
             for c in exchange.channels
         }
         states = []

@@ -43,7 +43,7 @@ def wrapped(me: Any) -> Any:
             (
                 unwrap_model(outside) is model,
                 list(tensors_of(outside, [])),
-                [s.name for s in exchange.shards.params],
+                [s.name for s in exchange.host.params],
             )
         )
         exchange.detach()

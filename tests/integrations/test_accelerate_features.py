@@ -153,7 +153,7 @@ def train(
     out["exchanges"], out["forwards"], out["names"] = (
         exchange.metrics()["exchanges"],
         len(forwards),
-        [s.name for s in exchange.shards.params],
+        [s.name for s in exchange.host.params],
     )
     exchange.finish()
     out["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]

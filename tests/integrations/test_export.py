@@ -5,6 +5,7 @@ loads from the folder.
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,6 +439,19 @@ def test_of_a_trainer_in_a_mesh(run_ranks, tmp_path, case):
     again = script.trainer(tmp_path / "again", {}, split=False)
     again.model = again.model_wrapped = loaded(tmp_path / "out")
     assert chosen.kind == kind and abs(again.evaluate()["eval_loss"] - out[0][0][0]) < 1e-6
+
+
+def test_the_command_runs_on_the_cpu_without_a_warning_of_deepspeed(monkeypatch, tmp_path):
+    """transformers imports DeepSpeed where it is there, which warns if it finds no GPU."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    seen = []
+
+    def write(*_, **__):
+        seen.append(os.environ.get("DS_ACCELERATOR"))
+        return SimpleNamespace(step=4, says="the anchor")
+
+    monkeypatch.setattr("fsdp_demo.integrations.export.pretrained.export", write)
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 0 and seen == ["cpu"]
 
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):

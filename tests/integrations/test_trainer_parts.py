@@ -30,21 +30,21 @@ def test_flags(tmp_path):
     parser = HfArgumentParser((ExchangeArguments, TrainingArguments))
     common = ["--output_dir", str(tmp_path), "--use_cpu"]
     exchange, args = parser.parse_args_into_dataclasses(
-        [*common, "--exchange", "demo", "--set", "codec.topk=16", "seed=3"]
+        [*common, "--exchange", "demo", "--set", "codec.topk=16", "clip=3"]
     )
-    twice = [*common, "--exchange", "demo", "--set", "codec.topk=16", "--set", "seed=3"]
+    twice = [*common, "--exchange", "demo", "--set", "codec.topk=16", "--set", "clip=3"]
     assert parser.parse_args_into_dataclasses(twice)[0] == exchange
     keywords = exchange.trainer(lr=args.learning_rate)
     assert keywords["callbacks"][0].config == fsdp_demo.load_config(
-        "demo", ["codec.topk=16", "seed=3"]
+        "demo", ["codec.topk=16", "clip=3"]
     )
     assert keywords["optimizer_cls_and_kwargs"][1]["lr"] == 5e-5
     assert (
         set(ExchangeArguments("diloco").trainer()) == {"callbacks"}
         and ExchangeArguments().trainer() == {}
     )
-    with pytest.raises(ValueError, match="--set seed=3 changes an exchange, but there is none"):
-        ExchangeArguments(set=["seed=3"]).config()
+    with pytest.raises(ValueError, match="--set clip=3 changes an exchange, but there is none"):
+        ExchangeArguments(set=["clip=3"]).config()
     path = tmp_path / "mine.yaml"
     path.write_text("preset: diloco\nschedule:\n  sync_every: 7\n")
     assert ExchangeCallback(str(path)).config.channels[0].schedule.sync_every == 7
@@ -94,7 +94,7 @@ def test_streams_are_dealt(tmp_path):
         ValueError, match=r"dictionary of splits \(train, test\): give the training split"
     ):
         split_dataset_by_island({"train": [1], "test": [2]}, ISLANDS[0])
-    with pytest.raises(ValueError, match="2 rows are too few for 3 islands"):
+    with pytest.raises(ValueError, match="2 rows for 3 islands, which is too few"):
         split_dataset_by_island([1, 2], ISLANDS[0])
 
 

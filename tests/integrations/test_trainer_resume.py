@@ -31,6 +31,7 @@ PERIODS = {
         "diloco",
         "decoupled_momentum",
         "sparse_loco",
+        "sign_loco",
         "muloco",
     )
 }

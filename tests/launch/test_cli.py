@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fsdp_demo import cli
 from fsdp_demo.comm.address import join_address, split_address
+from fsdp_demo.errors import StoreSilent
 from fsdp_demo.launch import rehearse, run
 from fsdp_demo.launch.console import Console, Splitter
 from fsdp_demo.launch.rehearse import Rehearsal, Supervisor, devices
@@ -109,6 +110,9 @@ time.sleep(120)
 """
 
 
+TOKEN = "a token that is long enough"
+
+
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "fsdp_demo.cli", *words]
 
@@ -138,7 +142,11 @@ def processes_of(run_id: str) -> list[int]:
 def rehearsal(run_id: str, script: Path, *words: str) -> subprocess.Popen[str]:
     full = command("rehearse", "--islands", "2", "--run", run_id, *words)
     full = full if "--" in words else [*full, "--", str(script)]
-    return subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # the variable is that of the rehearsal, too: what is forked shows that of its parent in /proc
+    env = {**os.environ, "ISLAND_RUN": run_id}
+    return subprocess.Popen(
+        full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
 
 
 def store_of(parent: int) -> int:
@@ -169,9 +177,11 @@ def lines_until(process: subprocess.Popen[str], text: str, times: int) -> list[s
 # Rehearse
 
 
+@pytest.mark.gloo
 def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
-    run_id: str, tmp_path: Path
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")  # the script meets at torch's own store
     script = tmp_path / "meet.py"
     script.write_text(MEET)
     words = (
@@ -337,9 +347,13 @@ def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path)
 
 
 @ON_LINUX
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rehearse", "launcher"])
-def test_nothing_is_left_when_a_parent_is_killed(victim: str, run_id: str, tmp_path: Path) -> None:
+def test_nothing_is_left_when_a_parent_is_killed(
+    victim: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")  # the others end when an island does
     script = tmp_path / "wait.py"
     script.write_text(WAIT.format(act=""))
     process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
@@ -399,6 +413,7 @@ def test_gpus_are_split_over_islands(
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rehearse, "_may_have_gpus", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -478,6 +493,45 @@ def test_a_progress_bar_does_not_fill_a_file() -> None:
         console.show("island0", f"{percent}%", passing=True, first=True)
     console.show("island0", "100%")
     assert file.getvalue() == "[island0] 0%\n[island0] 100%\n"
+
+
+def test_a_name_that_a_line_has_already_is_not_written_twice() -> None:
+    file = io.StringIO()
+    console = Console(file)
+    for text in ("[island0] preset demo", "[island1] elsewhere", "plain"):
+        console.show("island0", text)
+    written = "[island0] preset demo\n[island0] [island1] elsewhere\n[island0] plain\n"
+    assert file.getvalue() == written
+
+
+# Errors
+
+
+def test_a_store_that_is_silent_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fsdp_demo.comm.topology.Topology.open_store", refuse(StoreSilent("none")))
+    monkeypatch.setenv("ISLAND_ENDPOINT", "zmq://127.0.0.1:1")
+    assert cli.main(["status"]) == 1
+    assert capsys.readouterr().err == "fsdp-demo: error: none\n"
+
+
+def test_a_file_that_cannot_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = PermissionError(13, "Permission denied", "run")
+    monkeypatch.setattr("fsdp_demo.checkpoint.inspect.inspect", refuse(broken))
+    assert cli.main(["inspect", "run"]) == 1
+    assert capsys.readouterr().err == "fsdp-demo: error: [Errno 13] Permission denied: 'run'\n"
+
+
+def refuse(error: Exception) -> Callable[..., Any]:
+    """A function that raises it."""
+
+    def act(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return act
 
 
 # Store
@@ -594,8 +648,42 @@ def test_a_short_token_and_an_open_door_are_told(
         in serve("127.0.0.1:0", "a token").warnings[0]
     )
     monkeypatch.setenv("ISLAND_TOKEN", "short")
-    assert cli.main(["store", "--bind", "zmq://127.0.0.1:0", "--file", ":memory:"]) == 2
-    assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
+    for bind in ("zmq://127.0.0.1:0", "127.0.0.1:0"):
+        assert cli.main(["store", "--bind", bind]) == 2
+        assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "status", "says"),
+    [
+        (TOKEN, "short", 2, "ISLAND_TOKEN has 5 characters, allowed are 16 or more"),
+        (TOKEN, "another token, as long", 2, "must be the same at the store"),
+        (TOKEN, "", 2, "must be the same at the store"),
+        (TOKEN, TOKEN, 1, ""),
+    ],
+)
+def test_status_ends_whatever_token_it_is_given(
+    there: str, here: str, status: int, says: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("zmq")
+    from fsdp_demo.launch.durable_store import DurableStore, InThread
+
+    served = InThread(DurableStore("zmq://127.0.0.1:0", tmp_path / "keys", there))
+    env = {
+        **os.environ,
+        "ISLAND_ENDPOINT": served.endpoint,
+        "ISLAND_RUN": "none",
+        "ISLAND_TOKEN": here,
+        "PYTHONPATH": str(Path(cli.__file__).parents[1]),
+    }
+    try:
+        done = subprocess.run(
+            command("status"), env=env, capture_output=True, text=True, timeout=120
+        )
+    finally:
+        served.end()
+    assert done.returncode == status and says in done.stderr, done.stderr
+    assert "nobody has met" in done.stdout or status == 2
 
 
 def listens_on(port: int) -> list[str]:
@@ -694,6 +782,8 @@ def test_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixture[st
         >= {"full", "demo", "diloco", "decoupled_momentum"}
     )
     assert all(len(line.split()) > 1 for line in listed)
+    kinds = {line.split()[0]: line.split()[1] for line in listed}
+    assert (kinds["full"], kinds["sign_loco"], kinds["desloc"]) == ("baseline", "ours", "paper")
     assert cli.main(["presets", "demo", "--yaml"]) == 0
     assert fsdp_demo.ExchangeConfig.from_yaml(capsys.readouterr().out) == fsdp_demo.preset("demo")
     assert cli.main(["presets", "diloko"]) == 2
@@ -782,11 +872,12 @@ def test_inspect_says_what_is_in_a_run(
     assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])] and late[
         "in_flight"
     ][0]["bytes"] > 0
-    assert one["versions"]["format"] == 2 and one["bytes"] > 2 * 910 * 4
+    assert one["versions"]["format"] == 3 and one["bytes"] > 2 * 910 * 4
     assert cli.main(["inspect", str(run_folder)]) == 0
     text = capsys.readouterr().out
     for wanted in (
         "island1/checkpoint-4",
+        "0 and 1 in the last exchange",
         "42, of island 0",
         "42, of island 1",
         "sync_every=2",
@@ -795,6 +886,44 @@ def test_inspect_says_what_is_in_a_run(
         "whole on all islands: 3 and 4",
     ):
         assert wanted in text, text
+
+
+def described(step: int, island: int, islands: int, took: list[int] | None = None) -> Any:
+    """What `inspect` says of one checkpoint, as far as `shared` reads it."""
+    holds = {str(island): f"island{island}"}
+    return {
+        "step": step,
+        "islands": islands,
+        "holds": holds,
+        "complete": True,
+        "participants": list(range(islands)) if took is None else took,
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ([described(s, i, 2) for i in (0, 1) for s in (50, 100)], "on all islands: 50 and 100"),
+        (  # a disk of its own
+            [described(s, 0, 2) for s in (50, 100)],
+            "the islands whose folders are here (island 0 of 2): 50 and 100\n"
+            "the folders here say nothing of that of 1: look there, too",
+        ),
+        (  # an old folder of an island that was dropped
+            [*(described(s, i, 2) for i in (0, 1) for s in (95, 100)), described(50, 2, 3)],
+            "whole on all islands: 95 and 100",
+        ),
+        (
+            [*(described(s, i, 3, [0, 1]) for i in (0, 1) for s in (95, 100)), described(50, 2, 3)],
+            "whole on all islands: no step\nin step 100, the newest, took part: 0 and 1 of 3. With "
+            "--resume auto the others take over from these; whole on these: 95 and 100",
+        ),
+    ],
+)
+def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: str) -> None:
+    from fsdp_demo.checkpoint.inspect import shared
+
+    assert shared(found).endswith(says), shared(found)
 
 
 def test_inspect_says_what_is_missing_or_damaged(

@@ -153,8 +153,14 @@ def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         == 2
     )
     assert "--restarts -1: must be 0 or more" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="must be 0 or more"):
-        launch.main(["--restarts", "-1", "torchrun", "x.py"])
+    for words, text in (
+        (["--restarts", "-1", "torchrun", "x.py"], "--restarts -1: must be 0 or more"),
+        (["foo", "x.py"], "launcher 'foo': expected accelerate, deepspeed, torchrun"),
+        ([], "launcher none: expected"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            launch.main(words)
+        assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
 @ON_LINUX
@@ -224,6 +230,7 @@ def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: P
 
 
 @ON_LINUX
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:  # noqa: F811

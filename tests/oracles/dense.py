@@ -17,7 +17,7 @@ from . import quantise
 from .blocks import shard_rows
 from .replicas import Tensors, mean
 
-BYTES = {"int4": 0.5, "fp4_e3m0": 0.5, "fp4_e2m1": 0.5, "2bit": 0.25}
+BYTES = {"int4": 0.5, "fp4_e3m0": 0.5, "fp4_e2m1": 0.5, "2bit": 0.25, "1bit": 0.125}
 LARGEST = {"int8": 127, "int4": 7, "fp4_e3m0": 1, "fp4_e2m1": 6}
 
 
@@ -54,6 +54,8 @@ def _group(v: np.ndarray, code: str) -> np.ndarray:
             for p in (~high, high)
         ]
         return sign * np.where(high, levels[1], levels[0])
+    if code == "1bit":
+        return sign * _bf16(quantise.fold(list(size)) / np.float32(len(v)))
     scale = _bf16(size.max(initial=np.float32(0)) / np.float32(LARGEST[code]))
     if scale == 0:
         return np.zeros_like(v)

@@ -1,8 +1,8 @@
-"""Values on the wire: bf16 by its bits, codes of 8, 4 and 2 bits with bf16 scales per group; one
+"""Values on the wire: bf16 by its bits, codes of 8, 4, 2 and 1 bits with bf16 scales per group; one
 value at a time, exact fractions.
 
 Only two things are fp32's: the quotient of a value and its scale, and the sums behind the two
-levels of 2bit, which are folded in halves.
+levels of 2bit and the one of 1bit, which are folded in halves.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def int8(values: torch.Tensor) -> tuple[float, list[int]]:
 
 def cut(values: torch.Tensor, code: str) -> list[torch.Tensor]:
     """One row as groups of consecutive values that share a scale; the last may be shorter."""
-    size = {"int8": 4096, "int4": 256, "fp4_e3m0": 4096, "fp4_e2m1": 32, "2bit": 256}[code]
+    size = {"int8": 4096, "int4": 256, "fp4_e3m0": 4096, "fp4_e2m1": 32, "2bit": 256}.get(
+        code, 4096
+    )
     row = values.float().reshape(-1)
     return [row[i : i + size] for i in range(0, len(row), size)]
 
@@ -127,11 +129,21 @@ def two_bit(values: torch.Tensor) -> tuple[tuple[float, float], list[tuple[int, 
     return (levels[0], levels[1]), [(int(np.signbit(x)), int(abs(x) >= threshold)) for x in v]
 
 
+def one_bit(values: torch.Tensor) -> tuple[float, list[int]]:
+    """(the bf16 mean of |v|, the sign bit of each value) of a group."""
+    v = values.float().reshape(-1).numpy()
+    mean = fold([abs(x) for x in v]) / np.float32(len(v))
+    return bf16(float(mean)), [int(np.signbit(x)) for x in v]
+
+
 def scales_and_codes(group: torch.Tensor, code: str) -> tuple[list[float], list[int]]:
     """The scales of a group and the codes of its values as they stand in the bytes (unsigned)."""
     if code == "2bit":
         levels, pairs = two_bit(group)
         return list(levels), [2 * sign + high for sign, high in pairs]
+    if code == "1bit":
+        mean, signs = one_bit(group)
+        return [mean], signs
     if code in MAGNITUDES:
         scale, pairs = fp4(group, code)
         return [scale], [8 * sign + magnitude for sign, magnitude in pairs]
@@ -153,7 +165,7 @@ def encoded(rows: torch.Tensor, code: str) -> bytes:
             s, q = scales_and_codes(group, code)
             scales += s
             codes += q
-    bits = {"int8": 8, "2bit": 2}.get(code, 4)
+    bits = {"int8": 8, "2bit": 2, "1bit": 1}.get(code, 4)
     # little-endian: all codes are one long number
     number = sum(q << (bits * i) for i, q in enumerate(codes))
     return b"".join(struct.pack("<f", s)[2:] for s in scales) + number.to_bytes(
@@ -183,4 +195,7 @@ def dequantised(values: torch.Tensor, code: str) -> torch.Tensor:
         elif code == "2bit":
             levels, pairs = two_bit(group)
             out += [(-1.0 if sign else 1.0) * levels[high] for sign, high in pairs]
+        elif code == "1bit":
+            mean, signs = one_bit(group)
+            out += [(-1.0 if sign else 1.0) * mean for sign in signs]
     return torch.tensor(out, dtype=torch.float32).reshape(values.shape)

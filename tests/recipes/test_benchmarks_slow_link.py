@@ -68,8 +68,9 @@ def test_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
 
 def test_the_grid_has_all_presets_and_runs_whole_cycles() -> None:
     grid = slow_link.cases(20, 15)
-    wanted = {"full", "demo", "diloco", "streaming_diloco", "decoupled_momentum", "desloc"}
-    assert {c.preset for c in grid} == wanted
+    late = {"demo", "diloco", "streaming_diloco", "local_sgd", "decoupled_momentum", "desloc"}
+    assert {c.preset for c in grid} == late | {"full"}
+    assert {c.preset for c in grid if any(x.schedule.delay for x in c.config.channels)} == late
     assert {
         max(x.schedule.delay for x in c.config.channels) for c in grid if c.preset == "demo"
     } == {0, 1}
@@ -111,6 +112,7 @@ def cell(link: Link, rate: float, steps: int) -> slow_link.Cell:
         one = {
             "seconds": 100 * steps / (rate * factor) * 2,
             "waiting": 0.1 * steps,
+            "cpu": 0.05 * steps,
             "tokens": 100 * steps,
             "metered": 1000 * steps,
         }
@@ -141,6 +143,11 @@ def test_rows_and_the_table() -> None:
     assert rows[0]["spread"] == pytest.approx([900, 1100]) and rows[0][
         "interface_over_meter"
     ] == pytest.approx(1.05)
+    assert rows[0]["cpu_seconds_per_step"] == pytest.approx(0.05)
+    slow.lab = 0.1 * sum(max(a["seconds"] for a in run) for run in slow.runs)
+    row = slow_link._row(case, slow, first, 1.05, 7, args)
+    assert row["lab_share"] == pytest.approx(0.1)
+    assert row["ratio_without_lab"] == pytest.approx(0.01 / 0.9)
     text = slow_link.show(rows)
     assert (
         "10*" in text
@@ -149,6 +156,20 @@ def test_rows_and_the_table() -> None:
         and "20.0% of 3" in text
     )
     assert "*" not in slow_link.show(rows[:1])
+
+
+def test_a_cell_longer_than_the_patience_is_left_out_or_made_shorter() -> None:
+    args = slow_link._parser().parse_args(["--patience", "60"])
+    slow, long, short = Link(10e6, 0.02), cell(Link(), 1000.0, 120), cell(Link(), 1000.0, 6)
+    for run in (*long.runs, *short.runs):
+        for a in run:
+            a["metered"] = 1e6 * a["tokens"] / 100  # 1 MB a step, 0.8 s at 10 Mbit/s
+    made = slow_link.Cell(slow, 120, 5)
+    assert not slow_link._fits(made, long, args) and made.steps == 120
+    made = slow_link.Cell(Link(100e6, 0.02), 120, 5)
+    assert slow_link._fits(made, long, args)
+    made = slow_link.Cell(Link(0.1e6, 0.02), 6, 5)
+    assert slow_link._fits(made, short, args) and made.steps == 1
 
 
 def test_a_finished_file_is_shown_and_another_setting_refused(

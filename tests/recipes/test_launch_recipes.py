@@ -488,12 +488,27 @@ def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path,
         ("ssh/islands.sh", {"HOSTS": ""}, "the hosts as ssh knows them"),
         ("ssh/islands.sh", {"HOSTS": "a b", "ADDRESSES": "127.0.0.1"}, "2 HOSTS and 1 ADDRESSES"),
         ("ssh/mesh.sh", {"HOSTS": "a b", "LAUNCHER": "mpirun"}, "LAUNCHER=mpirun"),
+        ("slurm/islands-4nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
+        ("slurm/mesh-2nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
     ],
 )
 def test_wrong_variables_are_refused_at_once(launch, file, variables, message):
     process = launch(file, **variables)
     output = process.communicate(timeout=30)[0]
-    assert process.returncode != 0 and message in output
+    assert process.returncode == 2 and message in output
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(f"ssh/{name}.sh" for name in ("islands", "mesh")),
+        *(f"slurm/{name}.sbatch" for name in ("islands-2nodes", "islands-4nodes", "mesh-2nodes")),
+    ],
+)
+def test_help_is_the_head_of_the_file(file):
+    words = ["bash", str(RECIPES / file), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=RECIPES.parent, timeout=30)
+    assert done.returncode == 0 and "recipes/" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("nodes", [2, 4])

@@ -47,6 +47,7 @@ RUNS = {
     "stride": ([], 5),
     "decoupled_momentum": (["period=4"], 6),
     "sparse_loco": (["period=4"], 6),
+    "sign_loco": (["period=4", "momentum_warmup=1"], 6),
     "muloco": (["period=4"], 6),
 }
 FAMILIES = {  # presets that share their ranks
@@ -54,7 +55,7 @@ FAMILIES = {  # presets that share their ranks
     "sources": ["demo", "desloc", "streaming_diloco"],
     "gradients": ["full", "random", "stride"],
     "averages": ["local_sgd", "local_adam", "diloco"],
-    "momenta": ["decoupled_momentum", "sparse_loco", "muloco"],
+    "momenta": ["decoupled_momentum", "sparse_loco", "sign_loco", "muloco"],
 }
 LATE = {  # further ways to have payloads under way
     "demo delayed": ("demo", ["momentum.schedule.delay=2"], 5),

@@ -80,6 +80,7 @@ def test_a_kill_before_the_first_common_save_goes_on_by_itself(run_ranks, source
     assert (
         last(source, "run", 0)["digests_equal"] is True
         and "takes over from the other islands" in again[1].log
+        and "the count of tokens begin anew here" in again[1].log
     )
     common = [
         key

@@ -16,7 +16,7 @@ At = tuple[Member, int]
 
 
 class Bench:
-    """`members` x `lines` ranks. Frames and votes wait until they are let through.
+    """`members` x `peer_groups` ranks. Frames and votes wait until they are let through.
 
     Attributes:
         did: what each rank asked for, but frames, votes and reports.
@@ -24,15 +24,15 @@ class Bench:
     """
 
     def __init__(
-        self, members: str = "ABC", lines: int = 2, window: int = 2, min_continue: int = 1
+        self, members: str = "ABC", peer_groups: int = 2, window: int = 2, min_continue: int = 1
     ):
         self.members = [Member("ABCDE".index(x)) for x in members]
-        self.lines = lines
+        self.peer_groups = peer_groups
         self.record = first_record(self.members)
         self.ranks: dict[At, Rank] = {
-            (m, r): entered(m, r, lines, self.record, window, min_continue)
+            (m, r): entered(m, r, peer_groups, self.record, window, min_continue)
             for m in self.members
-            for r in range(lines)
+            for r in range(peer_groups)
         }
         self.frames: list[tuple[At, At, moves.Received]] = []
         self.votes: list[tuple[At, moves.Voted]] = []
@@ -50,7 +50,7 @@ class Bench:
             elif isinstance(action, moves.CastVote):
                 self.votes += [
                     ((at[0], r), moves.Voted(action.ballot, action.epoch))
-                    for r in range(self.lines)
+                    for r in range(self.peer_groups)
                     if r != at[1]
                 ]
             elif isinstance(action, moves.PostReport):
@@ -66,12 +66,16 @@ class Bench:
                 self.tell(at, moves.Launched(n, kind))
 
     def let(
-        self, sender: Any = None, to: Any = None, line: int | None = None, n: int | None = None
+        self,
+        sender: Any = None,
+        to: Any = None,
+        peer_group: int | None = None,
+        n: int | None = None,
     ) -> None:
         """Let frames through that are on their way, and those that follow from them, of these
-        islands and this line.
+        islands and this peer group.
         """
-        while found := [f for f in self.frames if fits(f, sender, to, line, n)]:
+        while found := [f for f in self.frames if fits(f, sender, to, peer_group, n)]:
             self.frames.remove(found[0])
             if found[0][2].view == self.ranks[found[0][1]].record.view:
                 self.tell(found[0][1], found[0][2])
@@ -86,12 +90,14 @@ class Bench:
 
     def beats(self) -> None:
         """All hear how far all others have landed."""
-        for (m, line), rank in list(self.ranks.items()):
+        for (m, peer_group), rank in list(self.ranks.items()):
             for peer in self.members:
-                if peer != m and self.ranks[peer, line].record.view == rank.record.view:
+                if peer != m and self.ranks[peer, peer_group].record.view == rank.record.view:
                     self.tell(
-                        (m, line),
-                        moves.LandedHeard(rank.record.view, peer, self.ranks[peer, line].landed),
+                        (m, peer_group),
+                        moves.LandedHeard(
+                            rank.record.view, peer, self.ranks[peer, peer_group].landed
+                        ),
                     )
 
     def freeze(self, *who: Member, lost: tuple[Member, ...] = ()) -> None:
@@ -126,7 +132,7 @@ class Bench:
     def delivered(self, member: Member, n: int = 0) -> list[str | None]:
         """For each rank of the island whose contributions it delivered as n: "ABC"."""
         found = []
-        for r in range(self.lines):
+        for r in range(self.peer_groups):
             own = [a for a in self.did[member, r] if isinstance(a, moves.Deliver) and a.n == n]
             sets = ["".join("ABCDE"[m.slot] for m in a.contributors) for a in own]
             assert len(sets) <= 1
@@ -145,11 +151,11 @@ def replaced_lost(rank: Rank, member: Member) -> Rank:
     return replace(rank, lost=rank.lost | {member})
 
 
-def fits(item: Any, sender: Any, to: Any, line: int | None, n: int | None) -> bool:
+def fits(item: Any, sender: Any, to: Any, peer_group: int | None, n: int | None) -> bool:
     """Whether a frame is among those that are let through."""
     (a, _), (b, r), frame = item
     ends = all(
         w is None or x == w or (not isinstance(w, Member) and x in w)
         for w, x in [(sender, a), (to, b)]
     )
-    return ends and line in (None, r) and n in (None, frame.n)
+    return ends and peer_group in (None, r) and n in (None, frame.n)

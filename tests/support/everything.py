@@ -34,8 +34,8 @@ class World(NamedTuple):
 
 
 class Everything:
-    """`islands` x `lines` ranks, one message of each kind; at most `changes` records and `crashes`
-    crashed islands.
+    """`islands` x `peer_groups` ranks, one message of each kind; at most `changes` records and
+    `crashes` crashed islands.
 
     Attributes:
         worlds: how many states were visited.
@@ -44,12 +44,17 @@ class Everything:
     """
 
     def __init__(
-        self, kinds: tuple[Kind, ...], islands: int, lines: int, changes: int = 1, crashes: int = 1
+        self,
+        kinds: tuple[Kind, ...],
+        islands: int,
+        peer_groups: int,
+        changes: int = 1,
+        crashes: int = 1,
     ):
-        self.kinds, self.islands, self.lines, self.changes, self.crashes = (
+        self.kinds, self.islands, self.peer_groups, self.changes, self.crashes = (
             kinds,
             islands,
-            lines,
+            peer_groups,
             changes,
             crashes,
         )
@@ -60,9 +65,9 @@ class Everything:
         """Visit all; raise a `Violation` of I1, I2 or "stuck"."""
         record = first_record(Member(i) for i in range(self.islands))
         ranks = tuple(
-            entered(m, r, self.lines, record, len(self.kinds))
+            entered(m, r, self.peer_groups, record, len(self.kinds))
             for m in record.members
-            for r in range(self.lines)
+            for r in range(self.peer_groups)
         )
         none: tuple[None, ...] = (None,) * len(self.kinds)
         start = World(ranks, (none,) * len(ranks), (), frozenset(), (), (record,), self.crashes)
@@ -94,7 +99,7 @@ class Everything:
                 if to == at:
                     yield self._fed(w._replace(votes=w.votes - {(to, vote)}), at, vote)
             for m in rank.record.members:
-                peer = w.ranks[m.slot * self.lines + rank.rank]
+                peer = w.ranks[m.slot * self.peer_groups + rank.rank]
                 if m != rank.me and peer is not None and peer.record.view == rank.record.view:
                     yield self._fed(w, at, moves.LandedHeard(rank.record.view, m, peer.landed))
             if any(r.view == rank.record.view for r in w.reports):
@@ -118,7 +123,9 @@ class Everything:
                     yield self._fed(w, at, moves.PeerLost(m)) if m != rank.me else w
         if w.crashes and len(w.records) <= self.changes:
             for i in range(self.islands):
-                ranks = tuple(None if at // self.lines == i else r for at, r in enumerate(w.ranks))
+                ranks = tuple(
+                    None if at // self.peer_groups == i else r for at, r in enumerate(w.ranks)
+                )
                 yield w._replace(ranks=ranks, crashes=w.crashes - 1)
 
     def _fed(self, w: World, at: int, event: moves.Event) -> World:
@@ -134,17 +141,17 @@ class Everything:
         if isinstance(action, moves.Send):
             frames = dict(w.frames)
             for m in action.to:
-                link = (at, m.slot * self.lines + rank.rank)
+                link = (at, m.slot * self.peer_groups + rank.rank)
                 frame = moves.Received(
                     action.view, action.epoch, rank.me, action.n, action.kind, action.piece
                 )
                 frames[link] = (*frames.get(link, ()), frame)
             return w._replace(frames=_sorted(frames))
         if isinstance(action, moves.CastVote):
-            first = at - at % self.lines
+            first = at - at % self.peer_groups
             to = {
                 (k, moves.Voted(action.ballot, action.epoch))
-                for k in range(first, first + self.lines)
+                for k in range(first, first + self.peer_groups)
                 if k != at
             }
             return w._replace(votes=w.votes | to)
@@ -171,7 +178,9 @@ class Everything:
 
     def _members(self, w: World) -> list[int]:
         return [
-            m.slot * self.lines + line for m in w.records[-1].members for line in range(self.lines)
+            m.slot * self.peer_groups + peer_group
+            for m in w.records[-1].members
+            for peer_group in range(self.peer_groups)
         ]
 
     def _end(self, w: World) -> None:
@@ -187,7 +196,7 @@ class Everything:
                 raise Violation("stuck", f"{rank}")
         sets = {
             m.slot: tuple(
-                tuple(x.slot for x in got[0]) for got in w.got[m.slot * self.lines] if got
+                tuple(x.slot for x in got[0]) for got in w.got[m.slot * self.peer_groups] if got
             )
             for m in w.records[-1].members
         }

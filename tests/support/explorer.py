@@ -25,7 +25,8 @@ with `everything.py`, which leaves out nothing, where that is small enough):
 6. A message that a rank launches before a change is launched when the view begins; what it receives
    before it launches may as well come later. Else it is launched in a later view, and that while it
    is frozen comes to the same as when it has adopted: checked.
-7. Islands are alike and lines are alike: states that differ by names alone are one. Epochs are
+7. Islands are alike and peer groups are alike: states that differ by names alone are one. Epochs
+are
    counted from the newest.
 8. A state that was met with more changes left is not entered again with fewer.
 """
@@ -53,7 +54,7 @@ Local = tuple[int, tuple[moves.Action, ...]]
 
 
 class Explorer(Invariants):
-    """`islands` x `lines` ranks, one message of each of `kinds`, at most `changes` changes.
+    """`islands` x `peer_groups` ranks, one message of each of `kinds`, at most `changes` changes.
 
     Args:
         late: who may launch a message in a later view than others do. Nobody: all is launched at
@@ -72,17 +73,17 @@ class Explorer(Invariants):
         self,
         kinds: tuple[Kind, ...],
         islands: int = 3,
-        lines: int = 2,
+        peer_groups: int = 2,
         changes: int = 2,
         late: Literal["nobody", "island", "rank"] = "nobody",
         idle: bool = True,
         machine: type[Rank] = Rank,
         unchecked: frozenset[str] = frozenset(),
     ):
-        self.kinds, self.islands, self.lines, self.changes, self.unchecked = (
+        self.kinds, self.islands, self.peer_groups, self.changes, self.unchecked = (
             kinds,
             islands,
-            lines,
+            peer_groups,
             changes,
             unchecked,
         )
@@ -91,12 +92,14 @@ class Explorer(Invariants):
         self.endings: set[Any] = set()
         names = list(
             itertools.product(
-                itertools.permutations(range(islands)), itertools.permutations(range(lines))
+                itertools.permutations(range(islands)), itertools.permutations(range(peer_groups))
             )
         )
-        self._names = [Relabel(i, line, 0) for i, line in names]
-        at = [(i, line) for i in range(islands) for line in range(lines)]
-        self._orders = [[at.index((i.index(a), line.index(b))) for a, b in at] for i, line in names]
+        self._names = [Relabel(i, peer_group, 0) for i, peer_group in names]
+        at = [(i, peer_group) for i in range(islands) for peer_group in range(peer_groups)]
+        self._orders = [
+            [at.index((i.index(a), peer_group.index(b))) for a, b in at] for i, peer_group in names
+        ]
         self._ids: dict[Any, int] = {None: 0}
         self._values: list[Any] = [None]
         self._renamed: dict[int, tuple[int, ...]] = {0: (0,) * len(names)}
@@ -140,13 +143,16 @@ class Explorer(Invariants):
     def _futures(self, key: Key) -> Iterator[Key]:
         """For every set of islands that may be the members after the next change, and all that
         their ranks may launch before it: the state with these marked, the others run ahead."""
-        alive, found = [i for i in range(self.islands) if key[i * self.lines]], dict[Key, None]()
+        alive, found = (
+            [i for i in range(self.islands) if key[i * self.peer_groups]],
+            dict[Key, None](),
+        )
         for size in range(len(alive) if self.idle else len(alive) - 1, 0, -1):
             for stay in itertools.combinations(alive, size):
                 for until in self._launches(key, stay):
                     state = (
                         *(
-                            self._marked(i, at // self.lines in stay, until.get(at, 0))
+                            self._marked(i, at // self.peer_groups in stay, until.get(at, 0))
                             for at, i in enumerate(key[:-1])
                         ),
                         key[-1],
@@ -160,10 +166,16 @@ class Explorer(Invariants):
         """How many messages each rank of these islands has launched at the next change. It launches
         them at once.
         """
-        ranks = [i * self.lines + line for i in stay for line in range(self.lines)]
+        ranks = [
+            i * self.peer_groups + peer_group
+            for i in stay
+            for peer_group in range(self.peer_groups)
+        ]
         each = [range(self._node(key[at]).machine.next, len(self.kinds) + 1) for at in ranks]
         for counts in itertools.product(*each) if self.late != "nobody" else ():
-            by_island = [counts[k : k + self.lines] for k in range(0, len(counts), self.lines)]
+            by_island = [
+                counts[k : k + self.peer_groups] for k in range(0, len(counts), self.peer_groups)
+            ]
             if self.late == "rank" or all(len(set(of)) == 1 for of in by_island):
                 yield dict(zip(ranks, counts, strict=True))
         if self.late == "nobody":
@@ -209,11 +221,11 @@ class Explorer(Invariants):
         record, none = Record(NOW, NOW, members, (0,) * self.islands), frozenset[Any]()
         heard, n = (0,) * self.islands, len(self.kinds)
         key = []
-        for i, line in itertools.product(range(self.islands), range(self.lines)):
+        for i, peer_group in itertools.product(range(self.islands), range(self.peer_groups)):
             machine = self.machine(
                 members[i],
-                line,
-                self.lines,
+                peer_group,
+                self.peer_groups,
                 n,
                 1,
                 record,
@@ -329,7 +341,7 @@ class Explorer(Invariants):
         )
 
     def _beat(self, key: Key, at: int) -> Key | None:
-        """Beats of all members on the line, when they say that more is stable."""
+        """Beats of all members in the peer group, when they say that more is stable."""
         peers, freed = self._beats(key[at])
         if peers and (landed := min(self._landed(key[i]) for i in peers)) > freed:
             after, actions = self._beaten(key[at], landed)
@@ -338,12 +350,14 @@ class Explorer(Invariants):
 
     @remembered
     def _beats(self, i: int) -> tuple[tuple[int, ...], int]:
-        """Where the members of this rank's line are, and what it has freed; nowhere, if it has not
-        adopted its record.
+        """Where the members of this rank's peer group are, and what it has freed; nowhere, if it
+        has not adopted its record.
         """
         node = self._node(i)
         members = node.machine.record.members if node.pending is None else ()
-        return tuple(m.slot * self.lines + node.machine.rank for m in members), node.machine.freed
+        return tuple(
+            m.slot * self.peer_groups + node.machine.rank for m in members
+        ), node.machine.freed
 
     @remembered
     def _landed(self, i: int) -> int:
@@ -400,7 +414,7 @@ class Explorer(Invariants):
             )
         )
         for m in action.to:
-            to = m.slot * self.lines + machine.rank
+            to = m.slot * self.peer_groups + machine.rank
             state[to] = self._sent(state[to], machine.me.slot, frame) if state[to] else 0
 
     @remembered
@@ -414,8 +428,8 @@ class Explorer(Invariants):
         return self._id(node._replace(inbox=inbox))
 
     def _cast(self, state: list[int], at: int, action: moves.CastVote) -> None:
-        first, vote = at - at % self.lines, self._id(moves.Voted(action.ballot, action.epoch))
-        for to in range(first, first + self.lines):
+        first, vote = at - at % self.peer_groups, self._id(moves.Voted(action.ballot, action.epoch))
+        for to in range(first, first + self.peer_groups):
             if to != at and state[to]:
                 state[to] = self._told(state[to], vote)
 
@@ -600,5 +614,5 @@ class Explorer(Invariants):
     @remembered
     def _shifted(self, i: int, shift: int) -> int:
         """Epochs counted so that the newest is NOW again."""
-        name = Relabel(tuple(range(self.islands)), tuple(range(self.lines)), shift)
+        name = Relabel(tuple(range(self.islands)), tuple(range(self.peer_groups)), shift)
         return self._id(self._rename(self._values[i], name)) if i else 0

@@ -65,7 +65,7 @@ class Invariants:
     """
 
     kinds: tuple[Kind, ...]
-    lines: int
+    peer_groups: int
     unchecked: frozenset[str]
     endings: set[Any]
     _values: list[Any]
@@ -133,7 +133,7 @@ class Invariants:
     def _check_freed(self, state: list[int], at: int, n: int) -> None:
         machine = self._node(state[at]).machine
         for m in machine.record.members:
-            i = state[m.slot * self.lines + machine.rank]
+            i = state[m.slot * self.peer_groups + machine.rank]
             self._check(
                 "I8",
                 bool(i) and self._node(i).got[n] is not None,
@@ -200,7 +200,7 @@ class Invariants:
                 node.machine.rank,
                 node.machine.open,
             )
-            kept[at // self.lines] = tuple(_slots(got) for got in node.got)
+            kept[at // self.peer_groups] = tuple(_slots(got) for got in node.got)
         self.endings.add(
             (tuple(sorted(kept.items())), tuple(_slots(got) for got in self._values[key[-1]]))
         )

@@ -28,6 +28,8 @@ STARTS = {
     "multiprocessing",
     "spawn",
     "NotebookClient",
+    "kernel",  # of topk: a compiler
+    "study_plot",  # matplotlib: fc-list, where it knows no fonts yet
 }
 Code = types.CodeType
 

@@ -55,7 +55,7 @@ KEPT = {
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
         "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"zero3-parts",
-        "test_follows_the_oracle": r"full-zero1|demo-(zero2|zero3-p)|diloco-zero1|desloc-zero3-p|streaming_diloco-zero2",  # noqa: E501
+        "test_follows_the_oracle": r"full-zero1|demo-(zero2|zero3-p)|diloco-zero1|desloc-zero3-p|streaming_diloco-zero2|sign_loco-(zero1|zero3-p)",  # noqa: E501
     },
     "deepspeed/test_zero_recipes.py": {
         "test_a_resumed_run_is_the_uninterrupted_one": r"^3-",
@@ -82,7 +82,7 @@ KEPT = {
         "test_a_lost_island_leaves_a_checkpoint_to_go_on_from": r"zero2",
     },
     "exchange/test_exchange_oracle.py": {
-        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc)$",  # noqa: E501
+        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc|sign_loco)$",  # noqa: E501
         "test_everything_kept_is_a_dense_method": r"subtract-True",
         "test_islands_with_different_numbers_of_copies": r"procs0|^demo",
         "test_element_wise_presets_do_not_depend_on_the_sharding": r"diloco",
@@ -190,7 +190,7 @@ KEPT = {
     },
     "exchange/test_joining.py": {
         "test_a_newcomer_stands_where_the_others_stand": (
-            r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late)$"
+            r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late|sign_loco)$"
         ),
     },
     "comm/test_lossy_links.py": {

@@ -20,8 +20,8 @@ class NoFreeze(Rank):
         return view == self.record.view
 
 
-class LineDecides(Rank):
-    """K3: a line that holds a message delivers it without the other lines."""
+class PeerGroupDecides(Rank):
+    """K3: a peer group that holds a message delivers it without the other peer groups."""
 
     def _agreed(self, n: int) -> bool:
         return Ballot(n, self.rank, self.record.view) in self.ballots
@@ -130,7 +130,7 @@ class BeginsAgain(Rank):
 
 MUTANTS: dict[type[Rank], str] = {
     NoFreeze: "no freeze",
-    LineDecides: "decide by line",
+    PeerGroupDecides: "decide by peer group",
     NoForwarding: "no forwarding",
     VoteWithoutEpoch: "vote without epoch",
     OwnView: "set from the proposer's own view",

@@ -1,5 +1,5 @@
-"""The same state of the membership protocol with other names: islands and lines in another order,
-epochs counted from elsewhere.
+"""The same state of the membership protocol with other names: islands and peer groups in another
+order, epochs counted from elsewhere.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from fsdp_demo.comm.moves import Received, Voted
 
 
 class Relabel:
-    """`islands[slot]` and `lines[rank]` are the new names; `shift` is added to epochs, views and
-    attempts. Digests become empty.
+    """`islands[slot]` and `peer_groups[rank]` are the new names; `shift` is added to epochs, views
+    and attempts. Digests become empty.
     """
 
-    def __init__(self, islands: tuple[int, ...], lines: tuple[int, ...], shift: int):
-        self.islands, self.lines, self.shift = islands, lines, shift
+    def __init__(self, islands: tuple[int, ...], peer_groups: tuple[int, ...], shift: int):
+        self.islands, self.peer_groups, self.shift = islands, peer_groups, shift
         self._do = {
             Member: lambda m: Member(islands[m.slot], m.incarnation),
             Piece: lambda p: Piece(
                 p.what, self(p.of), p.attempt + shift if p.what != "body" else 0
             ),
-            Ballot: lambda b: Ballot(b.n, lines[b.rank], b.view + shift),
+            Ballot: lambda b: Ballot(b.n, peer_groups[b.rank], b.view + shift),
             Settlement: lambda s: Settlement(
                 s.n, tuple(sorted(map(self, s.contributors))), s.attempt + shift
             ),
@@ -60,7 +60,7 @@ class Relabel:
         return replace(
             r,
             me=self(r.me),
-            rank=self.lines[r.rank],
+            rank=self.peer_groups[r.rank],
             record=self(r.record),
             lost=self(r.lost),
             heard=heard,

@@ -59,13 +59,15 @@ class GivenShards:
 
     def __init__(self, place: ShardPosition, dtype: torch.dtype = torch.float32):
         self.device = torch.device("cpu")
-        self._tensors = [shard_rows(theta(n), place.shards)[place.shard].to(dtype) for n in SHAPES]
+        self._tensors = [
+            shard_rows(theta(n), place.num_shards)[place.shard].to(dtype) for n in SHAPES
+        ]
         self.params = [
             LocalParam(n, s, tuple(t.shape), dtype, False)
             for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)
         ]
 
-    def read(self, source: str) -> list[torch.Tensor]:
+    def tensors(self, source: str) -> list[torch.Tensor]:
         return self._tensors
 
     def states(self) -> list[str]:
@@ -99,8 +101,8 @@ def make(
     """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of
     `value`.
     """
-    shards = GivenShards(place, dtype)
-    here = Placement(shards, place, form.copies, None, form.islands)  # type: ignore[arg-type]
+    host = GivenShards(place, dtype)
+    here = Placement(host, place, form.copies, None, form.islands)  # type: ignore[arg-type]
     bound = [ChannelRunner(c, here, config.seed) for c in expand(config, list(SHAPES))]
     for c in bound:
         c.start()
@@ -123,8 +125,8 @@ def make(
         "run": "run",
     }
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
-    at = {"step": STEP, "state": state, "applied": {}, "history": ""}
-    rank = SimpleNamespace(channels=bound, shards=shards, config=config, topology=topology, **at)
+    at = {"step": STEP, "state": state, "applied": {}, "history": "", "participants": []}
+    rank = SimpleNamespace(channels=bound, host=host, config=config, topology=topology, **at)
     rank.state_dict = lambda: rank.state
     return rank
 
@@ -135,14 +137,14 @@ def local(c: ChannelRunner, place: ShardPosition, tensors: dict[str, torch.Tenso
     """
     assert c.layout is not None
     parts = [
-        shard_rows(tensors[c.shards.params[i].name], place.shards)[place.shard].contiguous()
+        shard_rows(tensors[c.host.params[i].name], place.num_shards)[place.shard].contiguous()
         for i in c.covered
     ]
     return c.layout.pack(parts, c.layout.new("cpu"))
 
 
 def _fill(c: ChannelRunner, island: int, place: ShardPosition) -> None:
-    names = [c.shards.params[i].name for i in c.covered]
+    names = [c.host.params[i].name for i in c.covered]
     for key, work in c.state().workspaces.items():
         work.copy_(local(c, place, {n: value(island, c.channel.name, key, n) for n in names}))
         if key == "accumulator":
@@ -167,7 +169,7 @@ def launch(ranks: list[list[Any]], step: int) -> None:
             mine = [c for c in rank.channels if c.channel.name in members]
             out = {}
             for c in mine:
-                names = [c.shards.params[i].name for i in c.covered]
+                names = [c.host.params[i].name for i in c.covered]
                 source = local(
                     c, c.position, {n: value(island, c.channel.name, "sent", n) for n in names}
                 )
@@ -214,7 +216,7 @@ def tensors(ranks: list[Any], channel: str, work: Any) -> list[dict[str, torch.T
         place = c.position
         if place.copy == 0:
             out.append(
-                {c.shards.params[i].name: torch.zeros(c.shards.params[i].shape) for i in c.covered}
+                {c.host.params[i].name: torch.zeros(c.host.params[i].shape) for i in c.covered}
             )
         c.layout.unpack(work(rank), list(out[place.shard].values()))
     return out

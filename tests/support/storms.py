@@ -31,7 +31,7 @@ KINDS: tuple[Kind, ...] = ("gather", "reduce", "mixed")
 
 
 class Storm:
-    """One life. `slots` islands at most, `first` of them at the start, `lines` ranks each;
+    """One life. `slots` islands at most, `first` of them at the start, `peer_groups` ranks each;
     `messages` are launched by who is there.
 
     Attributes:
@@ -43,15 +43,15 @@ class Storm:
         seed: int,
         slots: int = 5,
         first: int = 4,
-        lines: int = 2,
+        peer_groups: int = 2,
         messages: int = 12,
         faults: int = 4,
         window: int = 2,
     ):
         self.random = random.Random(seed)
-        self.slots, self.lines, self.messages, self.faults, self.window = (
+        self.slots, self.peer_groups, self.messages, self.faults, self.window = (
             slots,
-            lines,
+            peer_groups,
             messages,
             faults,
             window,
@@ -193,7 +193,7 @@ class Storm:
         gone = [
             m
             for m in rank.record.members
-            if m not in rank.lost and any((m, r) not in self.ranks for r in range(self.lines))
+            if m not in rank.lost and any((m, r) not in self.ranks for r in range(self.peer_groups))
         ]
         return (
             rank.record.view in self.frozen and self._feed(at, moves.FrozenHeard(rank.record.view))
@@ -232,7 +232,7 @@ class Storm:
     def _fault(self) -> None:
         kind = self.random.choice(("crash", "suspect", "suspect", "leave", "join", "join"))
         alive = sorted({m for m, _ in self.ranks if m in self.records[-1].members})
-        at = (self.random.choice(alive), self.random.randrange(self.lines)) if alive else None
+        at = (self.random.choice(alive), self.random.randrange(self.peer_groups)) if alive else None
         if at is None or at not in self.ranks:
             return
         if kind == "join":
@@ -245,19 +245,19 @@ class Storm:
             self._feed(at, moves.PeerLost(self.random.choice(alive)))
         elif len(alive) > 1:
             whole = self.random.random() < 0.5 or kind == "leave"
-            for line in range(self.lines) if whole else [at[1]]:
+            for peer_group in range(self.peer_groups) if whole else [at[1]]:
                 if kind == "leave":
-                    self._say_early((at[0], line))
-                    self._feed((at[0], line), moves.Leave())
-                self.ranks.pop((at[0], line), None)
+                    self._say_early((at[0], peer_group))
+                    self._feed((at[0], peer_group), moves.Leave())
+                self.ranks.pop((at[0], peer_group), None)
         else:
             return
         self.events[kind] += 1
         self.faults -= 1
 
     def _say_early(self, at: At) -> None:
-        """Its part of the message that it would launch next, to any of its peers (K21); some lines
-        may not come so far.
+        """Its part of the message that it would launch next, to any of its peers (K21); some peer
+        groups may not come so far.
         """
         rank = self.ranks.get(at)
         if (
@@ -283,9 +283,11 @@ class Storm:
 
     def _enter(self, m: Member, record: Record) -> None:
         self.incarnations[m.slot] += 1
-        for line in range(self.lines):
-            self.ranks[m, line] = entered(m, line, self.lines, record, self.window)
-            self.got[m, line] = {}
+        for peer_group in range(self.peer_groups):
+            self.ranks[m, peer_group] = entered(
+                m, peer_group, self.peer_groups, record, self.window
+            )
+            self.got[m, peer_group] = {}
 
     # ---- what a rank asks for ------------------------------------------------------------------
 
@@ -312,7 +314,7 @@ class Storm:
         elif isinstance(action, moves.CastVote):
             self.votes += [
                 ((at[0], r), moves.Voted(action.ballot, action.epoch))
-                for r in range(self.lines)
+                for r in range(self.peer_groups)
                 if r != at[1]
             ]
         elif isinstance(action, moves.PostReport):
@@ -341,7 +343,7 @@ class Storm:
             return
         self.events["change"] += 1
         self.events["counted early"] += any(s.early for s in record.settlements)
-        for (m, line), got in self.got.items():
+        for (m, peer_group), got in self.got.items():
             for n, outcome in got.items() if m in record.members else ():
                 if n >= record.stable:
                     new = record.settlement(n)
@@ -351,7 +353,7 @@ class Storm:
                         same,
                         "{}, rank {}, delivered {}: {}, now {}",
                         m,
-                        line,
+                        peer_group,
                         n,
                         outcome,
                         new,
@@ -442,17 +444,17 @@ class Storm:
         whole = [
             (m, b)
             for m, b in zip(newest.members, newest.base, strict=True)
-            if all((m, r) in self.ranks for r in range(self.lines))
+            if all((m, r) in self.ranks for r in range(self.peer_groups))
         ]
-        if not any(self._has_begun((m, r)) for m, _ in whole for r in range(self.lines)):
+        if not any(self._has_begun((m, r)) for m, _ in whole for r in range(self.peer_groups)):
             # all members crashed, but newcomers that had not begun: the run starts again from a
             # checkpoint
             self.events["all gone"] += 1
             return
         first = max(newest.base)
         for m in newest.members:
-            for line in range(self.lines):
-                rank = self.ranks.get((m, line))
+            for peer_group in range(self.peer_groups):
+                rank = self.ranks.get((m, peer_group))
                 fine = rank is not None and rank.state == "running" and rank.record == newest.bare()
                 fine = fine and rank is not None and rank.landed == self._end() and not rank.open
                 self._check(
@@ -460,13 +462,13 @@ class Storm:
                     fine,
                     "{}, rank {}, ends as {}; the newest record is {}",
                     m,
-                    line,
+                    peer_group,
                     rank,
                     newest,
                 )
                 history = ""
                 for n in range(first, self._end()):
-                    history = extended(history, n, self.got[m, line][n][0])
+                    history = extended(history, n, self.got[m, peer_group][n][0])
                 histories.add(history)
         self._check("I1", len(histories) == 1, "members have different histories")
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from ...checkpoint.inspect import above, counted, of_islands, ranks, settings, size
+from ...checkpoint.inspect import above, listed, of_islands, ranks, settings, size
+from ...errors import counted
 from ...version import __version__
 
 
@@ -91,8 +92,13 @@ def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
         tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
         islands |= set(saved.islands)
     if tokens:
-        whole = len(islands) == chosen.seen[0].heads[0]["islands"]
-        yield "tokens", f"{tokens:,}, {of_islands(islands)}{'' if whole else ' alone'}"
+        lost = set(range(chosen.seen[0].heads[0]["islands"])) - islands
+        several = (
+            f"islands {listed(lost)} hold" if len(lost) > 1 else f"island {listed(lost)} holds"
+        )
+        without = f"; {several} no step {chosen.step}" if lost else ""
+        from_when = ", each since it began, joined or took over" if len(islands) > 1 else ""
+        yield "tokens", f"{tokens:,}, {of_islands(islands)}{from_when}{without}"
 
 
 def numbers(folder: Path, run: Path, step: int, ended: bool) -> dict[str, str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.exchange_state import SavedExchange
-from ...checkpoint.inspect import Found, above, find, listed
+from ...checkpoint.inspect import Found, above, find_checkpoints, listed
 from ...config.schema import ExchangeConfig
 from .weights import outer_tensors
 
@@ -147,7 +147,7 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, SavedExchan
     """The complete checkpoints by step and island, and what is wrong with the others."""
     whole: dict[int, dict[int, tuple[Found, SavedExchange]]] = {}
     broken: list[str] = []
-    for found in find(run):
+    for found in find_checkpoints(run):
         # shards of single ranks, without a model that can be read whole
         if found.folder.name.startswith("emergency-"):
             continue

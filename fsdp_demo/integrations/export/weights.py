@@ -22,7 +22,7 @@ from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.files import UNREADABLE, read_part
 from ...compression.blocks import Layout
 from ...config.fragments import expand
-from ...config.patterns import covers, kind
+from ...config.patterns import covers, tensor_layout_kind
 from ...config.schema import ExchangeConfig
 from ...exchange.saved_state import ExchangeState
 from ...hosts.base import plain_name
@@ -174,7 +174,7 @@ def outer_tensors(
     folder, saved, island = parts[0]
     if which in ("mean", "replica"):
         frozen = {p["name"] for p in saved.heads[0]["parameters"] if p["frozen"]}
-        return average((replica(*part) for part in parts), frozen)
+        return average_models((replica(*part) for part in parts), frozen)
     tensors = read_model(folder)
     if which == "anchor":
         for name, anchor in anchors(saved, island).items():
@@ -232,7 +232,7 @@ def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
             mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
             layout = Layout(
                 [p["shape"] for p in mine],
-                [kind(channel, p["name"]) for p in mine],
+                [tensor_layout_kind(channel, p["name"]) for p in mine],
                 head["copy"],
                 head["active_copies"],
             )
@@ -269,7 +269,7 @@ def _whole(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return whole
 
 
-def average(replicas: Iterable[dict[str, Tensor]], frozen: set[str]) -> dict[str, Tensor]:
+def average_models(replicas: Iterable[dict[str, Tensor]], frozen: set[str]) -> dict[str, Tensor]:
     """The mean of floating-point tensors, in fp32; frozen and integer ones are those of the first
     replica, equal ones stay as they are.
     """

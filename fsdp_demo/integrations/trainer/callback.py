@@ -170,12 +170,10 @@ class ExchangeCallback(TrainerCallback):
         handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
         trainer, self._topology = self._trainer, topology_of(self._trainer)
         check_optimizer(trainer, self.config)
-        self._limit, self._engine, config, options = (
-            args.max_grad_norm,
-            engine_of(trainer),
-            self.config,
-            {},
-        )
+        self._limit = args.max_grad_norm
+        self._engine = engine_of(trainer)
+        config = self.config
+        options = {}
         if self._engine is None:
             config, args.max_grad_norm = clipping(config, args.max_grad_norm)
         else:  # clips by itself; the exchange's state is beside what the Trainer saves
@@ -219,10 +217,8 @@ class ExchangeCallback(TrainerCallback):
         saves.begin(state.global_step, self._named)
         if self._topology.kind == "islands" and args.process_index == 0:
             self._rotation = Rotation(Path(args.output_dir), self._topology, args.save_total_limit)
-        self._kept_total, args.save_total_limit = (
-            args.save_total_limit,
-            None if self._topology.kind == "islands" else args.save_total_limit,
-        )
+        self._kept_total = args.save_total_limit
+        args.save_total_limit = None if self._topology.kind == "islands" else args.save_total_limit
         exchange.raises_stopped = False
         self._evaluations = Evaluations(exchange, trainer)
         exchange.tells = functools.partial(tells, trainer, self._evaluations)

@@ -55,11 +55,9 @@ def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[
     """(whether it is so, what was found and what to do) for what cannot work under DeepSpeed."""
     if not trainer.is_deepspeed_enabled:
         return
-    settings, limit, made = (
-        settings_of(trainer),
-        trainer.args.max_grad_norm,
-        trainer.optimizer_cls_and_kwargs,
-    )
+    settings = settings_of(trainer)
+    limit = trainer.args.max_grad_norm
+    made = trainer.optimizer_cls_and_kwargs
     yield (
         door_of(trainer) is None,
         "a DeepSpeed engine, and no package in the entry point group fsdp_demo.engines: install "

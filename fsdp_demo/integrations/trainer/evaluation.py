@@ -61,7 +61,7 @@ class Evaluations:
                 range(max(every, -(-int(self._from) // every) * every), state.max_steps, every),
             )
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
-        self._together = self._same(plan) if exchange.shows == "mean" or self.agreed else True
+        self._together = self._same(plan) if exchange.result_kind == "mean" or self.agreed else True
         self.plan = [plan, self._together]
         # the others evaluate there before this island is with them
         self._joined = exchange.step if exchange.newcomer else -1
@@ -127,14 +127,12 @@ class Evaluations:
         """
         ended, model = self._exchange.finished, self._trainer.model
         now = (self._trainer.state.global_step, prefix)
-        due, self._done = (
-            self._due() and now not in self._done,
-            {*self._done, now} if self._due() else self._done,
-        )
-        outer = ended or self._exchange.shows != "mean" or due
+        due = self._due() and now not in self._done
+        self._done = {*self._done, now} if self._due() else self._done
+        outer = ended or self._exchange.result_kind != "mean" or due
         assert model is not None
         shown = (
-            ("final model" if ended else self._exchange.shows)
+            ("final model" if ended else self._exchange.result_kind)
             if outer
             else "own parameters of this island"
         )

@@ -110,7 +110,8 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
         (
             unsharded,
             "fsdp on CPU ranks, where Accelerate takes DDP instead: call "
-            "fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() first",
+            "fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() after TrainingArguments(...), "
+            "right before Trainer(...)",
         ),
         (
             clip not in (None, usual, args.max_grad_norm),
@@ -208,7 +209,8 @@ def quieten(trainer: Trainer) -> None:
         # an iterable data set would be read by rank 0 and broadcast, batch by batch
         loader.dispatch_batches = False
     rest = [
-        f"the loss every {args.logging_steps:g} steps (20 B)",
+        f"the loss every {'step' if args.logging_steps == 1 else f'{args.logging_steps:g} steps'} "
+        "(20 B)",
         "evaluations (losses; logits unless prediction_loss_only)",
         "checkpoints",
     ]
@@ -254,5 +256,5 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
             raise ValueError(
                 f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's "
                 "own parameters, evaluation shows the "
-                f"{exchange.shows} of channel {channel.name!r}: {cure}"
+                f"{exchange.result_kind} of channel {channel.name!r}: {cure}"
             )

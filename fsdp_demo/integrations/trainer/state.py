@@ -22,7 +22,7 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ...checkpoint.choice import Held, superfluous
-from ...checkpoint.exchange_state import SavedExchange, Snapshot, describe, load_exchange
+from ...checkpoint.exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
 from ...checkpoint.files import read_part, write_part
 from ...checkpoint.folders import damaged, forget_asides, misfits, steps, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
@@ -52,13 +52,13 @@ def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> Non
     """
     folder = _folder(checkpoint, exchange.topology)
     state = exchange.state_dict()
-    head = describe(exchange) if apart else described(exchange, Path(checkpoint).parent)
+    head = describe_part(exchange) if apart else described(exchange, Path(checkpoint).parent)
     Snapshot(head, state).write(folder)
     if exchange.topology.kind == "mesh" and not apart and _differs(exchange):
         write_part(
             folder,
             f"local{exchange.topology.rank}",
-            describe(exchange),
+            describe_part(exchange),
             replica_tree(exchange.optimizers),
         )
 
@@ -193,10 +193,8 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
     """
     if not isinstance(wanted, (str, os.PathLike)) and wanted is not True:
         return wanted
-    auto, newest = (
-        str(wanted).lower() == "auto",
-        wanted is True or str(wanted).lower() in ("true", "auto"),
-    )
+    auto = str(wanted).lower() == "auto"
+    newest = wanted is True or str(wanted).lower() in ("true", "auto")
     ranks = Ranks.everywhere(PartialState().device)  # of the island, in a mesh of the world
     ranks.from_first(lambda: take_back(output_dir))
     if topology.kind != "islands":
@@ -234,10 +232,8 @@ def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> st
     if chosen is None:
         return None
     loaded = sources(chosen)
-    furthest, own = (
-        max(s for s in loaded if s is not None),
-        loaded[topology.starters.index(topology.island)],
-    )
+    furthest = max(s for s in loaded if s is not None)
+    own = loaded[topology.starters.index(topology.island)]
     beside = [
         p
         for p in sorted(output_dir.parent.glob(f"*/checkpoint-{furthest}"))
@@ -353,12 +349,10 @@ class Rotation:
     """
 
     def __init__(self, output_dir: Path, topology: Topology, keep: int | None):
-        self._folder, self._topology, self._keep, self._registry = (
-            output_dir,
-            topology,
-            keep,
-            CheckpointRegistry(topology),
-        )
+        self._folder = output_dir
+        self._topology = topology
+        self._keep = keep
+        self._registry = CheckpointRegistry(topology)
         self._made: set[int] = set()
 
     def saved(self, step: int, best: str | None) -> None:

@@ -14,7 +14,7 @@ from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...exchange import log_setup
-from ...hosts.optimizers import check_inner, kind
+from ...hosts.optimizers import check_inner, optimizer_kind
 from .setup import has_own_optimizer
 
 log = logging.getLogger("fsdp_demo")
@@ -38,7 +38,7 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
     while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
         inner = inner.optimizer
     try:
-        check_inner(config, [kind(inner)], [inner])
+        check_inner(config, [optimizer_kind(inner)], [inner])
     except ValueError as error:
         optim = getattr(trainer.args.optim, "value", trainer.args.optim)
         found = (

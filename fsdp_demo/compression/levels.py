@@ -1,5 +1,5 @@
-"""A sign and one of two levels that a group of values shares, in 2 bits: the means of its small
-magnitudes and of its large ones.
+"""A sign and a level that a group of values shares: the mean of all magnitudes, in 1 bit, or one of
+two, the means of the small magnitudes and of the large ones, in 2 bits.
 """
 
 from __future__ import annotations
@@ -7,6 +7,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class OneLevel:
+    """The bit is the sign, the scale of a group the mean of its magnitudes. See `formats.Coder`."""
+
+    def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `formats.Coder.encode`."""
+        mean = _sum(v.abs())
+        # a tensor: CUDA would multiply by a scalar's reciprocal
+        mean = mean / torch.full_like(mean, v.shape[-1])
+        return mean.to(torch.bfloat16), (v.view(torch.int32) >> 31 & 1).to(torch.uint8)
+
+    def decode(self, scales: Tensor, q: Tensor) -> Tensor:
+        """See `formats.Coder.decode`."""
+        return q.float().mul_(-2).add_(1).mul_(scales)
 
 
 class TwoLevels:

@@ -1,0 +1,52 @@
+"""Yaml as users write it: a key that stands twice is an error, not the last one's win, and every
+error says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+
+def read(text: str, where: str) -> Any:
+    """Plain data of a yaml text.
+
+    Args:
+        where: the text's file, or other words for it, with which errors begin.
+
+    Raises:
+        ValueError: no yaml; or a key that stands twice, be it once dotted (`codec.topk`) and once
+            nested.
+
+    Example:
+        >>> from fsdp_demo.config.yaml_text import read
+        >>> read("preset: demo", "a.yaml")
+        {'preset': 'demo'}
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is no yaml: {' '.join(str(error).split())}") from None
+    lines: dict[str, int] = {}
+    for path, line in _keys(root, ""):
+        if path in lines:
+            raise ValueError(
+                f"{where}: {path} stands twice, in line {lines[path]} and in line {line}: "
+                "remove one of them"
+            )
+        lines[path] = line
+    return data
+
+
+def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """Every key as a dotted path, and its line, from 1."""
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            yield from _keys(item, f"{prefix.removesuffix('.')}[{i}].")
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _keys(value, f"{prefix}{key.value}.")

@@ -1,0 +1,137 @@
+"""Runs of the study in parallel processes, each of one thread, and what is stored of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from study_cells import Run
+
+from fsdp_demo.launch.processes import end_with_parent
+
+SPAWN = multiprocessing.get_context("spawn")
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # glibc gives large blocks back to the kernel at once, and each comes again page by page
+    "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TRIM_THRESHOLD_": "2000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""Of the processes that train."""
+
+
+class Cache:
+    """Results by key, one json each, written whole or not at all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        path = self.path(key)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def put(self, key: str, result: dict[str, Any]) -> None:
+        write(self.path(key), json.dumps(result, indent=1) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Through a temporary name, so that an interrupt leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+@dataclass
+class Worker:
+    """A process that trains one run after the other."""
+
+    process: SpawnProcess
+    pipe: Connection
+    run: Run | None = None
+
+    @classmethod
+    def start(cls, compiled: bool) -> Worker:
+        here, there = SPAWN.Pipe()
+        os.environ.update(ENVIRONMENT)  # what the allocator reads must be there at the start
+        process = SPAWN.Process(target=_work, args=(there, compiled), daemon=True)
+        process.start()
+        there.close()
+        return cls(process, here)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def result(self) -> dict[str, Any]:
+        """What its run gave; `error` where it failed, or the process was killed."""
+        try:
+            found: dict[str, Any] = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            found = {"error": f"its process ended with status {self.process.exitcode}"}
+        return found
+
+
+def _work(pipe: Connection, compiled: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this one
+    end_with_parent()
+    logging.getLogger("fsdp_demo").setLevel(logging.WARNING)
+    from study_run import train_run
+
+    while True:
+        run = pipe.recv()
+        try:
+            pipe.send(train_run(run, compiled))
+        except Exception:
+            pipe.send({"error": traceback.format_exc()})
+
+
+def train_all(
+    runs: Iterable[Run],
+    jobs: int,
+    done: Callable[[Run, dict[str, Any]], None],
+    compiled: bool = True,
+) -> None:
+    """Train `runs` in `jobs` processes at once; `done(run, result)` as each ends.
+
+    After an error the process is replaced: a thread of it may hang.
+    """
+    queue, busy, idle = deque(runs), {}, []  # type: ignore[var-annotated]
+    try:
+        while queue or busy:
+            while queue and len(busy) < jobs:
+                worker = idle.pop() if idle else Worker.start(compiled)
+                worker.run = queue.popleft()
+                worker.pipe.send(worker.run)
+                busy[worker.pipe] = worker
+            for pipe in wait(list(busy)):
+                worker = busy[pipe]
+                result = worker.result()
+                assert worker.run is not None
+                done(worker.run, result)
+                del busy[pipe]
+                if "error" in result:
+                    worker.end()
+                else:
+                    idle.append(worker)
+    finally:
+        for worker in (*busy.values(), *idle):
+            worker.end()

@@ -1,0 +1,57 @@
+"""What a run does between its launch and its first step, in seconds: one line in the log."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+
+import psutil
+
+
+class Start:
+    """Counts the seconds from launch to first step, by part. Each `mark` ends a part.
+
+    Make it when all is imported: it turns on the garbage collector.
+
+    The launcher says when it began (ISLAND_LAUNCHED). Without one it is the start of this process.
+    A forked rank begins when it is told what it is, after imports that all ranks share
+    (ISLAND_FORKED).
+
+    Example:
+        >>> start = Start()
+        >>> start.mark("data")
+        >>> start.line().split(":")[0]
+        'start'
+    """
+
+    def __init__(self) -> None:
+        if not gc.isenabled():
+            gc.freeze()  # what has been imported is never looked through again
+            gc.enable()
+        forked, shared = map(float, os.environ.get("ISLAND_FORKED", "0 0").split())
+        own, self._last = forked or psutil.Process().create_time(), time.time()
+        launched = float(os.environ.get("ISLAND_LAUNCHED", own))
+        self.parts = {"imports for all ranks": shared} if shared else {}
+        self.parts["launcher"] = max(own - launched - shared, 0.0)
+        self.parts["imports"] = self._last - own
+        self._said = False
+
+    def mark(self, part: str) -> None:
+        """A part has ended."""
+        now = time.time()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def line(self) -> str:
+        """Seconds in all, and of each part in its order."""
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
+        return f"start: {sum(self.parts.values()):.1f} s to the first step: {parts}"
+
+    def first_step(self, name: str) -> None:
+        """The first step has ended: log the line, once. name: of the island."""
+        if not self._said:
+            self.mark("first step")
+            self._said = True
+            logging.getLogger("fsdp_demo").info("%s: %s", name, self.line())

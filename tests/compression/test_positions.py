@@ -1,0 +1,284 @@
+"""Positions as bits: against an oracle of strings, by hand, their sizes, and bytes that nobody has
+encoded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_demo.compression import bits, positions, quantize, sparse
+from fsdp_demo.compression.blocks import Layout
+from fsdp_demo.compression.positions import Form, form
+from fsdp_demo.config.channel import BLOCK, Codec
+
+from ..oracles import twelve_bits, wire
+
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+# elements of whole and of edge blocks
+SIZES = (1, 2, 3, 63, 64, 100, 640, 3712, 4096)
+
+
+def uint8(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def chosen(rows: int, n: int, k: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(rows, n, generator=generator)
+    return keys.argsort(1)[:, :k].sort(1).values
+
+
+def coded(f: Form, index: torch.Tensor) -> torch.Tensor:
+    return torch.cat(positions.encode(f, index))
+
+
+def back(f: Form, data: torch.Tensor, rows: int) -> torch.Tensor:
+    return positions.decode(f, f.split(data, rows), rows)
+
+
+@st.composite
+def sets(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
+    """Blocks of n elements and k positions in each: spread evenly, in a row, or with equal gaps."""
+    n = draw(st.sampled_from(SIZES))
+    k = draw(st.integers(1, min(n, 130)) | st.just(n))
+    index = chosen(draw(st.integers(1, 19)), n, k, draw(st.integers(0, 2**31)))
+    for row in index:
+        shape = draw(st.sampled_from(("even", "first", "last", "equal gaps")))
+        if shape == "first":
+            row.copy_(torch.arange(k))
+        elif shape == "last":
+            row.copy_(torch.arange(n - k, n))
+        elif shape == "equal gaps":
+            row.copy_(torch.arange(k) * (n // k))
+    return n, index
+
+
+# ---- a change here is a new wire version -------------------------------------------------------
+
+
+def test_by_hand() -> None:
+    """Four of 4096: 8 low bits each; h = 0, 0, 0, 15, so bits 0, 1, 2 and 18 of a bitmap of 19."""
+    f = form(4096, 4)
+    assert f == Form(4096, 4, low=8, flags=7) and f.planes == [7, 8, 32]
+    data = coded(f, torch.tensor([[1, 2, 255, 4095]]))
+    # flags 1000001; symbols 3 3 0 (all three) and 0 (the first of three)
+    assert bytes(data.tolist()).hex() == "41" + "0f" + "0102ffff"
+    # h = 0, 1, 1, 2: bits 0, 2, 3, 5, so of the first three the second is not set, nor of the next
+    data = coded(f, torch.tensor([[0, 256, 257, 512]]))
+    assert bytes(data.tolist()).hex() == "03" + "77" + "00000100"
+    # one of 64 goes as it is, in 6 bits: 4 and 2
+    assert form(64, 1) == Form(64, 1, low=6, flags=0)
+    assert (
+        bytes(coded(form(64, 1), torch.tensor([[63], [17], [32]])).tolist()).hex() == "1f00" + "27"
+    )
+
+
+GOLDEN = {
+    (4096, 32): (5, 53),
+    (4096, 64): (4, 107),
+    (4096, 90): (3, 201),
+    (4096, 8): (7, 13),
+    (4096, 3): (12, 0),
+    (4096, 4096): (0, 2731),
+    (640, 5): (5, 8),
+}
+
+
+@pytest.mark.parametrize(("n", "k"), GOLDEN)
+def test_the_form_is_a_function_of_the_numbers_alone(n: int, k: int) -> None:
+    f = form(n, k)
+    assert (f.low, f.flags) == GOLDEN[n, k] == wire.low_and_flags(n, k)
+
+
+@quick
+@given(sets())
+def test_the_bytes_are_the_oracles(case: tuple[int, torch.Tensor]) -> None:
+    n, index = case
+    f = form(n, index.shape[1])
+    data = coded(f, index)
+    assert data.dtype == torch.uint8 and data.numel() == f.num_bytes(len(index))
+    assert bytes(data.tolist()) == wire.positions(index.tolist(), n)
+    found = back(f, data, len(index))
+    assert found.dtype == torch.int64 and torch.equal(found, index)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("low", [0, 1, 2])
+def test_every_set_of_a_small_block_comes_back(k: int, low: int) -> None:
+    """In one go: what a block says does not reach into the next."""
+    index = torch.tensor(wire.all_sets(6, k))
+    f = Form(6, k, low, -(-(k + (5 >> low)) // 3))
+    assert torch.equal(back(f, coded(f, index), len(index)), index)
+
+
+@quick
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 70), st.integers(0, 2**31))
+def test_numbers_of_few_bits(size: int, count: int, seed: int) -> None:
+    codes = torch.randint(
+        1 << size, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    data = bits.pack(codes, size)
+    number = sum(c << size * i for i, c in enumerate(codes.tolist()))
+    assert bytes(data.tolist()) == number.to_bytes((size * count + 7) // 8, "little")
+    assert torch.equal(bits.unpack(data, size)[:count], codes)
+
+
+# ---- sizes -------------------------------------------------------------------------------------
+
+
+def test_never_longer_than_twelve_bits_each() -> None:
+    for n in (*range(1, 200), 640, 896, 1024, 3712, 4032, 4095, 4096):
+        for k in {*range(1, min(n, 140) + 1), n // 2 or 1, n - 1 or 1, n}:
+            f = form(n, k)
+            assert f.bits <= 12 * k
+            for rows in (1, 2, 3, 5, 8):
+                assert f.num_bytes(rows) <= (12 * rows * k + 7) // 8, (n, k, rows)
+
+
+@pytest.mark.parametrize(
+    ("code", "k", "most"),
+    [("int8", 32, 2.2), ("int8", 64, 2.0), ("1bit", 32, 1.3), ("1bit", 90, 1.1)],
+)
+def test_bytes_of_a_coefficient(code: str, k: int, most: float) -> None:
+    """Of real sections, headers apart: whatever the positions."""
+    layout = Layout([(512, 512)], ["plain"])
+    data = sparse.encode_sparse(layout, Codec("none", "topk", k, code), torch.randn(layout.numel))
+    assert data.numel() / (64 * k) <= most
+
+
+def test_close_to_the_number_of_sets() -> None:
+    for k in (8, 16, 32, 64, 90, 128, 256):
+        entropy = math.log2(math.comb(BLOCK, k)) / k
+        assert entropy < form(BLOCK, k).bits / k < entropy + 0.6
+
+
+# ---- cut ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 5, 32, 33])
+def test_what_is_cut_at_eight_blocks_is_whole(k: int) -> None:
+    """A window is written and read by itself."""
+    f, index = form(BLOCK, k), chosen(29, BLOCK, k)
+    planes = positions.encode(f, index)
+    cuts = (0, 8, 24, 29)
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        part = [p[a * n // 8 : (b * n + 7) // 8] for p, n in zip(planes, f.planes, strict=True)]
+        assert all(map(torch.equal, part, positions.encode(f, index[a:b])))
+        assert torch.equal(positions.decode(f, part, b - a), index[a:b])
+
+
+def test_blocks_that_are_coded_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several replicas are decoded together, and where an edge block is narrower."""
+    from fsdp_demo.compression import blocks
+
+    shapes, kinds = [(200, 250), (90_000,)], ["transform", "plain"]
+    codec, datas, wanted = Codec("dct", "topk", 9, "int8"), [], []
+    layout = Layout(shapes, kinds)
+    for r in range(3):
+        work = layout.pack(
+            [torch.randn(s, generator=torch.Generator().manual_seed(r)) for s in shapes],
+            layout.new("cpu"),
+        )
+        datas.append(sparse.encode_sparse(layout, codec, work))
+        wanted.append(sparse.decode_sparse(layout, codec, datas[-1])[:2])
+    for window, coded_at_once in ((8, 1), (8, 300), (16, 1 << 17)):
+        monkeypatch.setattr(blocks, "WINDOW", window)
+        monkeypatch.setattr(blocks, "CODED", coded_at_once)
+        again = Layout(shapes, kinds)
+        split = sparse.split(again, codec, datas)
+        found: list[list[torch.Tensor]] = [[], [], []]
+        for s in again.stretches("cpu", codec.topk, 3):
+            assert s.group is not None
+            place, _ = sparse.decode_window(s, split[s.group], codec)
+            start = torch.arange(s.begin, s.end, BLOCK)[:, None]
+            for r in range(3):
+                found[r].append((place[r] + start).view(-1))
+        for r, (place, _) in enumerate(wanted):
+            assert torch.equal(torch.cat(found[r]), place)
+            assert torch.equal(sparse.decode_sparse(again, codec, datas[r])[0], place)
+
+
+# ---- what nobody has encoded -------------------------------------------------------------------
+
+HOSTILE = [0x00, 0xFF, 0xAA, 0x55, 0x0F, 0xC0, 0x03]
+
+
+@quick
+@given(
+    st.sampled_from(SIZES),
+    st.integers(1, 130),
+    st.integers(1, 19),
+    st.sampled_from([None, *HOSTILE]),
+    st.integers(0, 2**31),
+)
+def test_any_bytes_are_decoded_to_positions_in_the_block(
+    n: int, k: int, rows: int, byte: int | None, seed: int
+) -> None:
+    f = form(n, min(k, n))
+    data = torch.full((f.num_bytes(rows),), byte or 0, dtype=torch.uint8)
+    if byte is None:
+        generator = torch.Generator().manual_seed(seed)
+        data = torch.randint(256, data.shape, dtype=torch.uint8, generator=generator)
+    found = back(f, data, rows)
+    assert found.shape == (rows, f.k) and 0 <= int(found.min()) and int(found.max()) < n
+
+
+@quick
+@given(st.integers(0, 2**31))
+def test_a_damaged_section_is_decoded_inside_its_workspace(seed: int) -> None:
+    """A checksum has let it through, say: it is as long as it must be, and so is what it makes."""
+    generator = torch.Generator().manual_seed(seed)
+    layout, codec = Layout([(124, 122), (9000,)], ["transform", "plain"]), Codec("dct", "topk", 7)
+    good = sparse.encode_sparse(layout, codec, torch.randn(layout.numel, generator=generator))
+    for data in (
+        good ^ (torch.randint(256, good.shape, dtype=torch.uint8, generator=generator) & 0x11),
+        torch.randint(256, good.shape, dtype=torch.uint8, generator=generator),
+    ):
+        places, found, dense = sparse.decode_sparse(layout, codec, data)
+        right, _, _ = sparse.decode_sparse(layout, codec, good)
+        assert places.shape == right.shape == found.shape and len(dense) == layout.num_dense
+        assert 0 <= int(places.min()) and int(places.max()) < layout.num_blocks * BLOCK
+        assert torch.equal(places // BLOCK, right // BLOCK)  # each in its own block
+
+
+def test_damage_stays_in_its_window() -> None:
+    f, index = form(BLOCK, 32), chosen(16, BLOCK, 32)
+    planes = positions.encode(f, index)
+    for plane, size in zip(planes, f.planes, strict=True):
+        plane[8 * size // 8 :] = 0xFF
+    part = [p[: 8 * n // 8] for p, n in zip(planes, f.planes, strict=True)]
+    assert torch.equal(positions.decode(f, part, 8), index[:8])
+
+
+# ---- the oracle of speed -----------------------------------------------------------------------
+
+
+@quick
+@given(st.lists(st.integers(0, 4095), max_size=50))
+def test_the_packing_it_is_measured_against(numbers: list[int]) -> None:
+    packed = twelve_bits.pack12(torch.tensor(numbers, dtype=torch.int64))
+    assert bytes(packed.tolist()) == wire.pack12(numbers)
+    assert (
+        twelve_bits.unpack12(packed, len(numbers)).tolist()
+        == numbers
+        == wire.unpack12(bytes(packed.tolist()), len(numbers))
+    )
+
+
+# ---- values of one bit -------------------------------------------------------------------------
+
+
+def test_one_bit_is_the_sign_and_the_mean_magnitude() -> None:
+    v = torch.tensor([[1.0, -3.0, 0.0, -0.0, 6.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    data = quantize.encode("1bit", v)
+    # 2.0 and 0.0 in bf16; signs 0 1 0 1 0 and none
+    assert bytes(data.tolist()).hex() == "0040" + "0000" + "0a00"
+    assert quantize.decode("1bit", data, 2, 5).tolist() == [
+        [2.0, -2.0, 2.0, -2.0, 2.0],
+        [0.0] * 5,
+    ]

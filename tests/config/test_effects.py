@@ -1,0 +1,119 @@
+"""Settings that a method does not use are refused where somebody sets one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_demo import ExchangeConfig, load_config, preset, presets
+
+
+def refused(act: Callable[[], Any], *parts: str) -> str:
+    with pytest.raises(ValueError) as error:
+        act()
+    text = str(error.value)
+    assert all(part in text for part in parts), text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "why"),
+    [
+        ("diloco", "codec.topk", 3, "codec.select='dense'"),
+        ("diloco", "delta.codec.topk", 3, "channel 'delta' sends every value"),
+        ("local_adam", "codec.topk", 3, "codec.select='dense'"),
+        ("diloco", "applier.dense_lr", 0.5, "codec.select='dense'"),
+        ("diloco", "accumulator.alpha", 0.5, "feedback='subtract', found 'none'"),
+        ("sparse_loco", "applier.momentum_warmup", 20, "applier.momentum=0"),
+        ("demo", "applier.lr", 0.1, "its rate is that of your optimizer"),
+        ("demo", "applier.momentum", 0.9, "takes no outer step"),
+        ("local_sgd", "applier.lr", 0.7, "applier.acts_as='replace'"),
+        ("diloco", "seed", 3, "codec.select='random'"),
+        ("demo", "offload_outer_state", True, "source 'delta'"),
+        ("full", "clip_scope", "islands", "mean gradient"),
+    ],
+)
+def test_a_setting_without_effect_says_why(name: str, path: str, value: Any, why: str) -> None:
+    text = refused(lambda: preset(name, **{path: value}), why)
+    assert text.startswith(f"{path}={value!r} has no effect: ")
+    assert text.endswith(f"leave {path} out")
+
+
+def test_the_released_rule_has_the_momentum_of_its_accumulator() -> None:
+    released = preset("decoupled_momentum", rule="released")
+    refused(lambda: released.changed({"applier.momentum": 0.9}), "accumulator.beta")
+
+
+def test_what_one_channel_uses_is_taken_for_all() -> None:
+    made = preset("decoupled_momentum", rule="released", average_every=2, **{"codec.topk": 3})
+    assert [c.codec.topk for c in made.channels] == [3, 3]
+    refused(lambda: made.changed({"average.codec.topk": 3}), "channel 'average'")
+
+
+def test_changes_count_together() -> None:
+    both = {"codec.topk": 3, "codec.select": "topk"}
+    assert preset("diloco", **both).channels[0].codec.topk == 3
+    refused(lambda: preset("demo", **{"codec.topk": 3, "codec.select": "dense"}))
+
+
+def test_what_switches_off_is_taken() -> None:
+    made = preset("diloco", **{"delta.uncompressed": ["*bias"], "delta.no_transform": ["*head*"]})
+    assert made.channels[0].uncompressed == ("*bias",)  # as it is with all
+    off = {"applier.momentum": 0.0, "applier.momentum_warmup": 0, "applier.nesterov": False}
+    assert preset("demo", **off, seed=0, offload_outer_state=False) == preset("demo")
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_defaults_without_effect_are_no_error(name: str, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(preset(name).to_yaml())
+    assert load_config(str(whole), ["clip=2"]) == preset(name, clip=2.0)
+    refused(lambda: load_config(str(whole), ["codec.topk=5000"]))
+
+
+def test_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "short.yaml"
+    file.write_text("preset: diloco\ncodec: {topk: 3}\n")
+    assert refused(lambda: load_config(str(file))).startswith(f"{file}: codec.topk=3 has no effect")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "lines"),
+    [
+        ("preset: diloco\nperiod: 7\nclip: 1\nperiod: 9\n", "period", (2, 4)),
+        ("preset: demo\ncodec:\n  topk: 3\n  topk: 4\n", "codec.topk", (3, 4)),
+        ("preset: demo\ncodec: {topk: 3}\ncodec.topk: 4\n", "codec.topk", (2, 3)),
+        ("preset: demo\ncodec: {topk: 3}\ncodec: {select: topk}\n", "codec", (2, 3)),
+    ],
+)
+def test_a_key_that_stands_twice(tmp_path: Path, text: str, path: str, lines: Any) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(text)
+    wanted = f"{file}: {path} stands twice, in line {lines[0]} and in line {lines[1]}: remove one"
+    refused(lambda: load_config(str(file)), wanted)
+
+
+def test_a_key_that_stands_twice_in_a_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "whole.yaml"
+    text = preset("diloco").to_yaml().replace("    delay: 0\n", "    delay: 0\n    delay: 1\n")
+    file.write_text(text)
+    where = refused(lambda: load_config(str(file)), "channels[0].schedule.delay stands twice")
+    line = 1 + text.splitlines().index("    delay: 0")
+    assert f"in line {line} and in line {line + 1}" in where
+    refused(lambda: ExchangeConfig.from_yaml(text), "the configuration: channels[0].schedule.delay")
+
+
+def test_what_is_no_yaml_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text("preset: [demo\n")
+    assert refused(lambda: load_config(str(file)), "line").startswith(f"{file} is no yaml: ")
+    refused(lambda: load_config("demo", ["clip=[1"]), "override 'clip=[1' is no yaml")
+
+
+def test_a_wrong_channel_is_told_the_channels() -> None:
+    text = refused(lambda: preset("decoupled_momentum", **{"momentum.codec.topk": 3}))
+    assert "did you mean 'codec.topk'?" in text and "; channels: delta)" in text
+    assert "channels:" not in refused(lambda: preset("diloco", **{"schedule.sync_evry": 3}))

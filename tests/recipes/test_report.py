@@ -1,0 +1,143 @@
+"""The numbers of a report after a resume: all of them are those of the whole job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import report  # noqa: E402
+
+PARAMETERS = 1000
+
+
+class Ranks:
+    """The accelerator of one rank, which hears the same from all ranks of its island."""
+
+    device, is_main_process = torch.device("cpu"), True
+
+    def __init__(self, procs: int):
+        self.num_processes = procs
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine.repeat(self.num_processes, 1)
+
+
+class Exchange:
+    """One rank's: 100 B, 1 s and one exchange at each step, where there are other islands."""
+
+    config, drift = SimpleNamespace(preset="full"), None
+
+    def __init__(self, islands: int, step: int):
+        self.topology = SimpleNamespace(count=islands, kind="islands", name="island0", island=0)
+        self.step, self.taken = step, 0
+        self.participants = list(range(islands))
+
+    def metrics(self) -> dict[str, Any]:
+        sent = self.taken if self.topology.count > 1 else 0
+        waited = {"seconds_waiting": 0.0, "seconds_exchanging": 0.0}
+        return {"bytes_sent": 100 * sent, "exchanges": sent, "loss": None, **waited}
+
+    def timeline(self) -> Sequence[Any]:
+        return []
+
+
+def start(
+    folder: Path,
+    islands: int,
+    procs: int,
+    steps: Sequence[int],
+    before: Any = None,
+    left: Sequence[int] = (),
+) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Steps of a job from `before` on: state, summary and table of rank 0."""
+    exchange = Exchange(islands, steps[0])
+    made = report.Report(
+        Ranks(procs),
+        exchange,
+        folder,
+        steps=steps[1],
+        log_every=10,
+        parameters=PARAMETERS,
+        facts={},
+    )
+    if before is not None:
+        made.load_state_dict(json.loads(json.dumps(before)))
+    made.evaluated(3.0, 0.0)
+    for _ in range(*steps):
+        made.micro_batch(torch.tensor(2.0), 10)
+        exchange.step, exchange.taken = exchange.step + 1, exchange.taken + 1
+        made.optimizer_step(0.1)
+    exchange.participants = list(left) or exchange.participants
+    state = made.state_dict()
+    made.evaluated(2.0, 0.0)
+    summary = made.finish(True)
+    return state, summary, "\n".join("  ".join(row) for row in made._rows(summary))
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+
+
+def test_one_island_goes_on_where_two_were(tmp_path):
+    state, first, _ = start(tmp_path, 2, 2, (0, 50))
+    assert first["bytes_full_per_island"] == 2 * PARAMETERS * 50
+    _, last, table = start(tmp_path, 1, 2, (50, 60), state)
+    # 50 steps of two islands, then 10 that send nothing
+    assert last["bytes_sent_per_island"] == 2 * 100 * 50
+    assert last["bytes_full_per_island"] == 2 * PARAMETERS * 50
+    assert last["ratio"] == first["ratio"] == 10.0 and "10.0 x fewer bytes" in table
+    assert last["tokens"] == 10 * (50 * 4 + 10 * 2)
+    assert "1 island x 2 ranks, 60 steps" in table and "counted since" not in table
+
+
+@pytest.mark.parametrize(("islands", "procs"), [(2, 1), (3, 2), (2, 2)])
+def test_others_share_what_was_counted(tmp_path, islands, procs):
+    state, _, _ = start(tmp_path, 2, 2, (0, 50))
+    _, last, _ = start(tmp_path, islands, procs, (50, 60), state)
+    assert last["tokens"] == 10 * (50 * 4 + 10 * islands * procs)
+    assert last["bytes_sent_per_island"] == 100 * (2 * 50 + procs * 10)
+    here = report.full_bytes(PARAMETERS, 10, islands)
+    assert last["bytes_full_per_island"] == 2 * PARAMETERS * 50 + here
+
+
+def test_counters_of_an_earlier_release_are_of_the_same_islands(tmp_path):
+    state, _, _ = start(tmp_path, 2, 2, (0, 50))
+    old = {k: v for k, v in state.items() if k not in ("bytes_full", "islands", "procs")}
+    summaries = [start(tmp_path, 2, 2, (50, 60), one)[1] for one in (old, state)]
+    for key in ("tokens", "bytes_sent_per_island", "bytes_full_per_island", "ratio"):
+        assert summaries[0][key] == summaries[1][key]
+    assert summaries[0]["bytes_full_per_island"] == 2 * PARAMETERS * 60
+
+
+def test_who_has_no_counters_says_from_where_it_counts(tmp_path):
+    _, summary, table = start(tmp_path, 2, 1, (50, 60))
+    assert summary["since"] == 50 and "counted since step  50" in table
+    assert summary["bytes_full_per_island"] == 2 * PARAMETERS * 10
+
+
+@pytest.mark.parametrize(
+    ("islands", "left", "says", "agree"),
+    [
+        (3, (0, 2), "islands  3 began, 2 at the end (0, 2)", "yes, bit for bit, of the 2 at the"),
+        (2, (0,), "islands  2 began, 1 at the end (0)", "one island is left"),
+        (2, (0, 1, 2), "islands  2 began, 3 at the end (0, 1, 2)", "of the 3 at the end"),
+        (2, (0, 1), "", "islands agree  yes, bit for bit"),
+    ],
+)
+def test_the_table_says_who_took_part_at_the_end(tmp_path, islands, left, says, agree):
+    _, summary, table = start(tmp_path, islands, 1, (0, 10), left=left)
+    assert summary["participants"] == list(left) and says in table and agree in table
+    assert ("all islands" in table) == (not says)

@@ -1,0 +1,80 @@
+"""What a start takes, by part; and what it does not import."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from start import Start  # noqa: E402
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A launch a minute before this process began."""
+    import psutil
+
+    moment = psutil.Process().create_time() - 60.0
+    monkeypatch.setenv("ISLAND_LAUNCHED", str(moment))
+    return moment
+
+
+def test_the_line_has_every_part_once(launched: float, caplog: Any) -> None:
+    gc.disable()
+    start = Start()
+    assert gc.isenabled()
+    gc.unfreeze()
+    start.mark("model")
+    start.mark("data")
+    start.mark("model")
+    with caplog.at_level(logging.INFO, logger="fsdp_demo"):
+        start.first_step("island0")
+        start.first_step("island0")
+    (said,) = (r.getMessage() for r in caplog.records)
+    assert said.startswith("island0: start: ") and "launcher 60.0, imports " in said
+    assert list(start.parts) == ["launcher", "imports", "model", "data", "first step"]
+    assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
+
+
+def test_a_forked_rank_begins_when_it_is_told(
+    launched: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISLAND_FORKED", f"{launched + 10} 6.5")
+    start = Start()
+    assert list(start.parts) == ["imports for all ranks", "launcher", "imports"]
+    assert start.line().startswith("start: ") and "imports for all ranks 6.5, launcher 3.5" in (
+        start.line()
+    )
+    assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
+
+
+def test_a_process_without_a_launcher_counts_from_its_own_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ISLAND_LAUNCHED", raising=False)
+    start = Start()
+    assert start.parts["launcher"] == 0.0 and start.parts["imports"] > 0.0
+
+
+def test_a_rehearsal_without_a_gpu_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys\n"
+        "from fsdp_demo.launch import rehearse\n"
+        "rehearse._may_have_gpus = lambda: False\n"
+        f"plan = rehearse.Rehearsal(2, 2, ({__file__!r},), 'torchrun')\n"
+        "assert rehearse.devices(plan) == (['', ''], 'on the CPU')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]

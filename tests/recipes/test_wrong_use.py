@@ -1,0 +1,106 @@
+"""What a user gets wrong ends a recipe with one message and a status, not with a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import pretrain  # noqa: E402
+import wrong_use  # noqa: E402
+from transformers import HfArgumentParser  # noqa: E402
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo.errors import Mismatch, NeedsDecision, PeerLost  # noqa: E402
+
+
+class Left(BaseException):
+    """In the place of the end of the process."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Where `plainly` would end this process it raises `Left(status)`."""
+
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(wrong_use, "leave", leave)
+    monkeypatch.setattr(wrong_use, "AFTER", 0.0)
+    monkeypatch.setattr(sys, "argv", ["recipes/train.py"])
+    return monkeypatch
+
+
+def refuse(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "text"),
+    [
+        (lambda: fsdp_demo.preset("demo", topkk=3), 2, "preset 'demo' has no setting 'topkk'"),
+        (lambda: fsdp_demo.load_config("none.yaml"), 2, "none.yaml"),
+        (lambda: pretrain.load_model("tiny", 10**6), 2, "--model tiny has vocab_size="),
+        (lambda: refuse(NeedsDecision("choose")), 78, "choose"),
+        (lambda: refuse(Mismatch("other steps")), 78, "other steps"),
+        (lambda: refuse(PeerLost("island 1 did not come")), 1, "island 1 did not come"),
+    ],
+)
+def test_the_sentence_alone(ends, capsys, tmp_path, call, status, text):
+    ends.setenv("ISLAND_STATUS", str(tmp_path))
+    with pytest.raises(Left) as left, wrong_use.plainly():
+        call()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.args == (status,) and line.startswith("train.py: error: ") and text in line
+    told = [file.read_text() for file in tmp_path.glob("rank0")]
+    assert told == (["78"] if status == 78 else [])
+
+
+def test_errors_of_others_keep_their_traceback(ends):
+    with pytest.raises(ValueError), wrong_use.plainly():
+        torch.optim.SGD([], lr=0.1)
+    with pytest.raises(RuntimeError), wrong_use.plainly():
+        torch.ones(2) @ torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--period", "3"], "no option: a setting of the exchange is written --set period=3"),
+        (["--codec.topk=16"], "--codec.topk is no option: .* is written --set codec.topk=16"),
+        (["--momentum-warmup", "0"], "is written --set momentum_warmup=0"),
+        (["--step", "3", "--sav-every", "3"], "did you mean --save-every"),
+        (["--batchsize", "3"], "did you mean --batch"),
+        (["--zzz"], "--help lists them"),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_not_there(monkeypatch, words, text):
+    kinds = (pretrain.DataArguments, pretrain.CrossArguments, pretrain.TrainArguments)
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
+    with pytest.raises(ValueError, match=text):
+        wrong_use.parse(HfArgumentParser(kinds))
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "pretrain_trainer"])
+def test_a_recipe_ends_with_two(recipe, tmp_path):
+    words = ["--exchange", "demo", "--set", "topkk=3", "--model", "tiny"]
+    done = subprocess.run(
+        [sys.executable, str(RECIPES / f"{recipe}.py"), *words],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(RECIPES.parent), "HOME": str(tmp_path)}
+        | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [one for one in done.stderr.splitlines() if "topkk" in one]
+    assert line.startswith(f"{recipe}.py: error: preset 'demo' has no setting 'topkk'")
