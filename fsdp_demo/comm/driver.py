@@ -236,6 +236,8 @@ class Driver:
     def _turn(self) -> None:
         now = time.monotonic()
         stopped, self._turned = now - self._turned > STOPPED, now
+        # pieces before notes: an island's last message and its "leave" may come in one turn
+        self._traffic.look()
         while self._work and not self._closed:
             self._work.popleft()()
         for member, wire in list(self.notes.items()):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .launchers import FORKED
-from .preload import CannotFork, Imported, after_a_fork, threads
+from .preload import CannotFork, Imported, threads
 from .processes import end_with_parent
 
 
@@ -114,7 +114,7 @@ class Template:
         Raises:
             CannotFork: this process has other threads by now.
         """
-        if threads() > 1 and after_a_fork(threads) > 1:
+        if threads() > 1:
             raise CannotFork(f"this process has {threads()} threads")
         ends = [os.pipe(), os.pipe()] if pipes else []
         for stream in (sys.stdout, sys.stderr):

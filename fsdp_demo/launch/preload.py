@@ -38,8 +38,11 @@ LATE = {
 }
 """What a package imports when it is first used, where it is installed."""
 
-QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Variables under which imports start no thread: pyarrow's allocator starts one otherwise."""
+QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+"""Variables under which imports start no thread: pyarrow's allocator starts one otherwise, numpy's
+OpenBLAS one for each core that it may use. So numpy's products have one thread in a forked rank;
+torch's have as many as `OMP_NUM_THREADS` says.
+"""
 
 NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "CUDA_")
 """Beginnings of variables that libraries in C read when they are loaded."""
@@ -265,7 +268,7 @@ def _traces() -> dict[str, Any]:
         "standard streams": (sys.stdin, sys.stdout, sys.stderr),
         "hook for errors": sys.excepthook,
         "arguments": list(sys.argv),
-        "number of threads": threads() if threads() == 1 else after_a_fork(threads),
+        "number of threads": threads(),
         "child processes": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
     }
 
@@ -283,17 +286,6 @@ def _seeds() -> dict[str, Any]:
 def threads() -> int:
     """Threads of this process, also those that Python does not know."""
     return len(os.listdir("/proc/self/task"))
-
-
-def after_a_fork(value: Callable[[], int]) -> int:
-    """`value()` when this process has forked once: OpenBLAS ends its threads at a fork, and starts
-    them again when there is work.
-    """
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return value()
 
 
 def _check_devices() -> None:

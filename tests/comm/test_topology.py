@@ -22,6 +22,7 @@ import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.comm import attempts, roll
 from fsdp_demo.comm import environment as variables
+from fsdp_demo.comm.hub import Hub
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.errors import StoreSilent
@@ -322,6 +323,29 @@ def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> No
             "steps: 300 here, 200 there" in found[0][4]
             and "steps: 200 here, 300 there" in found[1][4]
         )
+
+
+def test_a_late_thread_still_hears_why_the_other_island_left(run_ranks) -> None:
+    """The other island's facts and its "leave" wait together: the facts are read first."""
+    run = f"late-{os.getpid()}-{next(runs)}"
+
+    def fn(me: Any) -> str:
+        os.environ["ISLAND_RUN"] = run
+        drive = Hub.drive
+
+        def late(self: Hub, *given: Any) -> None:
+            time.sleep(0.3)
+            drive(self, *given)
+
+        if me.island == 0:
+            Hub.drive = late  # type: ignore[method-assign]
+        params = [torch.nn.Parameter(torch.zeros(2))]
+        return refusal(
+            lambda: fsdp_demo.attach(sgd(params), "full", must_match={"steps": me.island})
+        )
+
+    for side, text in enumerate(run_ranks(fn, 2, 1)):
+        assert f"steps: {side} here, {1 - side} there" in text, text
 
 
 def test_an_island_of_shards_and_a_whole_one_are_refused(run_ranks) -> None:
