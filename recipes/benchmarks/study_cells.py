@@ -30,7 +30,8 @@ class Setting:
         model: a json of recipes/models by name. data: as `--data` of pretrain.py.
         steps: optimizer steps. batch: rows per replica and step. length: bytes per row.
         warmup: steps of linear warm-up, then cosine down to a tenth.
-        held_out: rows of validation text.
+        held_out: rows of validation text. precision: of forward and backward, "bf16" (autocast) or
+            "fp32"; parameters and optimizer are fp32.
     """
 
     model: str = MODEL
@@ -40,6 +41,7 @@ class Setting:
     length: int = 128
     warmup: int = 24
     held_out: int = 512
+    precision: str = "bf16"
 
     @property
     def tokens(self) -> int:
@@ -125,15 +127,27 @@ def parameters(name: str) -> int:
     return int(c["num_hidden_layers"] * layer + (2 * c["vocab_size"] + 1) * wide)
 
 
+CALCULATES = ("channels/", "compression/", "exchange/", "hosts/", "config/channel", "config/schema")
+"""Beginnings of the paths, in the library, of what decides where a cell ends. Presets are not among
+them: a key has the whole configuration.
+"""
+
+
 @functools.cache
 def code_version() -> str:
-    """Digest of the library's sources, of what trains a cell, and of torch's version. Tables,
-    statistics and pictures are no part of it.
+    """Digest of what calculates: the library's parts that do, what trains a cell, and torch's
+    version. The rest of the library, tables, statistics and pictures are no part of it.
     """
-    library = sorted(Path(fsdp_demo.__file__).parent.rglob("*.py"))
+    library = Path(fsdp_demo.__file__).parent
+    paths = sorted(
+        path
+        for path in library.rglob("*.[pc]*")
+        if path.suffix in (".py", ".c")
+        and path.relative_to(library).as_posix().startswith(CALCULATES)
+    )
     ours = [HERE / "study_run.py", HERE / "study_texts.py", *_recipes(("data.py", "pretrain.py"))]
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in (*library, *ours):
+    for path in (*paths, *ours):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

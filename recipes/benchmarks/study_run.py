@@ -49,12 +49,20 @@ class Failed(RuntimeError):
 
 
 @functools.lru_cache(4)
-def loss_of(model: str, compiled: bool) -> Loss:
-    """The loss of a Llama of recipes/models as a function of its parameters."""
-    body = load_model(model, 258)
+def loss_of(model: str, precision: str, compiled: bool) -> Loss:
+    """The loss of a Llama of recipes/models as a function of its parameters.
+
+    Args:
+        precision: "fp32", or "bf16": autocast, as users train. Attention is then written out:
+            torch's fused one is slow backward in bf16 on a CPU.
+    """
+    body, mixed = load_model(model, 258), precision == "bf16"
+    body.set_attn_implementation("eager" if mixed else "sdpa")
 
     def loss(parameters: Mapping[str, Tensor], ids: Tensor) -> Tensor:
-        out = functional_call(body, dict(parameters), (), {"input_ids": ids, "labels": ids})
+        # weights are cast once a step: a cache of casts would hold them between steps
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+            out = functional_call(body, dict(parameters), (), {"input_ids": ids, "labels": ids})
         return out.loss
 
     return torch.compile(loss, dynamic=False, fullgraph=True) if compiled else loss
@@ -101,7 +109,7 @@ def train_run(run: Run, compiled: bool = True) -> dict[str, Any]:
     torch.set_num_threads(1)
     setting, replicas = run.setting, run.cell.replicas
     texts = load_texts(setting.data, setting.length, setting.held_out)
-    loss, model = loss_of(setting.model, compiled), fresh_model(run)
+    loss, model = loss_of(setting.model, setting.precision, compiled), fresh_model(run)
     warm(loss, model, run)
     began, processor = time.monotonic(), time.process_time()
     size = sum(p.numel() for p in model.parameters())
