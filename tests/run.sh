@@ -3,6 +3,7 @@
 #   --fast              only tests that start no process: an answer in a minute
 #   FSDP_DEMO_SLOW=1    the slow tests, too
 #   FSDP_DEMO_JOBS=0    one test after another; default: two workers
+#   FSDP_DEMO_AGAIN=5   up to so many tests that failed are run once more, alone, and count then; default: 0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -35,8 +36,19 @@ selection="" dist=loadfile
 [ "${FSDP_DEMO_SLOW:-0}" = 1 ] || selection="not slow"
 [ "$fast" = 0 ] || { selection="not ranks and not launch and not slow"; dist=worksteal; }
 words=(-n "${FSDP_DEMO_JOBS:-2}" --dist "$dist" -m "$selection" "${words[@]+"${words[@]}"}")
-[ "$fast" = 1 ] || exec "$python" -m pytest "${words[@]}"
-status=0
-"$python" -m pytest "${words[@]}" || status=$?
-wait "$types" || status=1
+again=${FSDP_DEMO_AGAIN:-0} status=0 first=()
+[ "$again" = 0 ] || first=(--cache-clear)
+"$python" -m pytest "${words[@]}" "${first[@]+"${first[@]}"}" || status=$?
+
+# Two workers with several ranks each, on a machine that others use: a test may fail for want of time alone. It is named.
+if [ "$status" = 1 ] && [ "$again" != 0 ]; then
+    names=$("$python" -c 'import json, sys; print(*json.load(sys.stdin), sep="\n")' < .pytest_cache/v/cache/lastfailed)
+    if [ "$(printf '%s\n' "$names" | wc -l)" -le "$again" ]; then
+        printf 'tests/run.sh: these failed, and run once more, alone:\n%s\n' "$names" >&2
+        status=0
+        "$python" -m pytest "${words[@]}" -n 0 --last-failed --last-failed-no-failures none || status=$?
+        [ "$status" != 0 ] || printf 'tests/run.sh: UNSTEADY, failed once and passed alone:\n%s\n' "$names" >&2
+    fi
+fi
+[ "$fast" = 0 ] || wait "$types" || status=1
 exit $status
