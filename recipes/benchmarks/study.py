@@ -5,9 +5,10 @@
 Trains byte-level Llamas on the Python library's sources through the library itself: `attach`, gloo,
 the real payloads; the replicas of a run are threads of one process. Every run (a method with its
 settings, and a seed) is stored when it is done, under a key of its configuration and the code, so
-that an interrupted table goes on where it stood. Runs are shared between tables. Seeds are paired:
-one seed gives all methods the same initial weights and order of the data. Writes OUTPUT/TABLE.md,
-TABLE.json and pictures, and prints the table.
+that an interrupted table goes on where it stood. Runs are shared between tables, and what the
+repository keeps (`docs/figures/study-runs.jsonl`) is not trained again. Seeds are paired: one seed
+gives all methods the same initial weights and order of the data. Writes OUTPUT/TABLE.md, TABLE.json
+and pictures, and prints the table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import table  # noqa: E402
 from study_cells import Cell, Run, Setting, code_version, parameters  # noqa: E402
 from study_earlier import TABLES as EARLIER  # noqa: E402
-from study_jobs import Cache, train_all, write  # noqa: E402
+from study_jobs import train_all  # noqa: E402
+from study_results import FIGURES, KEPT, Results, write  # noqa: E402
 from study_stats import HEAD, Row, loss_of, summarise  # noqa: E402
 from study_tables import TABLES as NOW  # noqa: E402
 from study_tables import TUNING_SEEDS, Method  # noqa: E402
@@ -39,6 +41,10 @@ PACE = 60 / (parameters("study-small") * 4 * Setting().tokens)
 """Seconds of a core per parameter and token, where nothing is measured yet."""
 
 
+SAME = 2e-3
+"""Nats that one run may end apart on another machine: sums in another order."""
+
+
 class Study:
     """The chosen part of a table: its runs, what is stored of them, and its rows.
 
@@ -46,7 +52,6 @@ class Study:
         changes: of every setting, from the command line.
         only: parts of cells' names, of which one must match; a group's reference is always in, and
             so is the first method.
-        version: of what trained the runs, part of their keys.
 
     Raises:
         ValueError: no such cell, or data that cannot be read.
@@ -56,14 +61,12 @@ class Study:
         self,
         name: str,
         seeds: range,
-        cache: Cache,
+        results: Results,
         changes: dict[str, Any] | None = None,
         only: str = "",
-        version: str = "",
     ):
-        self.name, self.table, self.cache = name, TABLES[name], cache
+        self.name, self.table, self.results = name, TABLES[name], results
         self.seeds, self.changes = seeds, changes or {}
-        self.version = version or code_version()
         parts = [part.strip() for part in only.split(",")]
         self.groups = {
             label: cells[:1] + [c for c in cells[1:] if any(part in c.name for part in parts)]
@@ -85,7 +88,7 @@ class Study:
         return Run(cell, self.table.at(cell, self.changes), seed)
 
     def result(self, run: Run) -> dict[str, Any] | None:
-        return self.cache.get(run.key(self.version))
+        return self.results.get(run)
 
     def tuning(self) -> list[Run]:
         """The runs of all grids."""
@@ -104,6 +107,18 @@ class Study:
             mean = sum(loss_of(r) for r in found if r) / len(found)
             means[n] = math.inf if math.isnan(mean) else mean
         return method.tuned(method.grid[min(means, key=means.__getitem__)]) if means else None
+
+    def chosen(self) -> dict[str, str]:
+        """Name of a tuned method -> its best cell, where all of its grid is there."""
+        found = {}
+        for method in self.methods:
+            if best := self.best(method):
+                tuned = {
+                    k: v for k, v in best.changes.items() if method.published.changes.get(k) != v
+                }
+                told = [f"lr={best.lr:g}", *(f"{k}={v}" for k, v in tuned.items())]
+                found[best.name] = " ".join(told)
+        return found
 
     def cells(self) -> dict[str, list[Cell]]:
         """Group -> its cells, the reference first; with methods that are tuned it is `full`
@@ -142,18 +157,17 @@ class Study:
 class Progress:
     """Trains what is missing of some runs, stores each result, and says how much time is left."""
 
-    def __init__(self, cache: Cache, version: str, jobs: int, compiled: bool = True):
-        self.cache, self.version, self.jobs, self.compiled = cache, version, jobs, compiled
+    def __init__(self, results: Results, jobs: int, compiled: bool = True):
+        self.results, self.jobs, self.compiled = results, jobs, compiled
         self.spent, self.done = 0.0, 0.0  # seconds of a core, and size of what they trained
 
     def missing(self, runs: Iterable[Run], again: bool = False) -> list[Run]:
         """Each run once whose result is not there; `again`: or is an error."""
         found: dict[str, Run] = {}
         for run in runs:
-            key = run.key(self.version)
-            known = self.cache.get(key)
+            known = self.results.get(run)
             if known is None or (again and "error" in known):
-                found[key] = run
+                found[run.key("")] = run
             elif "seconds" in known:
                 self.learn(run, known["seconds"])
         return list(found.values())
@@ -173,7 +187,7 @@ class Progress:
 
         def done(run: Run, result: dict[str, Any]) -> None:
             left.remove(run)
-            self.store(run, result)
+            self.results.put(run, result)
             end = _last_line(result["error"]) if "error" in result else f"{loss_of(result):.4f}"
             if "seconds" in result:
                 self.learn(run, result["seconds"])
@@ -183,19 +197,6 @@ class Progress:
             print(f"{what} {count}: {run.cell.name} seed {run.seed}: {end}; {rest}", flush=True)
 
         train_all(runs, self.jobs, done, self.compiled)
-
-    def store(self, run: Run, result: dict[str, Any]) -> None:
-        """An error is a result, too: it is not tried again without being asked for."""
-        key = run.key(self.version)
-        facts = {
-            "cell": dataclasses.asdict(run.cell),
-            "setting": dataclasses.asdict(run.setting),
-            "seed": run.seed,
-            "key": key,
-            "code": self.version,
-            "does": run.cell.config().describe(),
-        }
-        self.cache.put(key, {**facts, **result})
 
 
 def _last_line(text: str) -> str:
@@ -224,7 +225,7 @@ def caption(study: Study) -> str:
         f"{study.seeds[0]} to {study.seeds[-1]}, paired; the first row of a group is its "
         f"reference.{tuned} Cosine with warm-up, norm clipped at 1. Validation loss in nats per "
         f"byte, {setting.held_out} rows, of what all replicas hold at the end. Bytes against a "
-        f"ring all-reduce of bf16 gradients at every step. Code {study.version}, "
+        f"ring all-reduce of bf16 gradients at every step. Code {study.results.version}, "
         f"{time.strftime('%Y-%m-%d')}."
     )
 
@@ -240,17 +241,24 @@ def show(study: Study, output: Path, pictures: bool) -> None:
     write(output / f"{study.name}.md", f"{text}\n\n{table(lines, markdown=True)}\n")
     whole = {
         "table": study.name,
-        "code": study.version,
+        "code": study.results.version,
         "caption": text,
         "rows": [
             {k: None if v != v else v for k, v in dataclasses.asdict(r).items()} for r in rows
         ],
-        "runs": [known for run in study.reported() if (known := study.result(run))],
-        "tuning": [known for run in study.tuning() if (known := study.result(run))],
+        "tuned": study.chosen(),
+        "runs": keys(study, study.reported()),
+        "tuning": keys(study, study.tuning()),
     }
     write(output / f"{study.name}.json", json.dumps(whole, indent=1) + "\n")
     if pictures:
         draw(study, rows, output)
+
+
+def keys(study: Study, runs: list[Run]) -> dict[str, float | None]:
+    """Key -> final loss of each run that is there; None: it diverged or failed."""
+    found = [known for run in runs if (known := study.result(run))]
+    return {known["key"]: None if (v := loss_of(known)) != v else v for known in found}
 
 
 def draw(study: Study, rows: list[Row], output: Path) -> None:
@@ -291,8 +299,31 @@ def show_list(study: Study, progress: Progress) -> None:
     total = clock(progress.seconds([*left, *unknown]))
     print(
         f"table {study.name}: {len(left) + len(unknown)} runs are missing, some {total} with "
-        f"--jobs {progress.jobs}; code {study.version}"
+        f"--jobs {progress.jobs}; code {study.results.version}"
     )
+
+
+def verify(study: Study, progress: Progress, count: int) -> int:
+    """Train `count` runs again that are there, spread over the table; how many end elsewhere than
+    they did by more than `SAME`.
+    """
+    there = [run for run in study.reported() if (r := study.result(run)) and "error" not in r]
+    apart: list[str] = []
+
+    def done(run: Run, result: dict[str, Any]) -> None:
+        known = study.result(run) or {}
+        before, now = loss_of(known), loss_of(result)
+        same = abs(before - now) <= SAME
+        sent = known["bytes_sent"] == result.get("bytes_sent")
+        apart.extend([] if same and sent else [run.cell.name])
+        print(
+            f"{run.cell.name} seed {run.seed}: {before:.5f} by {known['code']}, {now:.5f} now; "
+            f"bytes {'equal' if sent else 'differ'}",
+            flush=True,
+        )
+
+    train_all(there[:: max(1, len(there) // count)][:count], progress.jobs, done, progress.compiled)
+    return len(apart)
 
 
 def parse() -> argparse.Namespace:
@@ -303,6 +334,8 @@ def parse() -> argparse.Namespace:
     add("--seeds", type=int, help="number of seeds, 0, 1, ... (default: the table's)")
     add("--jobs", type=int, default=1, help="processes in parallel, each of one thread")
     add("--list", action="store_true", help="show cells and estimated time; train nothing")
+    add("--keep", action="store_true", help="add the results to docs/figures/study-runs.jsonl")
+    add("--verify", type=int, metavar="N", help="train N runs again that are there, and compare")
     add("--retry", action="store_true", help="train again what failed")
     add("--data", help="other text, as of pretrain.py (results of their own)")
     add("--steps", type=int, help="for a trial: fewer steps (results of their own)")
@@ -320,19 +353,27 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    cache = Cache(args.output / "runs")
     changes = {k: v for k, v in (("data", args.data), ("steps", args.steps)) if v}
     version = code_version() + ("-eager" if args.eager else "")
-    progress = Progress(cache, version, args.jobs, not args.eager)
+    results = Results(args.output / "runs", version)
+    progress = Progress(results, args.jobs, not args.eager)
     failed = 0
     for name in args.table.split(","):
         seeds = range(args.seeds or TABLES[name].seeds)
         try:
-            study = Study(name, seeds, cache, changes, args.only, version)
+            study = Study(name, seeds, results, changes, args.only)
         except ValueError as error:
             sys.exit(f"study.py: {error}")
         if args.list:
             show_list(study, progress)
+            continue
+        if args.keep:
+            new = results.keep([*study.tuning(), *study.reported()])
+            print(f"table {name}: {new} results are new in {KEPT.name}")
+            show(study, FIGURES, pictures=False)
+            continue
+        if args.verify:
+            failed += verify(study, progress, args.verify)
             continue
         progress.train(progress.missing(study.tuning(), args.retry), f"{name} tuning")
         progress.train(progress.missing(study.reported(), args.retry), name)

@@ -1,8 +1,7 @@
-"""Runs of the study in parallel processes, each of one thread, and what is stored of them."""
+"""Runs of the study in parallel processes, each of one thread."""
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 from study_cells import Run
@@ -31,31 +29,6 @@ ENVIRONMENT = {
     "MALLOC_TOP_PAD_": "67108864",
 }
 """Of the processes that train."""
-
-
-class Cache:
-    """Results by key, one json each, written whole or not at all."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def path(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        path = self.path(key)
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    def put(self, key: str, result: dict[str, Any]) -> None:
-        write(self.path(key), json.dumps(result, indent=1) + "\n")
-
-
-def write(path: Path, text: str) -> None:
-    """Through a temporary name, so that an interrupt leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 @dataclass
