@@ -433,6 +433,34 @@ def zero_memory() -> Rows:
     return rows
 
 
+def study(name: str) -> Rows:
+    """A table of the study: losses, paired differences with 90 % intervals, bytes."""
+    found = load(f"study-{name}")["rows"]
+    groups = len({row["group"] for row in found}) > 1
+    head = ["method", "seeds", "loss", "minus the reference", "sent per island", "fewer bytes"]
+    rows = [["case", *head] if groups else head]
+    for row in found:
+        apart = _cell(row["difference"], "+.3f")
+        if row["half"] is not None:
+            apart += f" +- {row['half']:.3f}"
+        cells = [
+            row["name"],
+            str(row["seeds"]),
+            "failed" if row["failed"] else f"{row['loss']:.3f}",
+            apart,
+            size(row["bytes_sent"]) if row["bytes_sent"] else "-",
+            _cell(row["ratio"], ".3g") + (" x" if row["ratio"] else ""),
+        ]
+        rows.append([row["group"], *cells] if groups else cells)
+    return rows
+
+
+def study_choice() -> Rows:
+    """What the grids of the main table chose."""
+    tuned = load("study-main")["tuned"]
+    return [["method", "chosen"], *([name, f"`{told}`"] for name, told in tuned.items())]
+
+
 TABLES: dict[str, Callable[[], Rows]] = {
     "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,

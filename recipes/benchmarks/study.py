@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import table  # noqa: E402
 from study_cells import Cell, Run, Setting, code_version, parameters  # noqa: E402
 from study_earlier import TABLES as EARLIER  # noqa: E402
 from study_jobs import train_all  # noqa: E402
-from study_results import FIGURES, KEPT, Results, write  # noqa: E402
-from study_stats import HEAD, Row, loss_of, summarise  # noqa: E402
+from study_results import KEPT, Results  # noqa: E402
+from study_show import publish, show  # noqa: E402
+from study_stats import Row, loss_of, summarise  # noqa: E402
 from study_tables import TABLES as NOW  # noqa: E402
 from study_tables import TUNING_SEEDS, Method  # noqa: E402
 from study_texts import load_texts  # noqa: E402
@@ -209,76 +207,6 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
 
 
-def caption(study: Study) -> str:
-    setting = dataclasses.replace(study.table.setting, **study.changes)
-    size = parameters(setting.model) / 1e6
-    tuned = (
-        f" Tuned: the best of {len(study.methods[0].grid)} trials of each method on the seeds "
-        f"{', '.join(map(str, TUNING_SEEDS))}."
-        if study.methods
-        else ""
-    )
-    return (
-        f"Table {study.name}: {study.table.question}. Byte-level Llama of {size:.2f} M parameters, "
-        f"{setting.data}, {setting.steps} steps of {setting.batch} x {setting.length} bytes, "
-        f"{setting.tokens:,} tokens per replica, unless a row says otherwise. Seeds "
-        f"{study.seeds[0]} to {study.seeds[-1]}, paired; the first row of a group is its "
-        f"reference.{tuned} Cosine with warm-up, norm clipped at 1. Validation loss in nats per "
-        f"byte, {setting.held_out} rows, of what all replicas hold at the end. Bytes against a "
-        f"ring all-reduce of bf16 gradients at every step. Code {study.results.version}, "
-        f"{time.strftime('%Y-%m-%d')}."
-    )
-
-
-def show(study: Study, output: Path, pictures: bool) -> None:
-    """Print a table of what is there and write it as markdown, json and pictures."""
-    rows = study.rows()
-    if not rows:
-        return
-    lines = [["group", *HEAD], *([r.group, *r.cells()] for r in rows)]
-    text = caption(study)
-    print(f"\n{text}\n\n{table(lines)}\n", flush=True)
-    write(output / f"{study.name}.md", f"{text}\n\n{table(lines, markdown=True)}\n")
-    whole = {
-        "table": study.name,
-        "code": study.results.version,
-        "caption": text,
-        "rows": [
-            {k: None if v != v else v for k, v in dataclasses.asdict(r).items()} for r in rows
-        ],
-        "tuned": study.chosen(),
-        "runs": keys(study, study.reported()),
-        "tuning": keys(study, study.tuning()),
-    }
-    write(output / f"{study.name}.json", json.dumps(whole, indent=1) + "\n")
-    if pictures:
-        draw(study, rows, output)
-
-
-def keys(study: Study, runs: list[Run]) -> dict[str, float | None]:
-    """Key -> final loss of each run that is there; None: it diverged or failed."""
-    found = [known for run in runs if (known := study.result(run))]
-    return {known["key"]: None if (v := loss_of(known)) != v else v for known in found}
-
-
-def draw(study: Study, rows: list[Row], output: Path) -> None:
-    """Three pictures of a table; none without matplotlib."""
-    try:
-        import study_plot
-    except ImportError:
-        return
-    study_plot.over_bytes(rows, output / f"{study.name}-bytes.svg")
-    study_plot.intervals(rows, output / f"{study.name}-intervals.svg")
-    first = study.seeds[0]
-    curves = {
-        cell.name: known["curve"]
-        for part in study.cells().values()
-        for cell in part
-        if (known := study.result(study.run(cell, first))) and "curve" in known
-    }
-    study_plot.over_tokens(curves, output / f"{study.name}-tokens.svg")
-
-
 def show_list(study: Study, progress: Progress) -> None:
     """The cells, how many of their runs are there, and the time of the others; trains nothing."""
     tuning, reported = study.tuning(), study.reported()
@@ -370,7 +298,7 @@ def main() -> int:
         if args.keep:
             new = results.keep([*study.tuning(), *study.reported()])
             print(f"table {name}: {new} results are new in {KEPT.name}")
-            show(study, FIGURES, pictures=False)
+            publish(study)
             continue
         if args.verify:
             failed += verify(study, progress, args.verify)

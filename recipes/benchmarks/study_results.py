@@ -98,6 +98,8 @@ def shortened(result: dict[str, Any]) -> dict[str, Any]:
             "bytes": [int(v) for v in curve["bytes"]],
             "loss": [v and round(v, 4) for v in curve["loss"]],
         }
+    if rounds := result.get("rounds"):
+        out["rounds"] = {k: [round(v, 3) for v in values] for k, values in rounds.items()}
     for name in ("seconds", "drift"):
         if name in out:
             out[name] = float(f"{out[name]:.3g}")

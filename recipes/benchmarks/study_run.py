@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from pretrain import TrainArguments, load_model, schedule
 from study_cells import Cell, Run
+from study_rounds import Rounds
 from study_texts import Texts, load_texts
 from torch import Tensor
 from torch.func import functional_call
@@ -199,6 +200,7 @@ def replica(i: int, together: Together, model: torch.nn.Module) -> dict[str, Any
     return {
         "curve": loop.curve,
         "metrics": metrics,
+        "rounds": {"successive": loop.rounds.successive, "islands": loop.rounds.islands},
         "drift": float((together.vectors[i] - (m := together.shared["mean"])).norm() / m.norm()),
         "equal_at_end": exchange.digests_equal(),
     }
@@ -212,6 +214,7 @@ class Loop:
     """
 
     exchange: Exchange
+    rounds: Rounds
 
     def __init__(self, i: int, together: Together, model: torch.nn.Module):
         self.i, self.together, self.model = i, together, model
@@ -235,6 +238,10 @@ class Loop:
             self.rates = LambdaLR(self.optimizer, lambda t: schedule(t, facts))
         else:
             self.sent += self.exchange.metrics()["bytes_sent"]
+        # first: hooks run in the order in which they were hung on
+        self.rounds = Rounds(self.i, self.together, self.model, config, step)
+        rounds = self.rounds
+        self.optimizer.register_step_post_hook(lambda *_: rounds.stepped())
         topology = Topology.from_env({"ISLAND_COUNT": "1"})
         if cell.replicas > 1:
             group = self.together.group(f"from step {step}", self.i)
@@ -261,6 +268,7 @@ class Loop:
             loss.backward()
         self.exchange.report(tokens=ids.numel())
         self.optimizer.step()  # type: ignore[union-attr]
+        self.rounds.exchanged()
         self.optimizer.zero_grad()  # type: ignore[union-attr]
         self.rates.step()
         self.seen += ids.numel()
@@ -307,6 +315,7 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     columns["loss"] = [v if math.isfinite(v) else None for v in columns["loss"]]
     return {
         "curve": columns,
+        "rounds": results[0]["rounds"],
         "drift": max(r["drift"] for r in results),
         "bytes_sent": max(int(s) for s in sent),
         "bytes_received": max(m["bytes_received"] for m in counts),

@@ -23,6 +23,7 @@ import study  # noqa: E402
 import study_cells  # noqa: E402
 import study_jobs  # noqa: E402
 import study_results  # noqa: E402
+import study_rounds  # noqa: E402
 import study_run  # noqa: E402
 import study_stats  # noqa: E402
 import study_tables  # noqa: E402
@@ -118,6 +119,23 @@ def test_a_method_attached_at_half_and_a_slow_island(run_ranks):
     assert after["bytes_sent"] < full["bytes_sent"]
     assert halved["curve"]["tokens"][-1] == 280  # (32 + 3 x 64) / 4 rows of five steps
     assert all(math.isfinite(r["loss"]["finished"]) for r in (after, halved))
+
+
+def test_the_cosines_of_deltas_are_those_before_the_exchange(run_ranks):
+    """Deltas by hand; then a run: after an exchange all deltas would be equal."""
+    deltas = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    together = types.SimpleNamespace(vectors=torch.zeros(3, 2), meet=lambda: None)
+    config = CELLS[1].config()
+    rounds = study_rounds.Rounds(0, together, torch.nn.Linear(2, 1, bias=False), config)
+    rounds._note(deltas)
+    rounds._note(torch.stack([deltas[0]] * 3))
+    root = math.sqrt(0.5)
+    assert rounds.islands == pytest.approx([2 * root / 3, 1.0])  # 0, root and root; then equal
+    assert rounds.successive == pytest.approx([root])
+
+    ((found,),) = run_ranks(lambda: [as_threads(None, CELLS[1])["rounds"]], 1, 1)
+    assert len(found["islands"]) == 2 and len(found["successive"]) == 1
+    assert all(abs(v) < 0.9 for v in found["islands"]), found  # the texts are noise
 
 
 def test_a_replica_that_fails_ends_the_run(run_ranks):
