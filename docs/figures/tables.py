@@ -19,10 +19,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
 
 import compare  # noqa: E402
 from report import size  # noqa: E402
+from study_stats import interval  # noqa: E402
 
 Rows = list[list[str]]
 MARK = re.compile(
@@ -435,7 +436,7 @@ def zero_memory() -> Rows:
 
 def study(name: str) -> Rows:
     """A table of the study: losses, paired differences with 90 % intervals, bytes."""
-    found = load(f"study-{name}")["rows"]
+    found = load(f"study-{name}.json")["rows"]
     groups = len({row["group"] for row in found}) > 1
     head = ["method", "seeds", "loss", "minus the reference", "sent per island", "fewer bytes"]
     rows = [["case", *head] if groups else head]
@@ -457,8 +458,28 @@ def study(name: str) -> Rows:
 
 def study_choice() -> Rows:
     """What the grids of the main table chose."""
-    tuned = load("study-main")["tuned"]
+    tuned = load("study-main.json")["tuned"]
     return [["method", "chosen"], *([name, f"`{told}`"] for name, told in tuned.items())]
+
+
+def study_claims() -> Rows:
+    """What papers claim, and the same comparison in the main table of the study."""
+    rows = {row["name"]: row for row in load("study-main.json")["rows"]}
+    found = [["claim", "here", "loss here", "bytes here", "what differs"]]
+    for claim in load("claims.json"):
+        ours, other = rows[claim["ours"]], rows[claim["against"]]
+        names = (claim["ours"].removesuffix(" tuned"), claim["against"].removesuffix(" tuned"))
+        fewer = other["bytes_sent"] / ours["bytes_sent"]
+        found.append(
+            [
+                f"{claim['claim']} ({claim['source']})",
+                f"`{names[0]}` beside `{names[1]}`",
+                _percent(ours, other),
+                f"{fewer:.3g} x fewer" if fewer >= 1 else f"{1 / fewer:.3g} x more",
+                claim["differs"],
+            ]
+        )
+    return found
 
 
 TABLES: dict[str, Callable[[], Rows]] = {
@@ -562,6 +583,16 @@ def _rate(link: str) -> str:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _percent(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    """The paired difference of two rows of the study in percent of the other's loss, with its 90 %
+    interval.
+    """
+    seeds = [seed for seed in ours["losses"] if other["losses"].get(seed) is not None]
+    apart = [100 * (ours["losses"][s] / other["losses"][s] - 1) for s in seeds]
+    mean, half = interval(apart)
+    return f"{mean:+.1f} %" + (f" +- {half:.1f} %" if len(apart) > 1 else "")
 
 
 def _stages(found: dict[str, float]) -> list[str]:

@@ -94,17 +94,27 @@ def replace(
 
 def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
     """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P
-    is the sum of what is in flight.
+    is the sum of what is in flight, of which `own_share` stays. A channel that keeps steps sets
+    them to anchor - P - W, where W is what they have changed since this replica has sent last.
     """
     tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
+    keeps, share = c.channel.keeps_steps and not arrival.last, c.channel.applier.own_share
     # nobody needs the coefficients
     plain = c.channel.feedback != "put_back" and not c.channel.applier.local_delta
 
     def change(window: Window, x: Tensor) -> Tensor:
+        since = None
+        if keeps:
+            assert arrival.own is not None
+            since = _since_sent(c, window, tensors, [arrival.own, *flying])
         anchor = _step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
-        if not mix and not flying:
+        if not mix and not flying and since is None:
             return anchor
+        for own in flying if share != 1.0 else ():  # it is what the parameters hold of it
+            window.of(own).mul_(share)
         target = less(x.copy_(anchor), window, flying)
+        if since is not None:
+            return target.sub_(since)
         return (
             torch.lerp(
                 target, window.pack(ContiguousViews(tensors), torch.empty_like(x)), mix, out=target
@@ -115,6 +125,18 @@ def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
 
     with make_transform(c.channel.codec, c.host.device) as made:
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
+
+
+def _since_sent(
+    c: LocalChannel, window: Window, tensors: Sequence[Tensor | None], flying: Sequence[Tensor]
+) -> Tensor:
+    """A window of anchor - P - parameters, before the anchor steps; `flying` has what arrives,
+    too.
+    """
+    before = window.of(c.written) if c.written is not None else c.fetch(c.anchor, window)
+    assert before is not None
+    now = window.pack(ContiguousViews(tensors), torch.empty_like(before))
+    return less(torch.sub(before, now, out=now), window, flying)
 
 
 def _step_anchor(

@@ -197,6 +197,9 @@ class Applier:
         `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the
         accumulator of the exchange (the released rule of 2510.03371); `mix` keeps that share of the
         local parameters (alpha of Streaming DiLoCo, torchft's fragment_update_alpha);
+        `keep_steps` keeps the steps taken since the last send, where a delay would undo them;
+        `own_share` is the share of an own delta in flight that the parameters keep when the mean
+        before it lands: 1/R makes the eager updates of 2502.12996;
         `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
     replace: the source becomes the mean.
 
@@ -215,12 +218,15 @@ class Applier:
     mix: float = 0.0
     sign: bool = False
     momentum_warmup: int = 0
+    keep_steps: bool = False
+    own_share: float = 1.0
 
     def __post_init__(self) -> None:
         one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
         in_range("applier.lr", self.lr, 0.0)
         in_range("applier.dense_lr", self.dense_lr, 0.0)
         in_range("applier.mix", self.mix, 0.0, 1.0)
+        in_range("applier.own_share", self.own_share, 0.0, 1.0)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(
                 f"applier.momentum={self.momentum} is out of range: allowed is 0 <= momentum < 1"
@@ -359,9 +365,14 @@ class Channel:
         return self.source == "parameter" and self.schedule.delay > 0
 
     @property
+    def keeps_steps(self) -> bool:
+        """Whether steps taken since a delta was sent stay when its mean arrives."""
+        return self.source == "delta" and self.schedule.delay > 0 and self.applier.keep_steps
+
+    @property
     def needs_own(self) -> bool:
         """Whether a replica needs what it has sent itself when the mean of it arrives."""
-        return self.corrects or self.queues or self.applier.local_delta
+        return self.corrects or self.queues or self.keeps_steps or self.applier.local_delta
 
     @property
     def taken(self) -> float:
@@ -380,7 +391,7 @@ class Channel:
         return (
             self.equal_at_end
             and self.fragments is None
-            and not (self.applier.mix > 0.0 or self.corrects or self.queues)
+            and not (self.applier.mix > 0.0 or self.corrects or self.queues or self.keeps_steps)
         )
 
     @property

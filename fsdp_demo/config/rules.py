@@ -91,6 +91,24 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
             a.mix > 0 and not c.writes_parameters,
             f"applier.mix={a.mix} mixes local parameters in, found source {c.source!r}: use mix=0",
         ),
+        (
+            a.keep_steps and (source != "delta" or a.mix > 0 or a.local_delta),
+            "applier.keep_steps=True is for source 'delta' with applier.mix=0 and "
+            f"applier.local_delta=False, found source {c.source!r}, mix={a.mix}, "
+            f"local_delta={a.local_delta}: leave it False",
+        ),
+        (
+            a.own_share < 1
+            and not (
+                source == "delta"
+                and c.schedule.sync_every <= c.schedule.delay < 2 * c.schedule.sync_every
+                and a.mix == 0
+            ),
+            f"applier.own_share={a.own_share:g} acts where one delta is in flight when the mean of "
+            "another lands: it needs source 'delta', applier.mix=0 and schedule.sync_every <= "
+            f"schedule.delay < 2 schedule.sync_every, found {c.source!r}, mix={a.mix:g}, "
+            f"sync_every={c.schedule.sync_every}, delay={c.schedule.delay}: use own_share=1",
+        ),
         (c.after == c.name, f"after={c.after!r} is the channel itself: name another one, or none"),
     ]
 

@@ -69,10 +69,10 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
         )
     for c in [c.channel for c in runtime.channels]:
         dropped = c.schedule.delay % c.schedule.sync_every
-        if c.source == "delta" and dropped and not c.applier.mix:
+        if c.source == "delta" and dropped and not (c.applier.mix or c.applier.keep_steps):
             log.warning(
-                "channel %r: at each exchange what the last %s did locally is dropped, since "
-                "applier.mix=0",
+                "channel %r: at each exchange what the last %s did locally is dropped: set "
+                "applier.keep_steps=true, or applier.mix",
                 c.name,
                 counted(dropped, "step"),
             )

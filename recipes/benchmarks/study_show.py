@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from report import table
 from study_cells import Run, parameters
@@ -66,14 +66,19 @@ def as_json(study: Study, rows: list[Row]) -> str:
         "table": study.name,
         "code": study.results.version,
         "caption": caption(study),
-        "rows": [
-            {k: None if v != v else v for k, v in dataclasses.asdict(r).items()} for r in rows
-        ],
+        "rows": [_plain(dataclasses.asdict(row)) for row in rows],
         "tuned": study.chosen(),
         "runs": keys(study, study.reported()),
         "tuning": keys(study, study.tuning()),
     }
     return json.dumps(whole, indent=1) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Plain data with None for what is not a number."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return None if value != value else value
 
 
 def keys(study: Study, runs: list[Run]) -> dict[str, float | None]:

@@ -44,7 +44,7 @@ class Row:
             its 90 % interval; NaN of the reference itself and of one seed.
         bytes_sent: per island, mean over seeds. ratio: of a bf16 ring all-reduce at every step to
             that; None where nothing was sent.
-        failed: seeds without a loss.
+        failed: seeds without a loss. losses: by seed; NaN where there is none.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Row:
     bytes_sent: float
     ratio: float | None
     failed: int
+    losses: dict[int, float]
 
     def cells(self) -> list[str]:
         loss = "failed" if self.failed else f"{self.loss:.4f}"
@@ -97,7 +98,8 @@ def summarise(
         ratio = full_bytes(r["parameters"], r["setting"]["steps"], r["cell"]["replicas"]) / sent
     failed = sum(math.isnan(v) for v in losses)
     loss = sum(losses) / len(losses)
-    return Row(name, group, len(losses), loss, difference, half, sent, ratio, failed)
+    by_seed = {seed: loss_of(r) for seed, r in found.items()}
+    return Row(name, group, len(losses), loss, difference, half, sent, ratio, failed, by_seed)
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:

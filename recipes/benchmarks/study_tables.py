@@ -95,10 +95,12 @@ def sparse_loco(end: str = "", lr: float = 2e-3, period: int = 5, topk: int = 32
 # -- main: every preset, published and tuned ------------------------------------------------------
 
 
-def tried(
-    base: Cell, rates: tuple[float, ...], variants: dict[str, dict[str, Any]] | None = None
-) -> Method:
-    """A method and its grid: each learning rate with each variant (label -> changes)."""
+def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) -> Method:
+    """A method and its grid: variants (label, changes, learning rates), by default all of `SIX`.
+
+    At least `TRIALS` cells. Where the best stood at the end of a row of rates, the row was made
+    longer, so a method that ours is compared with may have more.
+    """
     grid = tuple(
         dataclasses.replace(
             base,
@@ -106,59 +108,65 @@ def tried(
             changes={**base.changes, **more},
             lr=lr,
         )
-        for label, more in (variants or {"": {}}).items()
+        for label, more, rates in (variants or (("", {}, SIX),))
         for lr in rates
     )
-    assert len(grid) == TRIALS, base.name
+    assert len(grid) >= TRIALS, base.name
     return Method(base, grid)
 
 
 SIX = (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3)
-LOW, MIDDLE, HIGH = (1e-3, 2e-3, 4e-3), (2e-3, 3e-3, 4e-3), (3e-3, 4e-3, 6e-3)
-PLAIN = {"momentum.no_transform": list(EMBEDDINGS)}
-RISING = {"momentum 0.9 rising": {"momentum_warmup": STEPS // (2 * H)}}
-HALVED = {**RISING, "momentum 0.5": {"momentum": 0.5, "momentum_warmup": 0}}
-SHORT = {"": {}, "beta 0.95": {"beta": 0.95}}
-FLAT = {"transform": False}
+LOW, MIDDLE, HIGH = (1e-3, 1.4e-3, 2e-3, 3e-3, 4e-3), (2e-3, 3e-3, 4e-3), (4e-3, 8e-3, 1.6e-2)
+RISING = {"momentum_warmup": STEPS // (2 * H)}
+HALVED = {"momentum": 0.5, "momentum_warmup": 0}
+OUTER = (("momentum 0.9 rising", RISING, LOW), ("momentum 0.5", HALVED, MIDDLE))
+SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", {"beta": 0.95}, (1e-3, 2e-3, *HIGH)))
 
 METHODS = (
-    tried(full(), SIX),
-    tried(Cell("local_sgd", "local_sgd", {"period": H}), SIX),
-    tried(Cell("local_adam", "local_adam", {"period": H}), SIX),
+    tried(full()),
+    tried(Cell("local_sgd", "local_sgd", {"period": H})),
+    tried(Cell("local_adam", "local_adam", {"period": H})),
     tried(
         Cell("desloc", "desloc", {"period": H}),
-        MIDDLE,
-        {"": {}, "embeddings too": {"embeddings": True}},
+        ("", {}, MIDDLE),
+        ("embeddings too", {"embeddings": True}, LOW),
     ),
-    tried(Cell("diloco", "diloco", {"period": H, "momentum_warmup": 0}), MIDDLE, HALVED),
+    tried(Cell("diloco", "diloco", {"period": H, "momentum_warmup": 0}), *OUTER),
     tried(
         Cell(
             "streaming_diloco",
             "streaming_diloco",
             {"period": H, "layers": 1, "momentum_warmup": 0},
         ),
-        MIDDLE,
-        HALVED,
+        *OUTER,
     ),
     tried(
         Cell("demo", "demo", {"momentum.no_transform": []}, 1e-3),
-        LOW,
-        {"DCT on all": {}, "plain embeddings": PLAIN},
+        ("DCT on all", {}, (5e-4, 7e-4, 1e-3, 2e-3, 4e-3)),
+        ("plain embeddings", {"momentum.no_transform": list(EMBEDDINGS)}, (1e-3, 2e-3, 4e-3, 8e-3)),
     ),
-    tried(Cell("random", "random", {}, 1e-3), LOW, SHORT),
-    tried(Cell("stride", "stride", {}, 1e-3), LOW, SHORT),
+    tried(Cell("random", "random", {}, 1e-3), *SEEDED),
+    tried(Cell("stride", "stride", {}, 1e-3), *SEEDED),
     tried(
         Cell("decoupled_momentum", "decoupled_momentum", {"period": 5, "transform": True}),
-        MIDDLE,
-        {"no DCT": FLAT, "no DCT beta 0.6": {**FLAT, "beta": 0.6}},
+        ("no DCT", {"transform": False}, MIDDLE),
+        ("no DCT beta 0.6", {"transform": False, "beta": 0.6}, MIDDLE),
     ),
-    tried(sparse_loco(), MIDDLE, {"": {}, "beta 0.6": {"beta": 0.6}}),
+    tried(
+        sparse_loco(),
+        ("", {}, (*MIDDLE, 6e-3)),
+        ("beta 0.6", {"beta": 0.6}, (*MIDDLE, 6e-3)),
+    ),
     tried(
         Cell("muloco", "muloco", {"period": H, "momentum_warmup": 0}, 2.24e-2),
-        (5e-3, 1e-2, 2.24e-2),
-        HALVED,
+        ("momentum 0.9 rising", RISING, (5e-3, 1e-2, 2.24e-2)),
+        ("momentum 0.5", HALVED, (5e-3, 1e-2, 2.24e-2, 3.2e-2)),
     ),
-    tried(sign_loco(), HIGH, {"": {}, "beta 0": {"beta": 0.0, "momentum": 0.6}}),
+    tried(
+        sign_loco(),
+        ("", {}, (3e-3, 4e-3, 6e-3)),
+        ("beta 0", {"beta": 0.0, "momentum": 0.6}, (3e-3, 4e-3, 6e-3)),
+    ),
 )
 ALONE = Cell("one replica alone", "full", replicas=1)
 

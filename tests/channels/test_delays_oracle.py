@@ -20,18 +20,22 @@ STEPS = 20
 FEW = ("muloco-int4", "sparse_loco-2bit")  # coded: a few elements may be rounded another way
 
 
-def outer(delay: int, mix: float = 0.0, **kw: Any) -> Case:
+def outer(delay: int, mix: float = 0.0, keep: bool = False, own: float = 1.0, **kw: Any) -> Case:
     config = preset(
         "diloco",
         momentum_warmup=0,
         period=P,
         clip=None,
         inner_optimizers="as_is",
-        **{"schedule.delay": delay, "applier.mix": mix},
+        **{
+            "schedule.delay": delay,
+            "applier.mix": mix,
+            "applier.keep_steps": keep,
+            "applier.own_share": own,
+        },
     )
-    return Case(
-        config, oracle.Streaming, adamw, {"period": P, "lr": 0.7, "delay": delay, "mix": mix}, **kw
-    )
+    options = {"period": P, "lr": 0.7, "delay": delay, "mix": mix, "keep": keep, "own": own}
+    return Case(config, oracle.Streaming, adamw, options, **kw)
 
 
 def averaged(delay: int, mix: float = 0.0) -> Case:
@@ -118,6 +122,11 @@ CASES = {
     "delta-4": outer(4),  # sent and landed on the same step
     "delta-6": outer(6),
     "delta-9-mixed": outer(9, 0.25),
+    "delta-1-kept": outer(1, keep=True),
+    "delta-3-kept": outer(3, keep=True),
+    "delta-6-kept": outer(6, keep=True),
+    "delta-4-eager": outer(4, own=0.5),
+    "delta-6-eager-kept": outer(6, keep=True, own=0.5),
     "consensus-2": sparse("consensus", 2),
     "consensus-4-mixed": sparse("consensus", 4, 0.5),
     "consensus-9": sparse("consensus", 9, seed=1),
@@ -158,6 +167,8 @@ CASES = {
 ON = {
     "streaming-8": "2x2",
     "delta-6": "2x2",
+    "delta-3-kept": "2x2",
+    "delta-6-eager-kept": "2x2",
     "consensus-9": "2x2",
     "demo-period-2-delay-5": "2x2",
     "state-7-parameter-7": "4x1",
@@ -229,7 +240,16 @@ def trained(case: Case, end: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["delta-3-mixed", "delta-6", "delta-9-mixed", "streaming-5", "streaming-13"]
+    "name",
+    [
+        "delta-3-mixed",
+        "delta-3-kept",
+        "delta-6",
+        "delta-6-eager-kept",
+        "delta-9-mixed",
+        "streaming-5",
+        "streaming-13",
+    ],
 )
 def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name):
     case = CASES[name]

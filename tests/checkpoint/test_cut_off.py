@@ -27,6 +27,12 @@ CONFIGS = {
     "diloco": preset("diloco", period=4, inner_optimizers="as_is"),
     "diloco, int8": preset("diloco", period=4, value_dtype="int8", inner_optimizers="as_is"),
     "diloco, late": preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}),
+    "diloco, kept": preset(
+        "diloco",
+        period=4,
+        inner_optimizers="as_is",
+        **{"schedule.delay": 2, "applier.keep_steps": True},
+    ),
     "diloco, queue": preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 3}),
     "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner_optimizers="as_is"),
     "consensus": preset("decoupled_momentum", period=4, inner_optimizers="as_is"),

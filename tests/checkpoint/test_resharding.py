@@ -261,6 +261,7 @@ DELAYED = [
     ("streaming_diloco", {"layers": 1, "period": 8, "delay": 3}),
     ("diloco", {"period": 4, "schedule.delay": 6}),
     ("muloco", {"period": 4, "schedule.delay": 2}),
+    ("diloco", {"period": 4, "schedule.delay": 2, "applier.keep_steps": True}),
 ]
 
 

@@ -136,6 +136,7 @@ def test_unknown_keys_of_a_yaml_file_name_their_place() -> None:
         ({"lr": float("nan")}, ["applier.lr=nan"]),
         ({"applier.momentum": 1.0}, ["applier.momentum=1.0", "momentum < 1"]),
         ({"applier.mix": 1.01}, ["applier.mix=1.01"]),
+        ({"applier.own_share": -0.1}, ["applier.own_share=-0.1"]),
         ({"clip": 0.0}, ["clip=0.0", "null"]),
         ({"clip": -1.0}, ["clip=-1.0"]),
         ({"clip": float("nan")}, ["clip=nan"]),
@@ -175,6 +176,10 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
         lambda: lone("c", "gradient", reducer=Reducer("senders")),  # everybody sends
         lambda: lone("c", "delta", applier=Applier("outer_step", sign=True)),
         lambda: lone("c", "delta", applier=Applier("outer_step", local_delta=True)),
+        lambda: preset("local_sgd", **{"applier.keep_steps": True}),
+        lambda: preset("diloco", **{"applier.keep_steps": True, "applier.mix": 0.5}),
+        lambda: preset("diloco", period=4, **{"applier.own_share": 0.5, "schedule.delay": 3}),
+        lambda: preset("diloco", period=4, **{"applier.own_share": 0.5, "schedule.delay": 8}),
         lambda: lone(
             "c", "gradient", SyncSchedule(), Accumulator(0.9), Codec("none", "topk"), "put_back"
         ),
@@ -479,6 +484,8 @@ def test_every_field_is_in_the_digest(name: str) -> None:
         "sync_every",
         "momentum",
         "mix",
+        "keep_steps",
+        "own_share",
         "fragments",
     }
 

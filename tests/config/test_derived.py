@@ -14,6 +14,7 @@ from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, Sync
 
 PACKAGE = Path(__file__).parents[2] / "fsdp_demo"
 REPLACE, OUTER = Applier("replace"), Applier("outer_step", lr=0.7)
+KEEPING = Applier("outer_step", keep_steps=True)
 
 
 def facts(c: Channel) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def facts(c: Channel) -> dict[str, Any]:
             "state_name",
             "queues",
             "corrects",
+            "keeps_steps",
             "needs_own",
             "taken",
         )
@@ -49,6 +51,11 @@ def facts(c: Channel) -> dict[str, Any]:
             Channel("a", "delta", SyncSchedule(8, delay=8), applier=OUTER),
             {"queues": True, "needs_own": True},
         ),
+        (
+            Channel("a", "delta", SyncSchedule(8, delay=1), applier=KEEPING),
+            {"keeps_steps": True, "needs_own": True},
+        ),
+        (Channel("a", "delta", SyncSchedule(8), applier=KEEPING), {}),
         (
             Channel("a", "state:exp_avg", SyncSchedule(8, delay=9), applier=REPLACE),
             {"target": "state:exp_avg", "writes_parameters": False, "state_name": "exp_avg"},
@@ -87,6 +94,7 @@ def test_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
         "state_name": "",
         "queues": False,
         "corrects": False,
+        "keeps_steps": False,
         "needs_own": False,
     }
     assert facts(channel) == {**usual, "taken": 0.0, **differs}

@@ -55,6 +55,7 @@ CASES: dict[str, ExchangeConfig] = {
     "demo, late": preset("demo", **{"schedule.delay": 3}),
     "demo, no senders": preset("demo", **{"reducer.mean_over": "replicas"}),
     "diloco, int8": preset("diloco", period=2, value_dtype="int8"),
+    "diloco, kept": preset("diloco", period=3, **{"schedule.delay": 1, "applier.keep_steps": True}),
     "diloco, queued": preset("diloco", period=1, **{"schedule.delay": 2}),
     "local_sgd, late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
     "sign_loco, no feedback": preset("sign_loco", beta=0.0, period=2),

@@ -62,6 +62,9 @@ class Streaming(Replicas):
     Args:
         parts: names of each fragment (default: one with everything); fragment p of n has the offset
             floor(p period / n).
+        keep: local steps since the last send stay: parameters become anchor - P - W, where W is
+            anchor - P - parameters just before, P then with what lands.
+        own: share of the deltas under way that stays when an earlier one lands.
         beta: decay of the error feedback; None: no feedback, what the code loses is lost. gain: of
             what joins it.
         warmup: rounds over which the outer momentum rises.
@@ -76,6 +79,8 @@ class Streaming(Replicas):
         parts: list[list[str]] | None = None,
         delay: int = 0,
         mix: float = 0.0,
+        keep: bool = False,
+        own: float = 1.0,
         code: str = "fp32",
         beta: float | None = None,
         gain: float = 1.0,
@@ -85,7 +90,8 @@ class Streaming(Replicas):
         super().__init__(*args, **kw)
         self.gain = gain
         self.period, self.lr, self.momentum, self.delay, self.mix = period, lr, momentum, delay, mix
-        self.code, self.beta, self.warmup = code, beta, warmup
+        self.code, self.beta, self.warmup, self.keep = code, beta, warmup, keep
+        self.own = own
         self.fragments = []
         parts = parts or [list(self.theta[0])]
         for p, names in enumerate(parts):
@@ -130,7 +136,14 @@ class Streaming(Replicas):
         f.last = self.t + 1
 
     def land(self, f: Fragment, mix: float) -> None:
+        since = [
+            {n: f.anchor[n] - self.under_way(f, r, n) - self.theta[r][n].detach() for n in f.names}
+            for r in range(self.R)
+        ]
         sent, mean, _ = f.flying.pop(0)
+        for _, _, own in f.flying:
+            for of in own:
+                of.update({n: self.own * x for n, x in of.items()})
         mu = warmed(self.momentum, self.warmup, (sent + 1 - f.offset) // self.period)
         for n in f.names:
             if f.partial and not f.flying:  # the plain mean of the replicas
@@ -143,6 +156,8 @@ class Streaming(Replicas):
                 theta.data.copy_(
                     mix * theta.detach() + (1 - mix) * (f.anchor[n] - self.under_way(f, r, n))
                 )
+                if self.keep:
+                    theta.data.sub_(since[r][n])
 
     def flush(self) -> None:
         """Apply what is under way, in the order it was sent."""
