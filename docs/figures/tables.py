@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ HOT = {  # rows of codec.json
     "plain_k8": "no transform, k = 8",
     "plain_k64": "no transform, k = 64",
 }
-CHOICE = ("demo", "diloco", "decoupled_momentum")  # the three that the README recommends
+CHOICE = ("sign_loco", "diloco", "demo", "full")  # those of the README
 
 # Of each preset: what crosses the slow link, the inner optimizer, when the replicas are equal.
 METHODS = {
@@ -123,8 +124,9 @@ def quickstart_settings() -> Rows:
 
 
 def methods() -> Rows:
-    """The presets to choose from: bytes of Llama-3.2-1B."""
+    """The presets to choose from: bytes of Llama-3.2-1B, and the loss of the study."""
     found = {entry["preset"]: entry for entry in load("bytes.json")["presets"]["rows"]}
+    rows = _study()
     head = [
         "preset",
         "crosses the slow link",
@@ -132,12 +134,19 @@ def methods() -> Rows:
         "per exchange",
         "per step",
         "fewer bytes",
+        "loss in the study",
+        "fewer bytes there",
         "inner optimizer",
     ]
-    return [
-        head,
-        *([*_named(found[name])[:2], *_sent(found[name]), METHODS[name][1]] for name in CHOICE),
-    ]
+    out = [head]
+    for name in CHOICE:
+        there, full = rows[name], rows["full"]
+        learned = f"{there['loss']:.3f}"
+        learned += f", {_percent(there, full)}" if there is not full else ""
+        fewer = f"{_short(there['ratio'])} x"
+        sent = _sent(found[name])
+        out.append([*_named(found[name])[:2], *sent, learned, fewer, METHODS[name][1]])
+    return out
 
 
 def all_methods() -> Rows:
@@ -464,16 +473,15 @@ def study_choice() -> Rows:
 
 def study_claims() -> Rows:
     """What papers claim, and the same comparison in the main table of the study."""
-    rows = {row["name"]: row for row in load("study-main.json")["rows"]}
+    rows = _study()
     found = [["claim", "here", "loss here", "bytes here", "what differs"]]
     for claim in load("claims.json"):
         ours, other = rows[claim["ours"]], rows[claim["against"]]
-        names = (claim["ours"].removesuffix(" tuned"), claim["against"].removesuffix(" tuned"))
         fewer = other["bytes_sent"] / ours["bytes_sent"]
         found.append(
             [
                 f"{claim['claim']} ({claim['source']})",
-                f"`{names[0]}` beside `{names[1]}`",
+                f"`{claim['ours']}` beside `{claim['against']}`",
                 _percent(ours, other),
                 f"{fewer:.3g} x fewer" if fewer >= 1 else f"{1 / fewer:.3g} x more",
                 claim["differs"],
@@ -483,6 +491,9 @@ def study_claims() -> Rows:
 
 
 TABLES: dict[str, Callable[[], Rows]] = {
+    "study-main": partial(study, "main"),
+    "study-choice": study_choice,
+    "study-claims": study_claims,
     "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,
     "methods": methods,
@@ -583,6 +594,12 @@ def _rate(link: str) -> str:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _study() -> dict[str, dict[str, Any]]:
+    """The tuned rows of the study's main table, by preset."""
+    rows = load("study-main.json")["rows"]
+    return {row["name"].split()[0]: row for row in rows if row["name"].endswith(" tuned")}
 
 
 def _percent(ours: dict[str, Any], other: dict[str, Any]) -> str:

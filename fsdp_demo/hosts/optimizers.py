@@ -35,7 +35,8 @@ def base_optimizer(
         params: parameters, named parameters or parameter groups.
         lr: learning rate; default the preset's published one.
         options: passed on to the optimizer's class. AdamW defaults here to betas (0.9, 0.95) and
-            weight decay 0.1, as in the published DiLoCo family.
+            weight decay 0.1, as in the published DiLoCo family; to betas (0, 0.95) where the
+            exchange keeps a momentum of gradients (`demo` in AdamW's form).
 
     Raises:
         ValueError: no learning rate is given and the preset has none.
@@ -55,8 +56,17 @@ def base_optimizer(
         return torch.optim.SGD(params, lr=rate, **options)
     if config.inner_optimizers[0] == "muonadamw":
         return MuonAdamW(params, lr=rate, **options)
-    return torch.optim.AdamW(
-        params, lr=rate, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **options}
+    betas = (0.0 if keeps_momentum(config) else 0.9, 0.95)
+    return torch.optim.AdamW(params, lr=rate, **{"betas": betas, "weight_decay": 0.1, **options})
+
+
+def keeps_momentum(config: ExchangeConfig) -> bool:
+    """Whether gradients reach the inner optimizer through a momentum that the exchange keeps. A
+    first moment on top is late: what was sent long ago is sent again before it has acted.
+    """
+    return any(
+        c.before_step and c.accumulator is not None and c.feedback != "none"
+        for c in config.channels
     )
 
 
@@ -72,6 +82,18 @@ def check_inner(
     """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`);
     the message says the cure.
     """
+    for optimizer in optimizers if keeps_momentum(config) else ():
+        first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
+        if first:
+            log.warning(
+                "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
+                "With both, training learned little: use betas=(0.0, 0.95), or "
+                "fsdp_demo.base_optimizer%s",
+                config.preset,
+                type(optimizer).__name__,
+                first,
+                see("wrong-optimizer"),
+            )
     if {"any", "as_is"} & set(config.inner_optimizers):
         return
     for name, optimizer in zip(names, optimizers, strict=True):

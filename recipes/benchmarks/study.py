@@ -131,9 +131,11 @@ class Study:
         return {"": [*tuned, *plain, *others]}
 
     def reported(self) -> list[Run]:
-        """The runs of all cells on the seeds that are reported."""
+        """The runs of all cells on the seeds that are reported, those of tuned methods first."""
         cells = [cell for part in self.cells().values() for cell in part]
-        return [self.run(cell, seed) for seed in self.seeds for cell in cells]
+        tuned = [best for m in self.methods if (best := self.best(m))]
+        parts = (tuned, [cell for cell in cells if cell not in tuned])
+        return [self.run(cell, seed) for part in parts for seed in self.seeds for cell in part]
 
     def rows(self) -> list[Row]:
         """One row for each cell of which a result is there."""

@@ -59,6 +59,7 @@ class Cell:
         setting: None, the setting of the command.
         attach_at: steps that are trained by `full` before this method is attached.
         slow: replica 0 takes half the rows of a step, as an island of half the speed would.
+        inner: options of the inner optimizer, such as betas.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Cell:
     setting: Setting | None = None
     attach_at: int = 0
     slow: bool = False
+    inner: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> ExchangeConfig:
         """Gradients are clipped at norm 1.0 under every method, unless the cell says otherwise.
@@ -104,6 +106,7 @@ class Run:
             "slow": cell.slow,
             "config": said(cell.config()),
             "version": version,
+            **({"inner": cell.inner} if cell.inner else {}),
         }
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 

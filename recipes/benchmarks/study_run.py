@@ -231,7 +231,8 @@ class Loop:
             fused = {} if "muonadamw" in config.inner_optimizers[:1] else {"fused": True}
             named = self.model.named_parameters()
             # `full` before the method has the method's inner optimizer
-            self.optimizer = base_optimizer(cell.config(), named, cell.lr, **fused)
+            options = {**fused, **cell.inner}
+            self.optimizer = base_optimizer(cell.config(), named, cell.lr, **options)
             facts = TrainArguments(
                 steps=self.run.setting.steps, warmup_steps=self.run.setting.warmup
             )

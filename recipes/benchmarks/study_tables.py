@@ -120,7 +120,8 @@ LOW, MIDDLE, HIGH = (1e-3, 1.4e-3, 2e-3, 3e-3, 4e-3), (2e-3, 3e-3, 4e-3), (4e-3,
 RISING = {"momentum_warmup": STEPS // (2 * H)}
 HALVED = {"momentum": 0.5, "momentum_warmup": 0}
 OUTER = (("momentum 0.9 rising", RISING, LOW), ("momentum 0.5", HALVED, MIDDLE))
-SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", {"beta": 0.95}, (1e-3, 2e-3, *HIGH)))
+SHORT = {"beta": 0.95}
+SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", SHORT, (1e-3, 2e-3, *HIGH, 3.2e-2)))
 
 METHODS = (
     tried(full()),
@@ -144,6 +145,7 @@ METHODS = (
         Cell("demo", "demo", {"momentum.no_transform": []}, 1e-3),
         ("DCT on all", {}, (5e-4, 7e-4, 1e-3, 2e-3, 4e-3)),
         ("plain embeddings", {"momentum.no_transform": list(EMBEDDINGS)}, (1e-3, 2e-3, 4e-3, 8e-3)),
+        ("DCT on all beta 0.95", SHORT, HIGH),
     ),
     tried(Cell("random", "random", {}, 1e-3), *SEEDED),
     tried(Cell("stride", "stride", {}, 1e-3), *SEEDED),
@@ -160,12 +162,12 @@ METHODS = (
     tried(
         Cell("muloco", "muloco", {"period": H, "momentum_warmup": 0}, 2.24e-2),
         ("momentum 0.9 rising", RISING, (5e-3, 1e-2, 2.24e-2)),
-        ("momentum 0.5", HALVED, (5e-3, 1e-2, 2.24e-2, 3.2e-2)),
+        ("momentum 0.5", HALVED, (5e-3, 1e-2, 2.24e-2, 3.2e-2, 4.5e-2)),
     ),
     tried(
         sign_loco(),
         ("", {}, (3e-3, 4e-3, 6e-3)),
-        ("beta 0", {"beta": 0.0, "momentum": 0.6}, (3e-3, 4e-3, 6e-3)),
+        ("beta 0", {"beta": 0.0, "momentum": 0.6}, (3e-3, 4e-3, 6e-3, 8e-3)),
     ),
 )
 ALONE = Cell("one replica alone", "full", replicas=1)
@@ -290,7 +292,20 @@ DIVISORS = {
     ]
     for r in (2, 4, 16)
 }
+ADAMW = {"inner_optimizer": "adamw", "momentum.no_transform": []}
+USUAL = {"betas": [0.9, 0.95]}
+DEMO_ADAMW = [
+    Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1e-3),
+    Cell("demo adamw", "demo", ADAMW, 1e-3),
+    Cell("demo adamw betas 0.9", "demo", ADAMW, 1e-3, inner=USUAL),
+    Cell("demo adamw betas 0.9 by sign", "demo", {**ADAMW, "sign": True}, 1e-3, inner=USUAL),
+    *(
+        Cell(f"demo adamw betas 0.9 k={k}", "demo", {**ADAMW, "topk": k}, 2e-3, inner=USUAL)
+        for k in (512, 4096)
+    ),
+]
 QUESTIONS = {
+    "demo in AdamW's form": DEMO_ADAMW,
     **{f"decoupled R = {r}": decoupled(r) for r in (2, 4, 8)},
     **DIVISORS,
     "feedback": [

@@ -644,3 +644,20 @@ def test_attach_refuses_what_is_no_optimizer(monkeypatch) -> None:
     refusal(
         lambda: fsdp_demo.attach([torch.optim.SGD(model.parameters(), lr=0.1), 3], "demo"), "int"
     )
+
+
+def test_adamw_has_no_first_moment_on_a_momentum_of_gradients(monkeypatch, caplog) -> None:
+    """Where the exchange keeps one; the feedback of a delta is none."""
+    model = single(monkeypatch)
+
+    def betas(name: str, **changes: Any) -> tuple[float, float]:
+        config = preset(name, **changes)
+        return fsdp_demo.base_optimizer(config, model.parameters(), 1.0).defaults["betas"]
+
+    assert betas("demo", inner_optimizer="adamw") == (0.0, 0.95)
+    assert betas("full") == betas("sparse_loco") == betas("diloco") == (0.9, 0.95)
+    for first, said in ((0.0, False), (0.9, True)):
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(first, 0.95))
+        caplog.clear()
+        fsdp_demo.attach(optimizer, preset("demo", inner_optimizer="adamw"), model=model).detach()
+        assert ("betas[0]=0.9" in caplog.text) is said
