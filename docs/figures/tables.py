@@ -494,6 +494,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "study-main": partial(study, "main"),
     "study-choice": study_choice,
     "study-claims": study_claims,
+    "study-questions": partial(study, "questions"),
+    "study-robust": partial(study, "robust"),
     "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,
     "methods": methods,

@@ -17,6 +17,9 @@ from study_tables import TUNING_SEEDS
 if TYPE_CHECKING:
     from study import Study
 
+FEW = 8
+"""Rows from which on a table has pictures in the documents."""
+
 
 def caption(study: Study) -> str:
     setting = dataclasses.replace(study.table.setting, **study.changes)
@@ -57,7 +60,8 @@ def publish(study: Study) -> None:
     """Write a table into the folders of the documents: json, and pictures."""
     if rows := study.rows():
         write(FIGURES / f"study-{study.name}.json", as_json(study, rows))
-        draw(study, rows, FIGURES.parent / "pictures", "study-")
+        if len(rows) >= FEW:
+            draw(study, rows, FIGURES.parent / "pictures", "study-")
 
 
 def as_json(study: Study, rows: list[Row]) -> str:

@@ -222,10 +222,18 @@ def weighted(cell: Cell) -> Cell:
 
 
 PERIODS = (1, 2, 5, 10, 20, 50)
+KEPT, EAGER = {"applier.keep_steps": True}, {"applier.own_share": 0.25}
 DELAYS = [
     sign_loco(f" delay {d} {form}".rstrip(), **{"schedule.delay": d, **change})
-    for d in (1, 3, 5)
-    for form, change in (("", {}), ("mix 0.5", {"applier.mix": 0.5}))
+    for d, form, change in (
+        (1, "", {}),
+        (1, "steps kept", KEPT),
+        (3, "", {}),
+        (3, "mix 0.5", {"applier.mix": 0.5}),
+        (3, "steps kept", KEPT),
+        (5, "", {}),
+        (5, "eager", EAGER),
+    )
 ]
 HALF = STEPS // 2
 LATE = [
@@ -237,7 +245,7 @@ ROBUST = {
     "periods": [full(), *(form(period=h) for h in PERIODS for form in (sign_loco, diloco))],
     **{f"rate x {x:g}": winners(f" rate x {x:g}", x) for x in (0.5, 2.0)},
     **{f"{n} x longer": winners(f" {n} x longer", steps=n * STEPS) for n in (2, 4)},
-    "delay": [full(), sign_loco(), *DELAYS],
+    "delay": [sign_loco(), *DELAYS],
     "attached at half": [full(), *LATE],
     "one slow island": [
         weighted(full()),
