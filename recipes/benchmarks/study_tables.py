@@ -1,8 +1,8 @@
 """The tables of the study, as data.
 
 A table is groups of cells. The first cell of a group is its reference: differences are paired with
-it, seed by seed. Methods with a grid are tuned first: every grid has `TRIALS` cells, which run on
-`TUNING_SEEDS`, and the best of them runs on the seeds that are reported.
+it, seed by seed. Methods with a grid are tuned first: every grid has `TRIALS` cells or more, which
+run on `TUNING_SEEDS`, and the best of them runs on the seeds that are reported.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) 
     """A method and its grid: variants (label, changes, learning rates), by default all of `SIX`.
 
     At least `TRIALS` cells. Where the best stood at the end of a row of rates, the row was made
-    longer, so a method that ours is compared with may have more.
+    longer, so some methods have more.
     """
     grid = tuple(
         dataclasses.replace(
