@@ -15,7 +15,7 @@ from study_cells import Cell, Setting
 
 from fsdp_demo.config.patterns import EMBEDDINGS
 
-TRIALS = 6
+TRIALS = 8
 TUNING_SEEDS = (100,)
 H, STEPS = 20, Setting.steps
 """Period of the methods with dense rounds. The published ones, 30 to 500, are longer than a run."""
@@ -96,7 +96,7 @@ def sparse_loco(end: str = "", lr: float = 2e-3, period: int = 5, topk: int = 32
 
 
 def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) -> Method:
-    """A method and its grid: variants (label, changes, learning rates), by default all of `SIX`.
+    """A method and its grid: variants (label, changes, learning rates), by default all of `RATES`.
 
     At least `TRIALS` cells. Where the best stood at the end of a row of rates, the row was made
     longer, so some methods have more.
@@ -108,14 +108,15 @@ def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) 
             changes={**base.changes, **more},
             lr=lr,
         )
-        for label, more, rates in (variants or (("", {}, SIX),))
+        for label, more, rates in (variants or (("", {}, RATES),))
         for lr in rates
     )
     assert len(grid) >= TRIALS, base.name
     return Method(base, grid)
 
 
-SIX = (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3)
+RATES = (1e-3, 1.4e-3, 1.7e-3, 2e-3, 2.4e-3, 2.8e-3, 4e-3, 5.6e-3)
+LOWER = (5e-4, 7e-4, *RATES[:2], *RATES[3:4], *RATES[5:])
 LOW, MIDDLE, HIGH = (1e-3, 1.4e-3, 2e-3, 3e-3, 4e-3), (2e-3, 3e-3, 4e-3), (4e-3, 8e-3, 1.6e-2)
 RISING = {"momentum_warmup": STEPS // (2 * H)}
 HALVED = {"momentum": 0.5, "momentum_warmup": 0}
@@ -123,10 +124,14 @@ OUTER = (("momentum 0.9 rising", RISING, LOW), ("momentum 0.5", HALVED, MIDDLE))
 SHORT = {"beta": 0.95}
 SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", SHORT, (1e-3, 2e-3, *HIGH, 3.2e-2)))
 
+ADAMW = {"inner_optimizer": "adamw", "momentum.no_transform": []}
+MUON = {"inner_optimizers": ["muonadamw"]}
+MUON_RATES = (5e-3, 1e-2, 2.24e-2, 3.2e-2, 4.5e-2, 6.3e-2)
+
 METHODS = (
     tried(full()),
-    tried(Cell("local_sgd", "local_sgd", {"period": H})),
-    tried(Cell("local_adam", "local_adam", {"period": H})),
+    tried(Cell("local_sgd", "local_sgd", {"period": H}), ("", {}, LOWER)),
+    tried(Cell("local_adam", "local_adam", {"period": H}), ("", {}, LOWER)),
     tried(
         Cell("desloc", "desloc", {"period": H}),
         ("", {}, MIDDLE),
@@ -147,27 +152,38 @@ METHODS = (
         ("plain embeddings", {"momentum.no_transform": list(EMBEDDINGS)}, (1e-3, 2e-3, 4e-3, 8e-3)),
         ("DCT on all beta 0.95", SHORT, HIGH),
     ),
+    tried(
+        Cell("demo adamw", "demo", ADAMW, 1e-3),
+        ("", {}, (5e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
+        ("beta 0.95", SHORT, (2e-3, 4e-3)),
+    ),
     tried(Cell("random", "random", {}, 1e-3), *SEEDED),
     tried(Cell("stride", "stride", {}, 1e-3), *SEEDED),
     tried(
         Cell("decoupled_momentum", "decoupled_momentum", {"period": 5, "transform": True}),
-        ("no DCT", {"transform": False}, MIDDLE),
-        ("no DCT beta 0.6", {"transform": False, "beta": 0.6}, MIDDLE),
+        ("no DCT", {"transform": False}, (*MIDDLE, 6e-3)),
+        ("no DCT beta 0.6", {"transform": False, "beta": 0.6}, (*MIDDLE, 6e-3)),
     ),
     tried(
         sparse_loco(),
         ("", {}, (*MIDDLE, 6e-3)),
-        ("beta 0.6", {"beta": 0.6}, (*MIDDLE, 6e-3)),
+        ("beta 0.6", {"beta": 0.6}, (*MIDDLE, 6e-3, 8e-3)),
     ),
     tried(
         Cell("muloco", "muloco", {"period": H, "momentum_warmup": 0}, 2.24e-2),
         ("momentum 0.9 rising", RISING, (5e-3, 1e-2, 2.24e-2)),
         ("momentum 0.5", HALVED, (5e-3, 1e-2, 2.24e-2, 3.2e-2, 4.5e-2)),
     ),
+    tried(full(" muon", 2.24e-2, **MUON), ("", {}, (2.5e-3, *MUON_RATES, 9e-2))),
     tried(
         sign_loco(),
         ("", {}, (3e-3, 4e-3, 6e-3)),
-        ("beta 0", {"beta": 0.0, "momentum": 0.6}, (3e-3, 4e-3, 6e-3, 8e-3)),
+        ("beta 0", {"beta": 0.0, "momentum": 0.6}, (3e-3, 4e-3, 6e-3, 8e-3, 1.1e-2)),
+    ),
+    tried(
+        sign_loco(" muon", 2.24e-2, **MUON),
+        ("", {}, (1e-2, 2.24e-2, 4.5e-2)),
+        ("beta 0", {"beta": 0.0, "momentum": 0.6}, MUON_RATES[1:]),
     ),
 )
 ALONE = Cell("one replica alone", "full", replicas=1)
@@ -300,7 +316,6 @@ DIVISORS = {
     ]
     for r in (2, 4, 16)
 }
-ADAMW = {"inner_optimizer": "adamw", "momentum.no_transform": []}
 USUAL = {"betas": [0.9, 0.95]}
 DEMO_ADAMW = [
     Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1e-3),
