@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .commands import plan
 from .errors import PeerLost
 from .version import __version__
 
@@ -323,6 +324,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this repository")
     sub.set_defaults(run_command=export)
+    plan.add(commands)
     return top
 
 
@@ -332,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script: list[str] = []
-    if argv[:1] == ["rehearse"] and "--" in argv:
+    if argv[:1] in (["rehearse"], ["plan"]) and "--" in argv:
         # Everything after the first "--" is the script's, options and all.
         cut = argv.index("--")
         argv, script = argv[:cut], argv[cut + 1 :]

@@ -210,7 +210,7 @@ def _timed(s: Situation, message: Message, pause: float) -> Timed:
         before = after = work / 2
         moved = max(message.bytes_out, message.bytes_in) / s.shards
         seconds += p.message + p.per_byte * moved
-    early = ()
+    early: tuple[tuple[float, float], ...] = ()
     if s.system.overlap_backward:
         backward = BACKWARD * s.step_seconds
         early = tuple((share, left * backward) for share, left in message.releases)

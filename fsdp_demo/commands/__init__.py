@@ -1,0 +1,1 @@
+"""The commands of `fsdp-demo`, a module each."""
