@@ -139,9 +139,7 @@ def targets(texts: Sequence[str]) -> list[float]:
     return out
 
 
-def exchanges(
-    names: Sequence[str], changes: Sequence[str]
-) -> list[ExchangeConfig | str] | None:
+def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConfig | str] | None:
     """What `--exchange` and `--set` ask for; None for all presets.
 
     A change counts for each of the exchanges that know it, one that reads NAME:PATH=VALUE for that

@@ -15,7 +15,7 @@ from typing import Any
 from ..comm.meter import ring_all_reduce_bytes
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
-from .rows import Row, named, plan_row, with_delay
+from .rows import Row, named, plan_row
 from .situation import Situation
 
 _Forms = list[dict[str, Any]]
@@ -42,8 +42,8 @@ LADDERS: dict[str, _Forms] = {
     "demo": [{"topk": k, "schedule.delay": d} for k, d in ((32, 0), (32, 1), (16, 1), (8, 1))],
     "random": [{}, {"schedule.delay": 1}],
 }
-"""Method -> settings, from the closest to an all-reduce to the furthest. The order of methods is the
-order of recommendation.
+"""Method -> settings, from the closest to an all-reduce to the furthest. The order of methods is
+that of recommendation.
 
 Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of SparseLoCo at 72 B
 (2603.08163), 15 to 250 are SparseLoCo's; INTELLECT-1 took 100 with int8 (2412.01152), DiLoCo 500.
@@ -163,7 +163,7 @@ def _level(row: Row) -> int:
 
 def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool) -> str:
     assert row.config is not None
-    what = f"{row.name} ({with_delay(row.config)})"
+    what = f"{row.name} ({row.settings})"
     keeps = f"{row.compute_utilisation:.1%} of the time for compute"
     hsdp = named(rows, "hsdp")
     beside = f", where HSDP keeps {hsdp.compute_utilisation:.1%}" if hsdp is not None else ""
@@ -181,7 +181,8 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
             f"{what} keeps {keeps} on {link}{beside}: nothing is lost to compression, so there is "
             "no need for more"
         )
+    among = "" if row.chosen else "of these "
     return (
-        f"{what} keeps {keeps} on {link}{beside}, and is the setting nearest to an all-reduce that "
-        f"keeps {s.target:.0%}"
+        f"{what} keeps {keeps} on {link}{beside}, and is the one {among}nearest to an all-reduce "
+        f"that keeps {s.target:.0%}"
     )

@@ -18,9 +18,9 @@ class Device:
     """One rank's processor.
 
     Attributes:
-        dense, sparse, transformed: seconds per value of the rank's shards in an exchange, of what is
-            sent whole, of what is selected from, and of what is selected from behind a transform;
-            reading, coding, decoding and applying together.
+        dense, sparse, transformed: seconds per value of the rank's shards in an exchange: of what
+            is sent whole, of what is selected from, and of what is selected from behind a
+            transform; reading, coding, decoding and applying together.
         message: seconds of a message, whatever its size.
         per_byte: seconds of the host per byte that a rank sends and receives at once: copies,
             checksums, sums, the kernel.

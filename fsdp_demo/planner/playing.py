@@ -1,5 +1,5 @@
-"""Seconds per step for which training stands still, by playing the steps of a cycle: one exchange on
-the line at a time, in order, and a training that waits where a message is due and not there.
+"""Seconds per step for which training stands still, by playing the steps of a cycle: one exchange
+on the line at a time, in order, and a training that waits where a message is due and not there.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         s,
         played,
         config.preset,
-        settings(config),
+        with_delay(config),
         config,
         chosen,
         (largest, mean, max(ways, default=0.0)),

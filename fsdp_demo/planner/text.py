@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .choosing import Choice
-from .rows import Row, with_delay
+from .rows import Row
 from .situation import Situation
 
 _HEAD = (
@@ -45,7 +45,7 @@ def plan_table(rows: Sequence[Row]) -> str:
         sure = "" if gap is None or not gap["extrapolated"] else "*"
         cells = [
             ("> " if r.chosen else "") + r.name,
-            r.settings if r.config is None else with_delay(r.config),
+            r.settings,
             size(r.bytes_per_exchange),
             size(r.bytes_per_step),
             f"{r.mean_gbit_s:.3g}",
@@ -86,8 +86,8 @@ def notes(rows: Sequence[Row]) -> str:
     """What the columns mean, and where the gaps are from."""
     lines = [
         "> settings that the planner would choose. GB of one rank, parameters, gradients and inner "
-        "optimizer included, activations not. gap: of the loss against an all-reduce at every step, "
-        "where somebody has measured it; * away from where it was measured:"
+        "optimizer included, activations not. gap: of the loss against an all-reduce at every "
+        "step, where somebody has measured it; * away from where it was measured:"
     ]
     seen: dict[str, list[str]] = {}
     for r in rows:
@@ -102,7 +102,7 @@ def notes(rows: Sequence[Row]) -> str:
 
 def recommendation(choice: Choice) -> str:
     """One line."""
-    return f"Take {choice.reason}."
+    return f"Recommended: {choice.reason}."
 
 
 def targets_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -197,7 +197,7 @@ class Bench:
 
 def measure(args: argparse.Namespace, cases: Sequence[Case], links: Sequence[Link]) -> str:
     """Predict, write, measure; the table."""
-    lab = Lab(args.islands)
+    lab = Lab(args.islands, "slowplan")
     try:
         lab.up()
         bench = Bench(lab, args)
