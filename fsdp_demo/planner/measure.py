@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import counted
 
@@ -65,7 +66,7 @@ def measured_step(
     return seconds, tokens, f"measured: the median of {counted(steps, 'step')} of {script[0]}"
 
 
-def _wait(child: subprocess.Popen[bytes], folder: Path, patience: float) -> list[dict[str, list]]:  # type: ignore[type-arg]
+def _wait(child: subprocess.Popen[bytes], folder: Path, patience: float) -> list[dict[str, Any]]:
     """What the ranks have written, a moment after the first of them."""
     until = time.monotonic() + patience
     while time.monotonic() < until:

@@ -32,7 +32,8 @@ def draw(
         raise ValueError(
             f"--plot needs matplotlib: pip install 'fsdp-demo[report]' ({error})"
         ) from None
-    wanted = [HSDP, *map(preset, presets())] if exchanges is None else exchanges
+    wanted: list[ExchangeConfig | str] = [HSDP, *map(preset, presets())]
+    wanted = wanted if exchanges is None else exchanges
     rates = [10 ** (6 + 6 * i / (POINTS - 1)) for i in range(POINTS)]  # 1 Mbit/s to 1 Tbit/s
     figure, axes = pyplot.subplots(figsize=(9, 5.5))
     for i, one in enumerate(wanted):

@@ -78,7 +78,7 @@ def added(config: ExchangeConfig, link: Link, step: float, model: Tensors, islan
 def predicted(
     cases: Sequence[Case], steps: dict[str, float], links: Sequence[Link], islands: int, layers: int
 ) -> list[dict[str, Any]]:
-    """A row per cell. steps: seconds of a step of each case, without a limit and without waiting."""
+    """A row per cell. steps: seconds of each case's step, without a limit and without waiting."""
     model = tensors(layers)
     rows = []
     for case in cases:
