@@ -176,6 +176,11 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
         )
     if not good:
         return f"nothing keeps {s.target:.0%} on {link}: {what} keeps the most, {keeps}{beside}"
+    if hsdp is not None and hsdp.compute_utilisation >= s.target:
+        return (
+            f"HSDP itself keeps {hsdp.compute_utilisation:.1%} on {link}: train one world over all "
+            f"islands, without an exchange; else {what} keeps {keeps}"
+        )
     if row.name == "full":
         return (
             f"{what} keeps {keeps} on {link}{beside}: nothing is lost to compression, so there is "
