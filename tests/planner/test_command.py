@@ -13,6 +13,8 @@ import pytest
 from fsdp_demo import load_config
 from fsdp_demo.cli import main
 from fsdp_demo.planner import asking
+from fsdp_demo.planner import plot as planner_plot
+from fsdp_demo.planner.measure import measured_step
 
 KEYS = {
     "preset",
@@ -99,11 +101,16 @@ def test_a_target_is_solved_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "50%" in out and "90%" in out and out.count("demo") == 1
 
 
-def test_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
+    drawn = []
+    draw = planner_plot.draw
+    monkeypatch.setattr(planner_plot, "draw", lambda *a: (drawn.append(a), draw(*a)))
     words = [*TINY, "--exchange", "demo,hsdp", "--plot", str(tmp_path / "a.png")]
     assert said(capsys, *words) == ""
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(drawn) == 1 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_guess_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,16 +149,16 @@ def test_the_steps_of_a_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     words = ["plan", "--model", "tiny", "--link", "1Gbit", "--exchange", "demo", "--json"]
-    words += ["--measure-steps", "4"]
-    assert main([*words, "--", str(script), "100000"]) == 0
+    assert main([*words, "--measure-steps", "4", "--", str(script), "100000"]) == 0
     (row,) = json.loads(capfd.readouterr().out)
-    assert row["step_seconds"] >= 0.02 and row["step_source"].startswith(
-        "measured: the median of 4"
-    )
-    assert main([*words, "--", str(script), "3"]) == 2
-    assert "ended with status 0 before enough steps" in capfd.readouterr().err
-    assert main([*words, "--", "no-such-program-here"]) == 2
-    assert "could not be started" in capfd.readouterr().err
+    assert row["step_seconds"] >= 0.02
+    assert row["step_source"].startswith("measured: the median of 4 steps")
+    with pytest.raises(ValueError, match="ended with status 0 before enough steps"):
+        measured_step([str(script), "3"], 4, None)
+    with pytest.raises(ValueError, match="no-such-program-here could not be started"):
+        measured_step(["no-such-program-here"], 4, None)
+    with pytest.raises(ValueError, match="--measure-steps 1: 2 or more"):
+        measured_step([str(script)], 1, None)
 
 
 LINE = ["--link", "1Gbit"]
