@@ -48,7 +48,12 @@ def add(commands: Any) -> None:
     model.add_argument("--memory", metavar="SIZE", help="of a rank's device, as in 80GB")
     line = sub.add_argument_group("link")
     line.add_argument(
-        "--link", nargs="+", default=[], metavar="RATE", help="of an island, or several"
+        "--link",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="RATE",
+        help="of an island, or several",
     )
     line.add_argument("--rtt", metavar="TIME", help="its round trip, as in 40ms (default: 0)")
     step = sub.add_argument_group("step")
@@ -79,6 +84,7 @@ def add(commands: Any) -> None:
     what.add_argument(
         "--target-utilisation",
         nargs="+",
+        action="extend",
         default=[],
         metavar="SHARE",
         help="solve for the rate of the link that keeps it, as in 0.9",
