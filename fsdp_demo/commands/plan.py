@@ -162,7 +162,8 @@ def _plans(
     if args.yaml:
         if best is None:
             raise ValueError("--yaml: hsdp is no exchange of this package, so there is no yaml")
-        Path(args.yaml).write_text(best.config.to_yaml(), encoding="utf-8")
+        written = f"# fsdp-demo plan: {best.reason}\n{best.config.to_yaml()}"
+        Path(args.yaml).write_text(written, encoding="utf-8")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, notes]))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.meter import ring_all_reduce_bytes
+from ..config.fragments import layer_of
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
 from .rows import Row, named, plan_row
@@ -96,7 +97,7 @@ def _tried(situation: Situation, name: str, keep_inner: str | None) -> Iterator[
         config = preset(name, **changes)
         if name in ("demo", "random") and keep_inner == "adamw":
             config = preset(name, inner_optimizer="adamw", **changes)
-        if _allowed(config, keep_inner):
+        if _allowed(config, keep_inner) and cuts(config, situation):
             yield plan_row(situation, config, chosen=True)
 
 
@@ -131,6 +132,12 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
     return Choice(
         row, row.config, _reason(row, rows, situation, bool(good), bool(fits)), bool(good)
     )
+
+
+def cuts(config: ExchangeConfig, s: Situation) -> bool:
+    """Whether the model has the layers that fragments are cut between, if there are fragments."""
+    layered = any(layer_of(n) is not None for n, _ in s.tensors)
+    return layered or all(c.fragments is None for c in config.channels)
 
 
 def _allowed(config: ExchangeConfig, keep_inner: str | None) -> bool:

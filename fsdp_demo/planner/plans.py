@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
-from .choosing import chosen_rows
+from .choosing import chosen_rows, cuts
 from .rows import HSDP, Row, hsdp_row, plan_row
 from .situation import Situation
 
@@ -22,10 +22,15 @@ def plan_rows(
     Args:
         exchanges: names of presets ("hsdp" for the baseline) or configurations; None: HSDP, all
             presets at their published settings, and for each method of `choosing.LADDERS` the
-            settings that the planner would choose.
+            settings that the planner would choose. Fragments are left out for a model whose
+            parameter names hold no layer numbers.
         keep_inner: the inner optimizer that those must keep, or None.
     """
-    wanted = [HSDP, *presets()] if exchanges is None else list(exchanges)
+    wanted: list[str | ExchangeConfig] = (
+        [HSDP, *(name for name in presets() if cuts(preset(name), situation))]
+        if exchanges is None
+        else list(exchanges)
+    )
     rows = [
         hsdp_row(situation)
         if one == HSDP

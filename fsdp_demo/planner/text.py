@@ -41,8 +41,6 @@ def plan_table(rows: Sequence[Row]) -> str:
     head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
     body = [head]
     for r in rows:
-        gap = r.expected_gap
-        sure = "" if gap is None or not gap["extrapolated"] else "*"
         cells = [
             ("> " if r.chosen else "") + r.name,
             r.settings,
@@ -55,7 +53,7 @@ def plan_table(rows: Sequence[Row]) -> str:
             f"{r.compute_utilisation:.1%}",
             f"{r.device_bytes / 1e9:.2f}",
             f"{r.host_bytes / 1e9:.2f}",
-            "-" if gap is None else f"{gap['percent']:+.1f}{sure}",
+            _gap(r.expected_gap),
         ]
         if days:
             cells += [
@@ -64,6 +62,17 @@ def plan_table(rows: Sequence[Row]) -> str:
             ]
         body.append(cells)
     return table(body)
+
+
+def _gap(gap: dict[str, Any] | None) -> str:
+    """`+0.5`; `+0.5*` away from where it was measured; `(+0.5)` where that was a model of another
+    order of size, so that only the order of methods can be compared.
+    """
+    if gap is None:
+        return "-"
+    if not 0.1 < gap["factor"] < 10:
+        return f"({gap['percent']:+.1f})"
+    return f"{gap['percent']:+.1f}{'*' * bool(gap['extrapolated'])}"
 
 
 def title(situation: Situation, model: str, source: str) -> str:
@@ -87,7 +96,8 @@ def notes(rows: Sequence[Row]) -> str:
     lines = [
         "> settings that the planner would choose. GB of one rank, parameters, gradients and inner "
         "optimizer included, activations not. gap: of the loss against an all-reduce at every "
-        "step, where somebody has measured it; * away from where it was measured:"
+        "step, where somebody has measured it; * away from where it was measured; in brackets: on "
+        "a model of another order of size, not to be compared with the others:"
     ]
     seen: dict[str, list[str]] = {}
     for r in rows:

@@ -94,3 +94,10 @@ def test_of_given_rows_one_of_them_is_taken() -> None:
     rows = plan_rows(LLAMA, ["hsdp", "demo", "diloco", "sparse_loco"])
     choice = choose(rows, LLAMA)
     assert choice.row in rows and choice.row.name == "sparse_loco" and "of these" in choice.reason
+
+
+def test_a_model_without_layers_has_no_fragments() -> None:
+    situation = Situation([("weight", (64, 64)), ("bias", (64,))], 2, Link(1e6), 0.1, device="cpu")
+    rows = plan_rows(situation)
+    assert "streaming_diloco" not in {r.name for r in rows} and "diloco" in {r.name for r in rows}
+    assert choose(rows, situation).reached
