@@ -51,7 +51,8 @@ def test_every_package_is_listed_and_typed() -> None:
         assert (ROOT / top / "py.typed").is_file()
         patterns = PROJECT["tool"]["setuptools"]["package-data"][top]
         data = {file for pattern in patterns for file in (ROOT / top).glob(pattern)}
-        assert data == {ROOT / top / "py.typed", *(ROOT / top).rglob("*.c")}
+        extra = [*(ROOT / top).rglob("*.c"), *(ROOT / top).rglob("*.json")]
+        assert data == {ROOT / top / "py.typed", *extra}
 
 
 def test_no_upper_bound_on_torch() -> None:

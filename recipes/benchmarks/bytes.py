@@ -23,8 +23,6 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from report import size, table  # noqa: E402
@@ -38,79 +36,15 @@ from fsdp_demo import (  # noqa: E402
     ring_all_reduce_bytes,
 )
 from fsdp_demo.comm.link import parse_rtt  # noqa: E402
-from fsdp_demo.comm.meter import Meter  # noqa: E402
 from fsdp_demo.comm.peers import TCP_SHARE  # noqa: E402
 from fsdp_demo.compression.positions import form  # noqa: E402
 from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
 from fsdp_demo.config.channel import BLOCK  # noqa: E402
 from fsdp_demo.config.fragments import layer_of  # noqa: E402
-from fsdp_demo.exchange.plan import plan_model  # noqa: E402
-
-MODELS = Path(__file__).resolve().parents[1] / "models"
-Tensors = list[tuple[str, tuple[int, ...]]]
-
-
-def load(name: str) -> Tensors:
-    """Names and shapes of a model's trained parameters, ties once.
-
-    Args:
-        name: a json of recipes/models, or the path of one.
-
-    Raises:
-        ValueError: there is no such file, or it does not describe a model.
-    """
-    path = next((p for p in (MODELS / f"{name}.json", Path(name)) if p.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted(p.stem for p in MODELS.glob("*.json")))
-        raise ValueError(
-            f"--model {name!r} is not known: allowed are {known} (recipes/models), or the path of "
-            "such a json"
-        )
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            f"a model's shapes need transformers: pip install 'fsdp-demo[hf]' ({error})"
-        ) from None
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    except Exception as error:  # whatever transformers makes of a wrong file
-        raise ValueError(
-            f"--model {name!r}: {path} does not describe a causal language model: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    return [(n, tuple(p.shape)) for n, p in model.named_parameters()]
-
-
-def numel(tensors: Tensors) -> int:
-    return sum(prod(shape) for _, shape in tensors)
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What island 0 moves: in its largest exchange, and per step on average (bytes sent, received,
-    messages one after the other).
-    """
-
-    largest: Meter
-    average: tuple[float, float, float]
-
-
-def count(config: ExchangeConfig, tensors: Tensors, islands: int, shards: int = 1) -> Counts:
-    """The plan of the library, summed over the ranks of the island; they work side by side, so
-    messages are not.
-    """
-    plans = plan_model(config, tensors, islands, shards)
-    largest, averages = Meter(), [p.average() for p in plans]
-    for p in plans:
-        largest.add(p.most())
-    largest.messages = max(p.most().messages for p in plans)
-    return Counts(
-        largest,
-        (sum(a[0] for a in averages), sum(a[1] for a in averages), max(a[2] for a in averages)),
-    )
-
+from fsdp_demo.planner.counting import count  # noqa: E402
+from fsdp_demo.planner.models import load  # noqa: E402
+from fsdp_demo.planner.rows import settings  # noqa: E402
+from fsdp_demo.planner.shapes import Tensors, numel  # noqa: E402
 
 # ---- published figures -------------------------------------------------------------------------
 
@@ -377,18 +311,6 @@ def most_islands(config: ExchangeConfig, tensors: Tensors) -> int | None:
     return low
 
 
-def settings(config: ExchangeConfig) -> str:
-    """Period, code and selection of a preset's channels in a few words."""
-    first = config.channels[0]
-    words = [
-        "every "
-        f"{'/'.join(str(p) for p in sorted({c.schedule.sync_every for c in config.channels}))}",
-        first.codec.value_dtype,
-    ]
-    words += [f"{first.codec.topk} of {BLOCK}"] if first.codec.sparse else []
-    return ", ".join([*words, "fragments"] if first.fragments is not None else words)
-
-
 def entries(
     tensors: Tensors,
     islands: int,
@@ -571,7 +493,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="a json of recipes/models by name, or its path (default: llama-3.2-1b)",
+        help="a known model, or the path of a config.json (default: llama-3.2-1b)",
     )
     parser.add_argument(
         "--exchange",

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bytes import Parser, Tensors, _at_least_one, load, numel  # noqa: E402
+from benchmarks.bytes import Parser, _at_least_one  # noqa: E402
 from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
@@ -46,6 +46,8 @@ from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
+from fsdp_demo.planner.models import load  # noqa: E402
+from fsdp_demo.planner.shapes import Tensors, numel  # noqa: E402
 
 PERIODS = {
     "local_sgd": 2,
@@ -421,7 +423,7 @@ def main() -> None:
         "--model",
         default="llama-3.2-1b",
         metavar="NAME",
-        help="a json of recipes/models by name, or its path",
+        help="a known model, or the path of a config.json",
     )
     parser.add_argument("--islands", type=_at_least_one, default=4, metavar="R", help="default: 4")
     parser.add_argument(

@@ -23,6 +23,7 @@ LEFT_OUT = {
 PUBLIC = (
     "fsdp_demo",
     "fsdp_demo.checkpoint",
+    "fsdp_demo.planner",
     "fsdp_demo.integrations.trainer",
     "fsdp_demo.integrations.export",
     "deepspeed_ext",

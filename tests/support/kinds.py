@@ -30,6 +30,8 @@ STARTS = {
     "NotebookClient",
     "kernel",  # of topk: a compiler
     "study_plot",  # matplotlib: fc-list, where it knows no fonts yet
+    "planner_plot",  # the same
+    "measured_step",  # of the planner: the user's script
 }
 Code = types.CodeType
 

@@ -1,0 +1,283 @@
+"""`fsdp-demo plan`: what every method costs on a link, and which to start with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config.schema import ExchangeConfig
+    from ..planner.asking import Step
+    from ..planner.situation import Situation
+
+_EXAMPLE = """example:
+  fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms --step-time 0.8s
+"""  # noqa: E501
+_USAGE = (
+    "fsdp-demo plan [--model NAME | --params N] --islands R --link RATE --step-time TIME [options] "
+    "[-- torchrun ... SCRIPT ARGS]"
+)
+
+
+def add(commands: Any) -> None:
+    """The subparser."""
+    sub = commands.add_parser(
+        "plan",
+        help="say what each method costs on a link, and which to start with",
+        description="What each method costs on a link, from shapes: bytes, seconds, memory, loss.",
+        epilog=_EXAMPLE,
+        usage=_USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = sub.add_argument_group("model and machines")
+    model.add_argument(
+        "--model", metavar="NAME", help="a known model, the path of a config.json, or a hub id"
+    )
+    model.add_argument("--params", metavar="N", help="so many parameters instead, as in 1.3B")
+    model.add_argument(
+        "--layers", type=int, default=24, metavar="N", help="of --params (default: 24)"
+    )
+    model.add_argument(
+        "--islands", default="2", metavar="R", help="how many, or a range that doubles, as in 2:64"
+    )
+    model.add_argument("--shards", type=int, metavar="S", help="ranks of an island (default: 1)")
+    model.add_argument("--device", default="h100", metavar="NAME", help="of a rank")
+    model.add_argument("--memory", metavar="SIZE", help="of a rank's device, as in 80GB")
+    line = sub.add_argument_group("link")
+    line.add_argument(
+        "--link",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="RATE",
+        help="of an island, or several",
+    )
+    line.add_argument("--rtt", metavar="TIME", help="its round trip, as in 40ms (default: 0)")
+    step = sub.add_argument_group("step")
+    step.add_argument("--step-time", metavar="TIME", help="of a step without exchange, as in 0.8s")
+    step.add_argument("--step-from", metavar="FILE", help="the summary.json of a recipe's run")
+    step.add_argument("--tokens", metavar="N", help="of the run, all islands, as in 20B")
+    step.add_argument("--tokens-per-step", metavar="N", help="of one island")
+    step.add_argument(
+        "--measure-steps", type=int, default=20, metavar="N", help="of the script after --"
+    )
+    what = sub.add_argument_group("methods")
+    what.add_argument(
+        "--exchange",
+        action="append",
+        default=[],
+        metavar="NAME|YAML",
+        help="only these: presets, yaml files, hsdp; with commas or repeated",
+    )
+    what.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH=VALUE",
+        help="changes to them; NAME:PATH=VALUE changes one",
+    )
+    what.add_argument("--keep-inner", metavar="NAME", help="inner optimizer that must stay: adamw")
+    what.add_argument(
+        "--target-utilisation",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="SHARE",
+        help="solve for the rate of the link that keeps it, as in 0.9",
+    )
+    paper = sub.add_argument_group("checking against papers")
+    paper.add_argument(
+        "--bytes-per-param", type=float, metavar="B", help="of what is exchanged; as simulated"
+    )
+    paper.add_argument("--compression-time", metavar="TIME", help="per value, as in 0.5ns")
+    paper.add_argument(
+        "--no-compression-time",
+        action="store_true",
+        help="compression and copies take none; with --params as simulated",
+    )
+    paper.add_argument(
+        "--as-simulated",
+        action="store_true",
+        help="a line without headers and windows, layers leave while backward runs",
+    )
+    out = sub.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print a list of rows")
+    out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
+    out.add_argument("--plot", metavar="FILE", help="draw utilisation over the rate of the link")
+    sub.set_defaults(run_command=run, takes_script=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    from ..planner import asking
+
+    counts = asking.islands(args.islands)
+    chosen = asking.exchanges(args.exchange, args.set)
+    wanted = asking.targets(args.target_utilisation)
+    if not (args.link or wanted or args.plot):
+        raise ValueError("plan needs --link RATE, as in 1Gbit, or --target-utilisation SHARE")
+    lines = asking.links(args.link, args.rtt)
+    first, step, model = _situation(args)
+    cases = [replace(first, islands=n, link=link) for n in counts for link in lines]
+    if wanted:
+        if args.yaml:
+            raise ValueError("--yaml writes a recommendation, which --target-utilisation has none")
+        _solve(args, cases, wanted, chosen, step, model)
+    elif args.link:
+        _plans(args, cases, chosen, step, model)
+    if args.plot:
+        from ..planner.plot import draw
+
+        draw(args.plot, cases[0], chosen)
+    return 0
+
+
+def _plans(
+    args: argparse.Namespace,
+    cases: list[Situation],
+    chosen: list[ExchangeConfig | str] | None,
+    step: Step,
+    model: str,
+) -> None:
+    from ..planner import choose, plan_rows, text
+    from ..planner.rows import HSDP
+
+    out, printed, best = [], [], None
+    for case in cases:
+        rows = plan_rows(case, chosen, args.keep_inner)
+        ours = [r for r in rows if r.name != HSDP]
+        choice = choose(rows, case, args.keep_inner) if ours else None
+        best = best or choice
+        for row in rows:
+            take = {"recommended": choice is not None and row is choice.row}
+            out.append({**row.as_json(), **_facts(case, step, model), **take})
+        parts = [text.title(case, model, step.source), "", text.plan_table(rows), ""]
+        parts += [text.recommendation(choice)] if choice is not None else []
+        printed.append("\n".join(parts))
+        notes = text.notes(rows)
+    if args.yaml:
+        if best is None:
+            raise ValueError("--yaml: hsdp is no exchange of this package, so there is no yaml")
+        written = f"# fsdp-demo plan: {best.reason}\n{best.config.to_yaml()}"
+        Path(args.yaml).write_text(written, encoding="utf-8")
+    print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, notes]))
+
+
+def _solve(
+    args: argparse.Namespace,
+    cases: list[Situation],
+    wanted: list[float],
+    chosen: list[ExchangeConfig | str] | None,
+    step: Step,
+    model: str,
+) -> None:
+    from ..comm.link import Link
+    from ..planner import gbit_s, plan_rows, text
+
+    out = []
+    for case in cases:
+        for row in plan_rows(case, chosen, args.keep_inner):
+            if row.chosen:
+                continue
+            for target in wanted:
+                rate = gbit_s(case, row.config, target)
+                there = replace(case, link=Link(rate and 1e9 * rate, case.link.rtt))
+                (at,) = plan_rows(there, [row.config or row.name])
+                facts = {"target_utilisation": target, "gbit_s": rate}
+                out.append({**at.as_json(), **_facts(there, step, model), **facts})
+    if args.json:
+        print(json.dumps(out, indent=2))
+        return
+    head = text.title(replace(cases[0], link=Link(None, cases[0].link.rtt)), model, step.source)
+    print(f"{head}\n\n{text.targets_table(out)}")
+
+
+def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:
+    """What all rows of a case have in common."""
+    return {
+        "model": model,
+        "parameters": case.parameters,
+        "islands": case.islands,
+        "shards": case.shards,
+        "link": str(case.link),
+        "step_seconds": case.step_seconds,
+        "step_source": step.source,
+    }
+
+
+def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
+    """All but islands and link; the step and where it is from; the model's name."""
+    from ..planner import Situation, asking, equal_layers, load
+    from ..planner.devices import device
+    from ..planner.situation import check_shards
+
+    if (args.model is None) == (args.params is None):
+        raise ValueError("plan needs a model: give --model NAME or --params N")
+    device(args.device)
+    if args.shards is not None and args.shards < 1:
+        raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
+    if args.model is not None:
+        tensors, model = load(args.model), args.model
+        check_shards(tensors, args.shards or 1)
+    else:
+        tensors = equal_layers(round(asking.number(args.params, "--params")), args.layers)
+        model = f"{args.layers} equal layers"
+    step, shards = _step(args, tensors)
+    if args.bytes_per_param is not None and not args.bytes_per_param > 0:
+        raise ValueError(f"--bytes-per-param {args.bytes_per_param:g}: a value takes more than 0")
+    simulated = args.as_simulated or args.bytes_per_param is not None
+    simulated |= args.no_compression_time and args.params is not None
+    tokens = asking.number(args.tokens, "--tokens") if args.tokens else None
+    situation = Situation(
+        tensors,
+        islands=2,
+        step_seconds=step.seconds,
+        shards=shards,
+        device=args.device,
+        compression=(
+            asking.seconds(args.compression_time, "--compression-time")
+            if args.compression_time
+            else None
+        ),
+        memory_bytes=asking.number(args.memory, "--memory", "b") if args.memory else None,
+        tokens=tokens,
+        tokens_per_step=step.tokens,
+        system=asking.system(simulated, args.bytes_per_param, not args.no_compression_time),
+    )
+    return situation, step, model
+
+
+def _step(args: argparse.Namespace, tensors: Any) -> tuple[Step, int]:
+    """The step's time, and the shards of an island."""
+    from ..planner import asking
+    from ..planner.asking import Step
+
+    given = [
+        name
+        for name, value in (
+            ("--step-time", args.step_time),
+            ("--step-from", args.step_from),
+            ("-- SCRIPT", args.script),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how long a step takes: give one")
+    tokens = (
+        asking.number(args.tokens_per_step, "--tokens-per-step") if args.tokens_per_step else None
+    )
+    shards = args.shards or 1
+    if args.step_time:
+        return Step(asking.seconds(args.step_time, "--step-time"), tokens, "given"), shards
+    if args.step_from:
+        step, summary = asking.step_from(args.step_from)
+        return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)
+    if args.script:
+        from ..planner.measure import measured_step
+
+        return Step(*measured_step(args.script, args.measure_steps, tokens)), shards
+    return asking.guess(tensors, shards, args.device, tokens), shards

@@ -1,0 +1,224 @@
+"""From the words of a command line to situations: texts with units, lists, ranges, and what is
+guessed where nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..comm.link import Link, parse_rate, parse_rtt
+from ..config.load import load_config
+from ..config.schema import ExchangeConfig
+from .devices import device, guessed_step
+from .line import SIMULATED, System
+from .rows import HSDP
+from .shapes import Tensors, numel
+
+_NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+TOKENS_PER_RANK = 8192
+"""Tokens of a step on each rank where nothing says how many."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step without an exchange, tokens of it on one island (None: unknown), and where
+    they are from.
+    """
+
+    seconds: float
+    tokens: float | None
+    source: str
+
+
+def number(text: str, flag: str, unit: str = "") -> float:
+    """`1.3B`, `20e9`, `80GB` (with unit "b") as a number.
+
+    Raises:
+        ValueError: no number above 0 with k, M, B (or G) or T.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    word = found[2].lower() if found else "?"
+    if unit and word.endswith(unit) and len(word) > 1:
+        word = word[: -len(unit)]
+    if found is None or word not in _THOUSANDS or float(found[1]) <= 0:
+        raise ValueError(
+            f"{flag} {text!r}: expected a number above 0, if you like with k, M, B or T, as in "
+            f"{'80GB' if unit else '1.3B'}"
+        )
+    return float(found[1]) * _THOUSANDS[word]
+
+
+def seconds(text: str, flag: str) -> float:
+    """`0.8s`, `350ms`, `0.8` as seconds.
+
+    Raises:
+        ValueError: no time above 0.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    per = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
+    if found is None or found[2].lower() not in per or float(found[1]) <= 0:
+        raise ValueError(
+            f"{flag} {text!r}: expected a time above 0 with s, ms, us or ns, as in 0.8s"
+        )
+    return float(found[1]) * per[found[2].lower()]
+
+
+def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
+    """`["1Gbit"]`, `["100Mbit,1Gbit"]`, `["1Gbit,40ms"]`: rates, and one round trip for all.
+
+    Raises:
+        ValueError: what is no rate above 0 and no time.
+    """
+    rates: list[float | None] = []
+    trips = [parse_rtt(rtt)] if rtt is not None else []
+    for word in (w.strip() for text in texts for w in text.split(",")):
+        if re.fullmatch(r"[0-9.e+-]+\s*(us|ms|s)", word, re.IGNORECASE):
+            trips.append(parse_rtt(word))
+        else:
+            rates.append(None if word.lower() == "none" else _rate(word))
+    if len(set(trips)) > 1:
+        raise ValueError(
+            f"--link/--rtt name {len(set(trips))} round trips: give one, which is that of all rates"
+        )
+    return [Link(rate, trips[0] if trips else 0.0) for rate in rates or [None]]
+
+
+def _rate(word: str) -> float:
+    if re.fullmatch(r"0*\.?0+\s*([kmg]?bit(/s)?|[kmg]?bps)?", word, re.IGNORECASE):
+        raise ValueError(
+            f"--link {word!r} carries nothing: give a rate above 0, as in 1Gbit, or none for no "
+            "limit"
+        )
+    return parse_rate(word)
+
+
+def islands(text: str) -> list[int]:
+    """`4` or `2:64`, which doubles from 2 up to 64.
+
+    Raises:
+        ValueError: neither.
+    """
+    low, colon, high = text.partition(":")
+    if not low.isdecimal() or (colon and not high.isdecimal()):
+        raise ValueError(f"--islands {text!r}: expected a number or a range, as in 4 or 2:64")
+    first, last = int(low), int(high or low)
+    if first < 2 or last < first:
+        raise ValueError(
+            f"--islands {text!r}: one island exchanges nothing, so there is nothing to plan: give "
+            "2 or more"
+        )
+    out = [first]
+    while out[-1] < last:
+        out.append(min(2 * out[-1], last))
+    return out
+
+
+def targets(texts: Sequence[str]) -> list[float]:
+    """`["0.5,0.8"]`, `["95%"]` as shares.
+
+    Raises:
+        ValueError: no share between 0 and 1.
+    """
+    out = []
+    for word in (w.strip() for text in texts for w in text.split(",")):
+        try:
+            share = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1:
+            raise ValueError(
+                f"--target-utilisation {word!r}: expected a share between 0 and 1, as in 0.9"
+            )
+        out.append(share)
+    return out
+
+
+def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConfig | str] | None:
+    """What `--exchange` and `--set` ask for; None for all presets.
+
+    A change counts for each of the exchanges that know it, one that reads NAME:PATH=VALUE for that
+    one alone.
+
+    Raises:
+        ValueError: unknown names, keys and values; a change that no exchange knows.
+    """
+    wanted = [n for text in names for n in text.split(",") if n]
+    if not wanted:
+        if changes:
+            raise ValueError("--set changes an exchange: give --exchange NAME|YAML, too")
+        return None
+    used: set[str] = set()
+    out: list[ExchangeConfig | str] = []
+    for name in wanted:
+        mine = []
+        for text in changes if name != HSDP else ():
+            owner, colon, rest = text.partition(":")
+            plain = not colon or "=" in owner
+            if plain and len(wanted) > 1 and not _knows(name, text):
+                continue
+            if plain or owner == name:
+                mine.append(text if plain else rest)
+                used.add(text)
+        out.append(name if name == HSDP else load_config(name, mine))
+    left = [text for text in changes if text not in used]
+    if left:
+        raise ValueError(f"--set {left[0]}: none of {', '.join(wanted)} has such a setting")
+    return out
+
+
+def _knows(name: str, change: str) -> bool:
+    try:
+        load_config(name, [change])
+    except ValueError:
+        return False
+    return True
+
+
+def system(simulated: bool, bytes_per_parameter: float | None, compression: bool) -> System:
+    """How line and machines behave."""
+    base = SIMULATED if simulated else System()
+    return replace(
+        base,
+        bytes_per_parameter=bytes_per_parameter,
+        compression=base.compression and compression,
+    )
+
+
+def step_from(path: str) -> tuple[Step, dict[str, Any]]:
+    """The step of a run of a recipe, from its summary.json, without what it waited for the link;
+    and the summary.
+
+    Raises:
+        ValueError: the file is no such summary.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        steps = found["steps"] - found.get("since", 0)
+        whole = found["tokens"] / found["tokens_per_second"]
+        step = (whole - found["wait_share"] * found["seconds"]) / steps
+        tokens = found["tokens"] / found["islands"] / steps
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"--step-from {path}: this is no summary.json of a recipe ({error!r:.80})"
+        ) from None
+    if not step > 0:
+        raise ValueError(f"--step-from {path}: its steps took {step:g} s, more than 0 is needed")
+    return Step(step, tokens, f"{path}, without its waiting"), found
+
+
+def guess(tensors: Tensors, shards: int, name: str, tokens: float | None) -> Step:
+    """A step's time from FLOPs, where nobody has measured it."""
+    of = device(name)
+    per_step = tokens or float(TOKENS_PER_RANK * shards)
+    took = guessed_step(numel(tensors), per_step, shards, of)
+    said = (
+        f"a guess: 6 FLOPs per parameter and token, {per_step:,.0f} tokens per island and step, "
+        f"{shards} x {name} at {of.flops / 1e12:.3g} TFLOP/s and {of.mfu:.0%} MFU"
+    )
+    return Step(took, per_step, said)

@@ -1,0 +1,133 @@
+"""A plan as text: a table, the recommendation, what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .choosing import Choice
+from .rows import Row
+from .situation import Situation
+
+_HEAD = (
+    "preset|settings|bytes/exchange|bytes/step|mean Gbit/s|peak|line use|exposed s/step|compute|"
+    "GB device|GB host|gap %"
+).split("|")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width; the first two to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def size(count: float) -> str:
+    """`7.41 GB`."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def plan_table(rows: Sequence[Row]) -> str:
+    """All rows; chosen settings below the presets."""
+    days = any(r.days is not None for r in rows)
+    head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
+    body = [head]
+    for r in rows:
+        cells = [
+            ("> " if r.chosen else "") + r.name,
+            r.settings,
+            size(r.bytes_per_exchange),
+            size(r.bytes_per_step),
+            f"{r.mean_gbit_s:.3g}",
+            f"{r.peak_gbit_s:.3g}",
+            f"{r.line_use:.0%}",
+            f"{r.exposed_seconds_per_step:.3g}",
+            f"{r.compute_utilisation:.1%}",
+            f"{r.device_bytes / 1e9:.2f}",
+            f"{r.host_bytes / 1e9:.2f}",
+            _gap(r.expected_gap),
+        ]
+        if days:
+            cells += [
+                "-" if r.days is None else f"{r.days:.3g}",
+                "-" if r.run_bytes is None else size(r.run_bytes),
+            ]
+        body.append(cells)
+    return table(body)
+
+
+def _gap(gap: dict[str, Any] | None) -> str:
+    """`+0.5`; `+0.5*` away from where it was measured; `(+0.5)` where that was a model of another
+    order of size, so that only the order of methods can be compared.
+    """
+    if gap is None:
+        return "-"
+    if not 0.1 < gap["factor"] < 10:
+        return f"({gap['percent']:+.1f})"
+    return f"{gap['percent']:+.1f}{'*' * bool(gap['extrapolated'])}"
+
+
+def title(situation: Situation, model: str, source: str) -> str:
+    """What the plan is for, and where the step's time is from."""
+    s = situation
+    line = str(s.link) if s.link else "not limited"
+    out = (
+        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {s.islands} islands of {s.shards} "
+        f"shards, link {line}\nstep {s.step_seconds:.4g} s ({source})"
+    )
+    if s.system.overlap_backward:
+        return (
+            f"{out}\nas simulated in papers: bytes over a rate, which leave layer by layer while "
+            "backward runs; no headers, no windows, no work of compression"
+        )
+    return f"{out}\n{s.device}: {s.processor.source}"
+
+
+def notes(rows: Sequence[Row]) -> str:
+    """What the columns mean, and where the gaps are from."""
+    lines = [
+        "> settings that the planner would choose. GB of one rank, parameters, gradients and inner "
+        "optimizer included, activations not. gap: of the loss against an all-reduce at every "
+        "step, where somebody has measured it; * away from where it was measured; in brackets: on "
+        "a model of another order of size, not to be compared with the others:"
+    ]
+    seen: dict[str, list[str]] = {}
+    for r in rows:
+        if r.expected_gap is not None and r.expected_gap["extrapolated"]:
+            key = f"{r.expected_gap['source']}: {r.expected_gap['extrapolated']}"
+            if r.name not in seen.setdefault(key, []):
+                seen[key].append(r.name)
+    lines += [f"* {', '.join(names)}: {key}" for key, names in seen.items()]
+    none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
+    return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])
+
+
+def recommendation(choice: Choice) -> str:
+    """One line."""
+    return f"Recommended: {choice.reason}."
+
+
+def targets_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Gbit/s for each target."""
+    wanted = list(dict.fromkeys(r["target_utilisation"] for r in rows))
+    found: dict[tuple[str, str], dict[float, float | None]] = {}
+    for r in rows:
+        key = (r["preset"], r["settings"])
+        found.setdefault(key, {})[r["target_utilisation"]] = r["gbit_s"]
+    head = ["preset", "settings", *(f"{t:.0%}" for t in wanted)]
+    body = [
+        [name, words, *(_rate(by.get(t)) for t in wanted)] for (name, words), by in found.items()
+    ]
+    return "Gbit/s of an island's line for a compute utilisation of\n" + table([head, *body])
+
+
+def _rate(value: float | None) -> str:
+    return "none does" if value is None else f"{value:.3g}"

@@ -1,0 +1,103 @@
+"""What is recommended where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_demo import ExchangeConfig, Link, preset
+from fsdp_demo.planner import Situation, choose, load, plan_rows
+from fsdp_demo.planner.choosing import LADDERS
+
+LLAMA = Situation(load("llama-3.2-1b"), 4, Link(1e9, 0.04), 0.8, shards=8)
+
+
+def taken(situation: Situation, keep: str | None = None) -> tuple[str, ExchangeConfig, str, bool]:
+    choice = choose(plan_rows(situation, keep_inner=keep), situation, keep)
+    assert choice.config == choice.row.config
+    return choice.row.name, choice.config, choice.reason, choice.reached
+
+
+def test_a_fast_link_needs_no_compression() -> None:
+    tiny = Situation(load("tiny"), 2, Link(1e9), 1.0, device="cpu")
+    rows = [r for r in plan_rows(tiny) if r.name != "hsdp"]
+    choice = choose(rows, tiny)
+    assert choice.row.name == "full" and choice.reached and "nothing is lost" in choice.reason
+    assert choice.config.channels[0].codec.value_dtype == "bf16"
+
+
+def test_where_hsdp_reaches_the_reason_says_so() -> None:
+    _, _, reason, reached = taken(replace(LLAMA, link=Link(1e13, 1e-5)))
+    assert reached and reason.startswith("HSDP itself keeps 9")
+
+
+def test_the_slower_the_link_the_fewer_the_bytes() -> None:
+    sent = []
+    for rate in (1e12, 1e11, 1e10, 1e9, 1e8):
+        situation = replace(LLAMA, link=Link(rate, 0.02))
+        choice = choose(plan_rows(situation), situation)
+        assert choice.reached and choice.row.compute_utilisation >= situation.target
+        sent.append(choice.row.bytes_per_step)
+    assert sent == sorted(sent, reverse=True)
+
+
+def test_the_first_setting_of_a_ladder_that_reaches_is_taken() -> None:
+    rows = {r.name: r for r in plan_rows(LLAMA) if r.chosen}
+    assert set(rows) == set(LADDERS)
+    for name, row in rows.items():
+        steps = [plan_rows(LLAMA, [preset(name, **c)])[0] for c in LADDERS[name]]
+        reach = [r.config for r in steps if r.compute_utilisation >= LLAMA.target]
+        best = max(steps, key=lambda r: r.compute_utilisation).compute_utilisation
+        assert row.config == (reach[0] if reach else row.config)
+        assert row.compute_utilisation == pytest.approx(best) or reach
+
+
+def test_nothing_reaches_and_the_reason_says_so() -> None:
+    name, _, reason, reached = taken(replace(LLAMA, link=Link(1e6, 0.1)))
+    assert not reached and reason.startswith("nothing keeps 95% on 1Mbit,100ms")
+    assert name in reason
+
+
+def test_memory_limits_the_choice() -> None:
+    whole = max(r.device_bytes for r in plan_rows(LLAMA) if r.chosen)
+    least = min(r.device_bytes for r in plan_rows(LLAMA) if r.chosen)
+    situation = replace(LLAMA, memory_bytes=(whole + least) / 2)
+    choice = choose(plan_rows(situation), situation)
+    assert choice.reached and choice.row.device_bytes <= (whole + least) / 2
+    _, _, reason, reached = taken(replace(LLAMA, memory_bytes=1e6))
+    assert not reached and reason.startswith("nothing fits into 1e+06 bytes")
+
+
+def test_the_inner_optimizer_stays_if_it_must() -> None:
+    for link in (Link(1e9, 0.04), Link(1e8, 0.02)):
+        situation = replace(LLAMA, link=link)
+        rows = plan_rows(situation, keep_inner="adamw")
+        for row in rows:
+            if row.chosen:
+                assert row.config is not None
+                assert {"adamw", "any"} & set(row.config.inner_optimizers)
+        choice = choose(rows, situation, "adamw")
+        assert {"adamw", "any"} & set(choice.config.inner_optimizers)
+    with pytest.raises(ValueError, match="no setting keeps the inner optimizer 'adamw'"):
+        choose(plan_rows(LLAMA, ["random"]), LLAMA, "adamw")
+
+
+def test_a_gather_that_sends_more_than_an_all_reduce_is_not_taken() -> None:
+    situation = replace(LLAMA, islands=400, target=0.5, link=Link(1e11, 0.0))
+    rows = plan_rows(situation, [preset("sparse_loco", period=250), preset("diloco", period=500)])
+    assert rows[0].bytes_per_exchange > 2 * 2 * situation.parameters
+    assert choose(rows, situation).row.name == "diloco"
+
+
+def test_of_given_rows_one_of_them_is_taken() -> None:
+    rows = plan_rows(LLAMA, ["hsdp", "demo", "diloco", "sparse_loco"])
+    choice = choose(rows, LLAMA)
+    assert choice.row in rows and choice.row.name == "sparse_loco" and "of these" in choice.reason
+
+
+def test_a_model_without_layers_has_no_fragments() -> None:
+    situation = Situation([("weight", (64, 64)), ("bias", (64,))], 2, Link(1e6), 0.1, device="cpu")
+    rows = plan_rows(situation)
+    assert "streaming_diloco" not in {r.name for r in rows} and "diloco" in {r.name for r in rows}
+    assert choose(rows, situation).reached
