@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .commands import doctor
 from .errors import PeerLost
 from .version import __version__
 
@@ -273,6 +274,8 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print one object")
     sub.set_defaults(run_command=status)
+
+    doctor.add(commands)
 
     sub = commands.add_parser("presets", help="list the methods, or show one")
     sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
